@@ -113,7 +113,7 @@ def test_fields_that_change_nothing_are_let_be(grown):
     path.write_text(json.dumps(json.loads(path.read_text()) | fields | {"exclude_modules": ["gate_proj"]}))
     torch.testing.assert_close(onward.load(source, merge=adapter).logits(IDS), expected, rtol=0, atol=TOLERANCE)
     path.write_text(json.dumps(json.loads(path.read_text()) | {"sorcery": 3}))
-    with pytest.warns(UserWarning, match=r"does not know \(sorcery\)"):
+    with pytest.warns(UserWarning, match=r"unknown fields, which are ignored: sorcery"):
         onward.load(source, merge=adapter)
 
 

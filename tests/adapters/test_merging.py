@@ -95,12 +95,12 @@ NAME = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"peft_type": "IA3"}, "'LORA'; got 'IA3'"),
-        ({"r": 0}, "'r' must be a whole number above 0; got 0"),
-        ({"r": 5}, "makes its rank 5"),
-        ({"lora_alpha": "8"}, "'lora_alpha' must be a number above 0; got '8'"),
+        ({"peft_type": "IA3"}, "'LORA' is supported; got 'IA3'"),
+        ({"r": 0}, "'r' must be a positive integer; got 0"),
+        ({"r": 5}, "but rank 5 in adapter_config.json"),
+        ({"lora_alpha": "8"}, "'lora_alpha' must be a positive number; got '8'"),
         ({"rank_pattern": []}, None),
-        ({"rank_pattern": {"(": 3}}, "no regular expression"),
+        ({"rank_pattern": {"(": 3}}, "not a valid regular expression"),
         ({"use_dora": True}, "has no lora_magnitude_vector"),
         ({"layer_replication": [[0, 2]]}, "layer_replication"),
         ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights is 'pissa_niter_4', which changes the model's own"),
@@ -125,7 +125,7 @@ def test_a_config_that_cannot_be_used_says_why(folders, fields, message):
         (lambda t: t.update({NAME: t[NAME][:, :5].clone()}), r"\[32, 5\], and the model's weight \[32, 32\]"),
         (lambda t: t.update({NAME: t[NAME] * torch.inf}), "finite floats"),
         (lambda t: t.update({NAME.replace("layers.0", "layers.9"): t.pop(NAME)}), "has no lora_B|has no lora_A"),
-        (lambda t: t.update({"base_model.model.model.prompt": torch.zeros(2)}), "no tensor of a LoRA"),
+        (lambda t: t.update({"base_model.model.model.prompt": torch.zeros(2)}), "not a LoRA tensor"),
         (lambda t: t.update({"base_model.model.extra.weight": torch.zeros(2)}), "'extra' for one"),
         (lambda t: t.update({"base_model.model.model.norm.bias": torch.zeros(32)}), "norm.bias is of another kind"),
         (lambda t: t.update({"base_model.model.model.embed_tokens.bias": torch.zeros(32)}), "bias is of another kind"),
@@ -139,7 +139,7 @@ def test_a_config_that_cannot_be_used_says_why(folders, fields, message):
                     "base_model.model.model.embed_tokens.lora_embedding_B": torch.zeros(32, 5),
                 }
             ),
-            r"makes its rank 4: they must be \[4, vocabulary\]",
+            r"but rank 4 in adapter_config.json: they must be \[4, vocabulary\]",
         ),
     ],
 )
@@ -157,7 +157,7 @@ def test_what_is_no_adapter_says_why(folders, tmp_path):
     with pytest.raises(CheckpointError, match=r"holds no adapter_config\.json"):
         onward.load(source, merge=tmp_path)
     (folder / "adapter_model.safetensors").write_bytes(b"short")
-    with pytest.raises(CheckpointError, match="damaged or cut short"):
+    with pytest.raises(CheckpointError, match="damaged or truncated"):
         onward.load(source, merge=folder)
     (folder / "adapter_model.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"holds no adapter_model\.safetensors"):

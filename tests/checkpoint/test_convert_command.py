@@ -200,7 +200,7 @@ def test_experts_in_int4_are_one_tensor_of_q4_0(tmp_path):
     config = json.loads((source / "config.json").read_text())
     names = [f"model.layers.0.mlp.experts.{expert}.up_proj.weight" for expert in range(2)]
     mixed = {names[0]: torch.ones(32, 64), names[1]: torch.ones(32, 64, dtype=torch.bfloat16)}
-    with pytest.raises(RequestError, match=r"blk\.0\.ffn_up_exps\.weight: .* these are F32 and BF16"):
+    with pytest.raises(RequestError, match=r"blk\.0\.ffn_up_exps\.weight: .* types F32 and BF16"):
         model_tensors(line_of(config), config, mixed)
 
 
@@ -291,8 +291,8 @@ def test_what_a_format_cannot_hold_is_refused_and_nothing_is_left(tmp_path):
     window = random_checkpoint(tmp_path / "window", "mistral", sliding_window=7, **SIZES)
     experts = random_checkpoint(tmp_path / "experts", "lfm2moe")
     for path, complaint in [
-        (tmp_path / "int8", "is int8 .*, which no type of GGUF holds: give a dtype"),
-        (window, "says what GGUF's metadata do not"),
+        (tmp_path / "int8", "no GGUF type holds int8 .*: choose a float dtype"),
+        (window, "GGUF metadata cannot express its config.json"),
         (experts, "Lfm2MoeForCausalLM cannot be written as GGUF; these can: LlamaForCausalLM"),
     ]:
         with pytest.raises(RequestError, match=complaint):
@@ -300,7 +300,7 @@ def test_what_a_format_cannot_hold_is_refused_and_nothing_is_left(tmp_path):
     convert(tmp_path / "int8", tmp_path / "floats.gguf", "gguf", dtype=torch.bfloat16)
     with pytest.raises(RequestError, match="is there already"):
         convert(source, tmp_path / "floats.gguf", "gguf")
-    with pytest.raises(RequestError, match="is GGUF already"):
+    with pytest.raises(RequestError, match="is already GGUF"):
         convert(tmp_path / "floats.gguf", tmp_path / "x.gguf", "gguf")
     with pytest.raises(RequestError, match="safetensors or gguf; got 'onnx'"):
         convert(source, tmp_path / "x", "onnx")

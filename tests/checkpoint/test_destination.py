@@ -93,7 +93,7 @@ def test_a_link_to_an_empty_folder_stays_one(source, tmp_path):
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("model", "must end with .gguf, by which a GGUF file is known"),
+        ("model", "must end with .gguf"),
         ("model.gguf.bin", "must end with .gguf"),
         ("model-00001-of-00002.gguf", "is the name of one of 2 parts"),
         ("model-00001-of-00000.gguf", "is the name of one of 0 parts"),

@@ -9,7 +9,7 @@ from gguf_files import MODELS, write_model
 
 import onward
 from onward.checkpoint import GgufCheckpoint
-from onward.checkpoint.gguf.checkpoint import _config_and_keys, config_of, family_of
+from onward.checkpoint.gguf.checkpoint import config_and_keys, family_of
 from onward.checkpoint.gguf.keys import HARMLESS, KNOWN, _never_counts
 from onward.errors import ConfigError, OnwardError
 from onward.models import read_config
@@ -54,7 +54,8 @@ def config_with(checkpoint: GgufCheckpoint, **changes: object) -> dict:
     metadata = dict(checkpoint.files[0].metadata)
     for name, value in changes.items():
         metadata[f"{metadata['general.architecture']}.{name.replace('__', '.')}"] = value
-    return config_of({key: value for key, value in metadata.items() if value is not None}, checkpoint.tensors, "m")
+    present = {key: value for key, value in metadata.items() if value is not None}
+    return config_and_keys(present, checkpoint.tensors, "m")[0]
 
 
 def test_every_key_of_llama_cpp_is_known():
@@ -258,7 +259,7 @@ def lists_of_docs(files) -> dict[str, list[str]]:
     read: set[str] = set()
     for checkpoint in files.values():
         metadata, tensors = checkpoint.files[0].metadata, checkpoint.tensors
-        read |= {*family_of(metadata, tensors, "m").fixed, *_config_and_keys(metadata, tensors, "m")[1].read}
+        read |= {*family_of(metadata, tensors, "m").fixed, *config_and_keys(metadata, tensors, "m")[1].read}
     never = {key for key, test in HARMLESS.items() if test is _never_counts} - read
     return {"honoured": sorted(read & KNOWN), "nothing": sorted(never), "refused": sorted(KNOWN - read - never)}
 
@@ -273,7 +274,7 @@ def test_the_docs_list_every_key(files):
 
 def test_memory_of_lists_is_not_made_up(files):
     """A number of layers that no model has makes no list of them, and a width that no head has none of its pairs."""
-    with refused(ConfigError, "heads of 1099511627776"):
+    with refused(ConfigError, "head_dim 1099511627776"):
         wide = {"attention.key_length": 2**40, "attention.value_length": 2**40, "rope.dimension_count": 2**40}
         config_with(files["qwen3"], **wide, rope__scaling__attn_factor=2.0)
     for name in ("gemma2", "gemma3", "exaone4", "gpt-oss"):

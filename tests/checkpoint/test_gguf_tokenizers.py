@@ -234,7 +234,7 @@ def spoilt(tmp_path, **changes: object) -> GgufCheckpoint:
         ({"merges": None}, ("tokenizer.ggml.merges", "nothing")),
         ({"merges": ["ab"]}, ("merge 'ab'",)),
         ({"tokens": []}, ("no tokens",)),
-        ({"token_type": [1]}, ("token_type", "one for each token")),
+        ({"token_type": [1]}, ("token_type", "a number for each of")),
         ({"bos_token_id": "x"}, ("bos_token_id",)),
     ],
 )

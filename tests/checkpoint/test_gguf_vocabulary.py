@@ -138,7 +138,7 @@ def test_two_ids_with_one_text_are_decoded_both(types):
 def test_types_and_scores_are_read_from_every_type_and_may_be_more():
     for dtype in (np.int8, np.int32, np.uint32, np.int64, np.float32):
         assert vocabulary_of(["ab"], np.array([NORMAL] * 256 + [CONTROL, 7], dtype)).types[256] == CONTROL
-    with refused(TokenizerError, "whole numbers"):
+    with refused(TokenizerError, "must be integers"):
         vocabulary_of(["ab"], np.full(257, 1.5))
 
 
@@ -186,7 +186,7 @@ def test_an_added_token_takes_no_piece_from_other_texts(text):
 
 
 def test_merges_through_tokens_that_the_vocabulary_lacks_are_left_out():
-    with pytest.warns(OnwardWarning, match="1 of 2 merges name a token .* the first 'x y'"):
+    with pytest.warns(OnwardWarning, match="1 of 2 merges, such as 'x y', use a token"):
         tokenizer = vocabulary_of(["ab"], merges=["x y", "a b"]).tokenizer()
     assert tokenizer.encode("abxy") == [256, 120 - 33, 121 - 33]
 
@@ -236,7 +236,7 @@ def test_texts_that_a_tokenizer_json_cannot_say_are_warned_of(tmp_path):
         writer.add_token_merges(["a b"])
 
     write_model(tmp_path / "m.gguf", "qwen3", "F32", metadata=metadata, vocab_size=258, num_hidden_layers=1)
-    with pytest.warns(OnwardWarning, match=r"the texts of 1 tokens of .*the first is id 257"):
+    with pytest.warns(OnwardWarning, match=r"the texts of 1 tokens, such as id 257"):
         convert(tmp_path / "m.gguf", tmp_path / "folder", "safetensors")
     tokenizers = [GgufCheckpoint(tmp_path / "m.gguf").tokenizer, CheckpointFolder(tmp_path / "folder").tokenizer]
     assert len({tuple(tokenizer.encode("naïve ab")) for tokenizer in tokenizers}) == 1

@@ -364,7 +364,7 @@ def test_half_a_snapshot_is_not_used_offline(published, hub, cache, offline):
         onward.load(REPO)
     assert files_in(cache)  # the small files arrived
     offline()
-    with refused(SourceError, REPO, "not whole in the hub cache"):
+    with refused(SourceError, REPO, "not fully in the hub cache"):
         onward.load(REPO)
 
 
@@ -375,7 +375,7 @@ def test_half_of_the_shards_are_not_used_offline(hub, cache, folder, offline):
     with refused(SourceError, "failed"):
         onward.load(REPO)
     offline()
-    with refused(SourceError, REPO, "not whole in the hub cache"):
+    with refused(SourceError, REPO, "not fully in the hub cache"):
         onward.load(REPO)
 
 
@@ -497,7 +497,7 @@ def test_a_gguf_file_that_is_not_there_is_named(hub, cache, tmp_path):
         onward.load(f"{REPO}:part.gguf")
     with refused(SourceError, f"{REPO}:whole.gguf"):
         onward.load(REPO)
-    with refused(SourceError, "no file inside"):
+    with refused(SourceError, "not a file inside"):
         onward.load(f"{REPO}:../whole.gguf")
 
 

@@ -62,10 +62,10 @@ def test_a_folder_of_what_was_read_names_its_own_format_alone(tmp_path):
 @pytest.mark.parametrize(
     ("form", "settings", "message"),
     [
-        ("awq", {"quant_method": "hqq"}, "'hqq', which cannot be read; awq, gptq"),
+        ("awq", {"quant_method": "hqq"}, "'hqq'; supported are awq, gptq"),
         ("awq", {"bits": 3}, "got bits 3"),
         ("awq", {"version": "gemv"}, "version 'gemv'"),
-        ("gptq", {"bits": 5}, "2, 3, 4 or 8 bits can be read; got 5"),
+        ("gptq", {"bits": 5}, "GPTQ supports 2, 3, 4 and 8 bits; got 5"),
         ("gptq", {"checkpoint_format": "marlin"}, "got 'marlin'"),
         ("fp8", {"weight_block_size": 128}, "must be two sizes; got 128"),
         ("int-quantized", {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse"),
@@ -219,5 +219,5 @@ def test_layouts_of_gpus_are_refused_with_what_to_do(tmp_path):
         return tensors | {"_weight_scale_and_zero": torch.ones(inputs // 32, outputs, 2)}, weight
 
     folder, _ = made(tmp_path, (TORCHAO, tiles), WIDE)
-    with pytest.raises(CheckpointError, match="no layouts of GPUs' kernels: save the model in floats"):
+    with pytest.raises(CheckpointError, match="no layouts of GPU kernels: save the model in floats"):
         onward.load(folder)

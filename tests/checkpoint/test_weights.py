@@ -185,7 +185,7 @@ def test_a_tensor_that_its_shard_does_not_hold_is_named(name, folder):
     where = split_into_shards(folder)
     wrong = next(shard for shard in sorted(set(where.values())) if shard != where.get(name))
     write_json(folder / "model.safetensors.index.json", {"weight_map": where | {name: wrong}})
-    with refused(CheckpointError, "index", repr(name), wrong, "does not hold it"):
+    with refused(CheckpointError, "index", repr(name), wrong, "where it is missing"):
         onward.load(folder)
 
 
@@ -255,7 +255,7 @@ def whole(tmp_path_factory):
 def test_a_file_cut_anywhere_is_refused(whole, data):
     end = len(whole.content)
     cut = data.draw(st.one_of(st.integers(0, whole.header_end + 1), st.integers(0, end - 1)))
-    with refused(CheckpointError, "model.safetensors", "damaged or cut short"):
+    with refused(CheckpointError, "model.safetensors", "damaged or truncated"):
         read(whole.spoilt(whole.content[:cut]))
 
 
@@ -295,7 +295,7 @@ def test_a_shard_cut_short_is_named(folder):
     split_into_shards(folder)
     shard = folder / "model-00002-of-00002.safetensors"
     shard.write_bytes(shard.read_bytes()[:-1])
-    with refused(CheckpointError, shard.name, "damaged or cut short"):
+    with refused(CheckpointError, shard.name, "damaged or truncated"):
         onward.load(folder)
 
 

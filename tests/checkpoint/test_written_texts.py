@@ -64,7 +64,7 @@ def test_byte_level_ids_are_those_of_tokenizer_json(merges, tmp_path):
 def test_added_tokens_of_byte_level_bpe_that_a_file_cannot_say_are_refused(way, tmp_path):
     tokenizer = bytes_tokenizer()
     tokenizer.add_tokens([AddedToken("<|fim|>", normalized=False, **{way: True})])
-    with pytest.raises(RequestError, match=rf"the added token '<\|fim\|>' has {way}, which GGUF cannot say"):
+    with pytest.raises(RequestError, match=rf"GGUF cannot express {way} of the added token '<\|fim\|>'"):
         written(tmp_path, tokenizer)
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
@@ -84,7 +84,7 @@ def test_a_normalizer_that_a_file_cannot_say_is_named(normalizer, taken, tmp_pat
     if taken:
         written(tmp_path, tokenizer)
     else:
-        with pytest.raises(RequestError, match=r"normalizer is .*, and GGUF has none of byte-level BPE but NFC"):
+        with pytest.raises(RequestError, match=r"normalizer is .*, and GGUF supports only NFC for byte-level BPE"):
             written(tmp_path, tokenizer)
 
 
@@ -93,8 +93,8 @@ def test_a_normalizer_that_a_file_cannot_say_is_named(normalizer, taken, tmp_pat
     [
         ("$A", None),
         ("<s> $A", None),
-        ("<s> $A </s>", "puts </s> around"),
-        ("<mask> <s> $A", "puts <mask> <s> around"),
+        ("<s> $A </s>", "adds </s> to"),
+        ("<mask> <s> $A", "adds <mask> <s> to"),
     ],
 )
 def test_tokens_around_a_text_that_a_file_cannot_say_are_warned_of(around, words, tmp_path):
@@ -105,7 +105,7 @@ def test_tokens_around_a_text_that_a_file_cannot_say_are_warned_of(around, words
         folder, file = written(tmp_path, tokenizer)
         assert file.tokenizer.encode("hello") == folder.tokenizer.encode("hello")
     else:
-        with pytest.warns(OnwardWarning, match=f"the tokenizer {words} each text, which GGUF cannot say"):
+        with pytest.warns(OnwardWarning, match=f"the tokenizer {words} each text, which GGUF cannot express"):
             written(tmp_path, tokenizer)
 
 
@@ -127,7 +127,7 @@ def test_texts_of_ids_alone_end_with_the_ids_of_the_folder(tmp_path):
 
 
 def test_more_ends_than_a_file_can_say_are_refused(tmp_path):
-    with pytest.raises(RequestError, match=r"texts end with the ids 257, 1, 2, 3, and GGUF has keys for 3"):
+    with pytest.raises(RequestError, match=r"the end-of-text ids are 257, 1, 2, 3, and GGUF has keys for 3"):
         written(tmp_path, bytes_tokenizer(), generation_config={"eos_token_id": [1, 2, 3]})
 
 
@@ -177,7 +177,7 @@ def test_both_templates_are_written_with_the_tokens_that_they_name(tmp_path):
 
 
 def test_a_text_that_is_no_unicode_is_refused(tmp_path):
-    with pytest.raises(RequestError, match="is not valid Unicode, which all texts in GGUF are"):
+    with pytest.raises(RequestError, match="is not valid Unicode, which GGUF requires"):
         written(tmp_path, bytes_tokenizer(), tokenizer_config=NAMES | {"chat_template": "\ud800 {{ messages }}"})
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
@@ -200,6 +200,6 @@ def test_other_tokenizers_are_refused_before_any_work(kind, tmp_path):
     """The weights are not read: the folder has none."""
     source = folder_with(tmp_path / "source", kind())
     (source / "model.safetensors").unlink()
-    with pytest.raises(RequestError, match=r"no byte-level BPE.*--to safetensors.*convert_hf_to_gguf\.py"):
+    with pytest.raises(RequestError, match=r"only byte-level BPE.*--to safetensors.*convert_hf_to_gguf\.py"):
         convert(source, tmp_path / "model.gguf", "gguf")
     assert [path.name for path in tmp_path.iterdir()] == ["source"]

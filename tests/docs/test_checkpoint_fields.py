@@ -7,7 +7,7 @@ from doc_pages import ROOT
 
 from onward.checkpoint import peft as peft_folder
 from onward.checkpoint.formats import auto_round, awq, bitsandbytes, compressed_tensors, fp8, gptq, mxfp4, torchao
-from onward.checkpoint.formats.settings import OF_ALL_METHODS
+from onward.checkpoint.formats.settings import COMMON_FIELDS
 from onward.language_model import generation_config
 from onward.language_model.options import OF_BEAMS
 from onward.models.fields import GENERATION_FIELDS
@@ -37,14 +37,14 @@ def test_fields_of_each_quantizer_are_listed(method):
     fields = METHODS[method].FIELDS
     assert listed(method, "Read") == set(fields.read)
     assert listed(method, "Refused") == set(fields.refused)
-    assert listed(method, "No effect") == set(fields.idle)
+    assert listed(method, "No effect") == set(fields.ignored)
 
 
 def test_other_fields_are_listed():
-    assert listed("quantization_config", "No effect") == OF_ALL_METHODS
+    assert listed("quantization_config", "No effect") == COMMON_FIELDS
     assert listed("adapter_config.json", "Read") == peft_folder.READ
     assert listed("adapter_config.json", "Refused") == set(peft_folder._REFUSED)
-    assert listed("adapter_config.json", "No effect") == peft_folder.IDLE
+    assert listed("adapter_config.json", "No effect") == peft_folder.IGNORED
 
 
 def test_each_generation_field_has_one_effect():

@@ -111,7 +111,7 @@ def test_a_missing_expert_is_named(tmp_path):
 def test_a_router_of_another_width_is_named(tmp_path):
     name = "model.layers.0.mlp.gate.weight"
     folder = damaged(checkpoint(tmp_path), lambda tensors: tensors.update({name: torch.zeros(5, 32)}))
-    with pytest.raises(CheckpointError, match=rf"'{name}' has shape \[5, 32\], but config.json makes it \[4, 32\]"):
+    with pytest.raises(CheckpointError, match=rf"'{name}' has shape \[5, 32\], but config.json expects \[4, 32\]"):
         onward.load(folder)
 
 

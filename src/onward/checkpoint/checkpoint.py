@@ -1,4 +1,4 @@
-"""The small files of a checkpoint folder, read and checked once."""
+"""The small files of a checkpoint folder, read and validated once."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,27 +20,26 @@ from onward.models.fields import generation_fields
 from onward.tokenizer.tokenizer import JsonTokenizer, token_text
 from onward.util.text_input import read_text_file
 
-# Tokenizers of other libraries: of SentencePiece, of Mistral, of tiktoken, and of transformers' older classes.
+# Tokenizer files of other libraries: SentencePiece, Mistral, tiktoken, and older transformers classes.
 _OTHER_TOKENIZERS = ("tokenizer.model", "spiece.model", "tekken.json", "tiktoken.model", "vocab.json", "vocab.txt")
 
 
 @dataclass(frozen=True)
 class CheckpointFolder:
-    """A folder in the Hugging Face layout. Each file is read at its first use."""
+    """A folder in the Hugging Face layout. Each file is read on first use."""
 
     path: Path
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """config.json, with the architecture of its model_type where it names none, the quantization_config of a file
-        beside it, and an untied head where the weights have one."""
+        """config.json, with defaults for its model_type, settings of a separate file, and an untied head if stored."""
         if not (self.path / "config.json").is_file():
             advice = "is it a model folder in the Hugging Face layout?"
             if (self.path / METADATA).is_file():
-                advice = "put that of the model beside the training checkpoint (docs/training.md)"
+                advice = "put the model's beside the training checkpoint (docs/training.md)"
             if self._has("adapter_config.json"):
                 base = self._read_json("adapter_config.json", ConfigError).get("base_model_name_or_path")
-                advice = "it holds an adapter alone; load the model that the adapter was trained on"
+                advice = "it holds only an adapter; load the model that the adapter was trained on"
                 advice += f" ({base})" if base else ""
             raise ConfigError(f"{self.path} holds no config.json: {advice}")
         config = with_architecture(self._read_json("config.json", ConfigError))
@@ -49,33 +48,33 @@ class CheckpointFolder:
             methods_of(config)
         except ConfigError as error:
             raise ConfigError(f"{self.path}: {error}") from error
-        return with_own_head(self.path, config)
+        return untied_if_stored(self.path, config)
 
     @property
     def generation_file(self) -> str:
-        """The file that says how texts are chosen: generation_config.json, or without it config.json."""
+        """The file with generation settings: generation_config.json, or else config.json."""
         return "generation_config.json" if self._has("generation_config.json") else "config.json"
 
     @cached_property
     def generation_config(self) -> dict[str, Any]:
-        """generation_config.json; without it what config.json says of generating, as in transformers."""
+        """generation_config.json, or else config.json's generation settings, as in transformers."""
         if self._has("generation_config.json"):
             return self._read_json("generation_config.json", ConfigError)
         return generation_fields(self.config)
 
     @cached_property
     def tokenizer_config(self) -> dict[str, Any]:
-        """tokenizer_config.json, over the special_tokens_map.json of older checkpoints; empty without either."""
+        """tokenizer_config.json merged over special_tokens_map.json, which older checkpoints have."""
         older = self._read_json("special_tokens_map.json", TokenizerError)
         return older | self._read_json("tokenizer_config.json", TokenizerError)
 
     @cached_property
     def tokenizer(self) -> JsonTokenizer | None:
-        """None where the folder has no tokenizer.json: such a model takes and gives ids."""
+        """None if the folder has no tokenizer.json: the model then works on token ids."""
         if not (self.path / "tokenizer.json").is_file():
             if others := [name for name in _OTHER_TOKENIZERS if self._has(name)]:
                 warn(
-                    f"{self.path}: {others[0]} cannot be read, so this model takes and gives ids alone: save it as a "
+                    f"{self.path}: {others[0]} is not supported, so this model works only on token ids: save it as a "
                     "tokenizer.json with transformers' AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
                 )
             return None
@@ -83,14 +82,14 @@ class CheckpointFolder:
 
     @cached_property
     def chat_template(self) -> ChatTemplate | None:
-        """chat_template.jinja, or else that of tokenizer_config.json, or of chat_template.json; None without any."""
+        """From chat_template.jinja, tokenizer_config.json or chat_template.json, in this order."""
         files = {"default": "chat_template.jinja", "tool_use": "additional_chat_templates/tool_use.jinja"}
         sources = {name: self._read_text(file) for name, file in files.items() if self._has(file)}
         sources = sources or self._configured_templates()
         if not sources:
             return None
         if "default" not in sources:
-            warn(f"{self.path}: no chat template is named 'default' among {', '.join(sources)}: there will be no chats")
+            warn(f"{self.path}: no chat template is named 'default' among {', '.join(sources)}: chat is not available")
             return None
         tokens = {
             name: text
@@ -101,12 +100,11 @@ class CheckpointFolder:
 
     @cached_property
     def eos(self) -> tuple[int, ...]:
-        """The ids that end a text: generation_config.json's, or config.json's, or the tokenizer's."""
+        """The ids of end-of-text tokens: from generation_config.json, config.json or the tokenizer."""
         sources = {self.generation_file: self.generation_config}
         sources |= {} if "config.json" in sources else {"config.json": generation_fields(self.config)}
         for name, config in sources.items():
-            eos = config.get("eos_token_id")
-            if eos is None:
+            if (eos := config.get("eos_token_id")) is None:
                 continue
             ids = eos if isinstance(eos, list) else [eos]
             if not all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in ids):
@@ -116,14 +114,14 @@ class CheckpointFolder:
         return () if from_tokenizer is None else (from_tokenizer,)
 
     def _configured_templates(self) -> dict[str, str]:
-        """One template as a string, or several: a list of {"name": …, "template": …}, or a mapping of names."""
+        """A template is a string, a list of {"name": …, "template": …}, or an object of names and templates."""
         config = self.tokenizer_config.get("chat_template")
         config = config or self._read_json("chat_template.json", TokenizerError).get("chat_template") or []
         entries = [{"name": "default", "template": config}] if isinstance(config, str) else config
         try:
-            templates = (
-                dict(entries) if isinstance(entries, dict) else {entry["name"]: entry["template"] for entry in entries}
-            )
+            if not isinstance(entries, dict):
+                entries = {entry["name"]: entry["template"] for entry in entries}
+            templates = dict(entries)
         except (TypeError, KeyError):
             templates = {"default": None}
         if not all(isinstance(text, str) for pair in templates.items() for text in pair):
@@ -143,15 +141,14 @@ class CheckpointFolder:
             raise TokenizerError(f"{self.path / name} cannot be read as UTF-8 text: {one_line(error)}") from error
 
     def _read_json(self, name: str, kind: type[OnwardError]) -> dict[str, Any]:
-        """A JSON object, empty where the file is absent; a `kind` of error where it is anything else."""
+        """A JSON object, empty if the file is absent; raises an error of `kind` for anything else."""
         return read_object(self.path / name, kind) if self._has(name) else {}
 
 
-def with_own_head(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config, untied where the safetensors hold an embedding and another head, as transformers loads them. Errors
-    in the config or the weights are left to their readers."""
+def untied_if_stored(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config, untied if the safetensors hold a head of their own, as in transformers. Readers report errors."""
     try:
-        if not weight_files(folder) or not _is_own(folder, config):
+        if not weight_files(folder) or not _has_own_head(folder, config):
             return dict(config)
         own = {**config, "tie_word_embeddings": False}
         if read_config(own).tie_word_embeddings:
@@ -159,20 +156,19 @@ def with_own_head(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     except OnwardError:
         return dict(config)
     warn(
-        f"{folder}: config.json ties the head to the embedding, but the weights hold both and they differ: they are "
-        "not tied (set tie_word_embeddings to false to say so)"
+        f"{folder}: config.json ties the head to the embedding, but the weights hold two different ones: they are not "
+        "tied (set tie_word_embeddings to false to silence this)"
     )
     return own
 
 
-def _is_own(folder: Path, config: Mapping[str, Any]) -> bool:
+def _has_own_head(folder: Path, config: Mapping[str, Any]) -> bool:
     architecture = read_config(config)
     names = names_of(architecture)
     if names is None or not architecture.tie_word_embeddings:
         return False
     stored = SafetensorsFolder(folder, None, torch.device("cpu"), config=architecture)
-    pair = [stored.find(f"{name}.weight") for name in (names.embed_tokens, names.lm_head)]
-    embedding, head = pair
+    embedding, head = (stored.find(f"{name}.weight") for name in (names.embed_tokens, names.lm_head))
     if embedding is None or head is None or embedding.shape != head.shape:
         return False
     return not torch.equal(embedding, head)

@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint folders: the weights of a training run as its ranks saved them, read by one process."""
+"""torch.distributed.checkpoint folders: the weights that the ranks of a training run saved, read by one process."""
 
 import io
 import math
@@ -22,13 +22,12 @@ NameMapSource = str | PathLike[str] | Mapping[str, Any] | None
 
 
 def is_distributed(folder: Path) -> bool:
-    """Whether the weights are a torch.distributed.checkpoint. Safetensors beside it win."""
+    """Whether the weights are a torch.distributed.checkpoint. Safetensors beside it take precedence."""
     return (folder / METADATA).is_file() and not weight_files(folder)
 
 
 class DcpFolder(MappedTensors):
-    """The tensors of a torch.distributed.checkpoint folder under Hugging Face's names. They are read one at a time, and
-    all metadata is checked before the first. name_map: None for the folder's name_map.json, if any."""
+    """The tensors of a torch.distributed.checkpoint folder, read one at a time. name_map: None for the folder's own."""
 
     def __init__(
         self,
@@ -41,17 +40,16 @@ class DcpFolder(MappedTensors):
         self._tensors = read_metadata(folder)
         super().__init__(folder, config, dtype, device, self._tensors, NameMap.of(name_map, folder))
         self._check_files()
-        self._last: tuple[str, Tensor] | None = None  # the last one read: several weights in a row may be its rows
+        self._last: tuple[str, Tensor] | None = None  # the last tensor read: the next weights may be rows of it too
 
     def _check_files(self) -> None:
-        """Raise unless the files that the weights need are there, and as long as the metadata says."""
         needed: dict[str, int] = {}
         for name in self._shapes:
             place = self._places[name]
             stored = self._tensors[place.stored]
             for chunk in stored.chunks:
                 needed[chunk.file] = max(needed.get(chunk.file, 0), chunk.start + chunk.length)
-                # Otherwise memory would be allocated for numbers that no file holds.
+                # Otherwise memory would be allocated for data that no file holds.
                 if math.prod(chunk.sizes) * stored.dtype.itemsize > chunk.length:
                     raise CheckpointError(
                         f"{self._folder / METADATA}: {chunk.length} bytes of {chunk.file} cannot hold "
@@ -60,22 +58,16 @@ class DcpFolder(MappedTensors):
         for file, size in needed.items():
             path = self._folder / file
             if not is_there(path):
-                raise CheckpointError(f"{path} is missing, though the metadata names it: copy all files of the folder")
+                raise CheckpointError(f"{path} is missing, though the metadata lists it: copy all files of the folder")
             if path.stat().st_size < size:
-                raise CheckpointError(
-                    f"{path} is cut short: it has {path.stat().st_size} bytes, and the metadata wants {size}: copy or "
-                    "save it again"
-                )
-
-    # ── bytes to tensors ──────────────────────────────────────────────────────────────────────────────────
+                size_of = f"{path.stat().st_size} of {size} bytes"
+                raise CheckpointError(f"{path} is truncated to {size_of}: copy or save it again")
 
     def _read_tensor(self, name: str) -> Tensor:
-        if self._last is not None and self._last[0] == name:
-            return self._last[1]
-        self._last = None  # memory holds one at a time
-        tensor = self._join_chunks(name, self._tensors[name])
-        self._last = (name, tensor)
-        return tensor
+        if self._last is None or self._last[0] != name:
+            self._last = None  # free its memory first
+            self._last = (name, self._join_chunks(name, self._tensors[name]))
+        return self._last[1]
 
     def _join_chunks(self, name: str, stored: StoredTensor) -> Tensor:
         if len(stored.chunks) == 1:
@@ -93,30 +85,25 @@ class DcpFolder(MappedTensors):
                 content = cast(IO[bytes], _Slice(file, chunk.start, chunk.length))
                 _check_archive(content, chunk.length)
                 part = torch.load(content, map_location="cpu", weights_only=True)
-        except Exception as error:  # whatever torch's reader of a stranger's file may raise
+        except Exception as error:  # torch may raise anything for an untrusted file
             raise CheckpointError(
                 f"{path}: tensor {name!r} cannot be read: {one_line(error)[:200]}: copy or save it again"
             ) from error
         if isinstance(part, Tensor) and (layout := _unusual_layout(part)) is not None:
-            raise CheckpointError(
-                f"{path}: tensor {name!r} is {layout}, and a weight is a dense tensor (strided): save it as one"
-            )
+            raise CheckpointError(f"{path}: tensor {name!r} is {layout}: save it as a dense (strided) tensor")
         if not isinstance(part, Tensor) or part.shape != chunk.sizes or part.dtype != stored.dtype:
             got = f"{part.dtype} {list(part.shape)}" if isinstance(part, Tensor) else f"a {type(part).__name__}"
             raise CheckpointError(
-                f"{path}: tensor {name!r} should be {stored.dtype} {list(chunk.sizes)} there by the metadata; got {got}"
+                f"{path}: tensor {name!r} should be {stored.dtype} {list(chunk.sizes)} by the metadata; got {got}"
             )
         return part
 
 
 class _Slice(io.RawIOBase):
-    """A part of a file as a file of its own."""
+    """Part of a file, as a file."""
 
     def __init__(self, file: io.BufferedReader, start: int, length: int) -> None:
-        self._file = file
-        self._start = start
-        self._length = length
-        self._at = 0
+        self._file, self._start, self._length, self._at = file, start, length, 0
 
     def readable(self) -> bool:
         return True
@@ -141,18 +128,18 @@ class _Slice(io.RawIOBase):
 
 
 def _check_archive(content: IO[bytes], length: int) -> None:
-    """Raise unless it is an uncompressed zip archive, as torch.save writes: no more bytes come out than are in it."""
+    """Raise unless this is an uncompressed zip archive, as torch.save writes, that cannot expand beyond its length."""
     with zipfile.ZipFile(content) as archive:
         records = archive.infolist()
     if any(record.compress_type != zipfile.ZIP_STORED for record in records):
-        raise ValueError("it is compressed, and torch.save compresses nothing")
+        raise ValueError("it is compressed, unlike the output of torch.save")
     if sum(record.file_size for record in records) > length:
         raise ValueError("its parts are larger than the whole")
     content.seek(0)
 
 
 def _unusual_layout(tensor: Tensor) -> str | None:
-    """What a tensor is that has not one number in memory for each element, in words; None for a dense one."""
+    """Describe a tensor that is not dense on the CPU; None for a dense one."""
     if tensor.is_nested:
         return "a nested tensor"
     if tensor.layout != torch.strided:

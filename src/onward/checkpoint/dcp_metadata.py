@@ -1,7 +1,7 @@
 """The `.metadata` of a torch.distributed.checkpoint folder: which bytes of which file hold which part of a tensor.
 
-It is a pickle, so a program. The unpickler here admits, by exact name, classes that a checkpoint needs, as records
-without behaviour, and every value of the data is checked. A hostile file can end the process, but run nothing in it.
+It is a pickle, and so a program. The unpickler admits only the classes that a checkpoint needs, by exact name and as
+records without behavior, and every value is checked. A hostile file can end the process, but cannot run code.
 """
 
 import math
@@ -9,26 +9,24 @@ import pickle
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
-from reprlib import repr as brief  # a whole repr of a stranger's value may not fit in memory
+from reprlib import repr as brief  # the full repr of an untrusted value may not fit in memory
 from typing import Any, NamedTuple
 
 import torch
 
-from onward.checkpoint.shards import METADATA as METADATA
-from onward.checkpoint.shards import lies_outside
+from onward.checkpoint.shards import METADATA, lies_outside
 from onward.errors import CheckpointError, one_line
 
-# Bytes. A thousand ranks with a thousand tensors write some 150 MB.
-_LONGEST = 2**30
-# A device mesh cuts a tensor into a grid of about as many cells as there are chunks.
-_MOST_CELLS = 2**24
-
+# In bytes. A thousand ranks with a thousand tensors write some 150 MB.
+_MAX_LENGTH = 2**30
+# A device mesh cuts a tensor into a grid with about as many cells as there are chunks.
+_MAX_CELLS = 2**24
 
 _ChunkName = tuple[str, tuple[int, ...] | None]  # of the tensor, and the chunk's offsets
 
 
 class StoredChunk(NamedTuple):
-    """A box of a tensor, and where torch.save wrote it: `length` bytes of `file`, from `start` on."""
+    """A box of a tensor that torch.save wrote: `length` bytes of `file`, from `start` on."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -38,7 +36,7 @@ class StoredChunk(NamedTuple):
 
 
 class StoredTensor(NamedTuple):
-    """A tensor in chunks, which cover each element once."""
+    """A tensor in chunks that cover each element once."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -46,7 +44,7 @@ class StoredTensor(NamedTuple):
 
 
 class PickledRecord:
-    """Stands for an instance of an admitted class: its state without behaviour."""
+    """The state of an instance of an admitted class, without behavior."""
 
     kind = ""
     state: Any = None
@@ -64,7 +62,7 @@ class PickledRecord:
 
 
 def read_metadata(folder: Path) -> dict[str, StoredTensor]:
-    """The tensors of a checkpoint by their dotted names, without entries that are no tensor (a step, a schedule)."""
+    """The tensors of a checkpoint by dotted name, without other entries (a step, a schedule)."""
     file = folder / METADATA
     root = _unpickle(file)
     try:
@@ -75,27 +73,24 @@ def read_metadata(folder: Path) -> dict[str, StoredTensor]:
             for name, entry in fields["state_dict_metadata"].items()
             if entry.kind != "BytesStorageMetadata"
         }
-        # A pickle can refer to one list of chunks a million times; in a real one each chunk has bytes of its own.
+        # A pickle can repeat one list of chunks a million times; in a real one each chunk has its own bytes.
         if sum(len(entry["chunks"]) for entry in tensors.values()) > 2 * len(places):
-            raise ValueError("it has more chunks than places in files")
+            raise ValueError("it has more chunks than the files hold")
         return {name: _stored_tensor(name, entry, places) for name, entry in tensors.items()}
     except (AttributeError, KeyError, IndexError, TypeError, ValueError, RecursionError) as error:
-        raise CheckpointError(
-            f"{file} is not the metadata of a torch.distributed.checkpoint folder ({type(error).__name__}: "
-            f"{one_line(error)})"
-        ) from error
+        reason = f"{type(error).__name__}: {one_line(error)}"
+        raise CheckpointError(f"{file} is not the metadata of a torch.distributed.checkpoint: {reason}") from error
 
 
 def _storage(index: PickledRecord, info: PickledRecord) -> tuple[_ChunkName, tuple[str, int, int]]:
-    """One entry of the storage data: the chunk's name, and (file, start, length) of its bytes."""
+    """An entry of the storage data: the chunk's name, and (file, start, length) of its bytes."""
     key, place = index.fields("MetadataIndex"), info.fields("_StorageInfo")
     if place.get("transform_descriptors"):
-        raise ValueError(
-            f"{brief(key['fqn'])} was transformed when it was saved: {brief(place['transform_descriptors'])}"
-        )
+        transforms = brief(place["transform_descriptors"])
+        raise ValueError(f"{brief(key['fqn'])} was transformed when it was saved: {transforms}")
     file = _text(place["relative_path"])
     if lies_outside(file):
-        raise ValueError(f"it names the file {file!r}, which lies outside its folder")
+        raise ValueError(f"it refers to the file {file!r}, which is outside its folder")
     offset = None if key.get("offset") is None else _sizes(key["offset"])
     start, length = _sizes((place["offset"], place["length"]))
     return (_text(key["fqn"]), offset), (file, start, length)
@@ -119,46 +114,43 @@ def _stored_tensor(name: str, fields: dict[str, Any], places: dict[_ChunkName, t
 
 def _sizes(values: Any) -> tuple[int, ...]:
     if not isinstance(values, tuple | list) or not all(type(size) is int and 0 <= size < 2**60 for size in values):
-        raise TypeError(f"sizes must be whole numbers of 0 or more; got {brief(values)}")
+        raise TypeError(f"sizes must be non-negative integers; got {brief(values)}")
     return tuple(values)
 
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"a name must be text; got {brief(value)}")
+        raise TypeError(f"a name must be a string; got {brief(value)}")
     return value
 
 
 def covers_once(shape: tuple[int, ...], boxes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
-    """Whether every element of `shape` is in exactly one box, (offsets, sizes)."""
+    """Whether every element of `shape` is in exactly one box (offsets, sizes)."""
     if any(len(offsets) != len(shape) or len(sizes) != len(shape) for offsets, sizes in boxes):
-        raise ValueError(f"a tensor of {len(shape)} dimensions has a chunk of another number")
+        raise ValueError(f"a tensor of {len(shape)} dimensions has a chunk with a different number of them")
     spans = [[(at, at + size) for at, size in zip(*box, strict=True)] for box in boxes]
     if any(end > limit for box in spans for (_, end), limit in zip(box, shape, strict=True)):
         return False
-    # An empty shard, as the last ranks have of a small tensor, covers nothing.
+    # An empty shard, which the last ranks have for a small tensor, covers nothing.
     volumes = [math.prod(sizes) for _, sizes in boxes]
     spans = [box for box, volume in zip(spans, volumes, strict=True) if volume]
     if sum(volumes) != math.prod(shape):
         return False
-    # Where no two boxes share a cell of the grid that all their ends make, they cover what their volumes add up to.
+    # If no two boxes share a cell of the grid formed by all box edges, they cover the sum of their volumes.
     ends = [sorted({end for box in spans for end in box[dim]}) for dim in range(len(shape))]
-    if math.prod(map(len, ends)) > _MOST_CELLS:
-        raise ValueError(f"{len(spans)} chunks of one tensor interlock as no sharding makes them")
+    if math.prod(map(len, ends)) > _MAX_CELLS:
+        raise ValueError(f"{len(spans)} chunks of one tensor interlock, which no sharding produces")
     places = [{end: place for place, end in enumerate(each)} for each in ends]
-    taken = torch.zeros([len(each) for each in ends], dtype=torch.bool)
+    covered = torch.zeros([len(each) for each in ends], dtype=torch.bool)
     for box in spans:
-        cells = taken[tuple(slice(place[start], place[end]) for place, (start, end) in zip(places, box, strict=True))]
+        cells = covered[tuple(slice(place[start], place[end]) for place, (start, end) in zip(places, box, strict=True))]
         if cells.any():
             return False
         cells.fill_(True)
     return True
 
 
-# ── the pickle ────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-# PyTorch before 2.3 kept the tensors' properties elsewhere. Paths become records, too: of their parts.
+# PyTorch before 2.3 defined the tensors' properties elsewhere. Paths become records of their parts.
 _RECORDS = {
     "torch.distributed.checkpoint.metadata": (
         *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta"),
@@ -179,15 +171,14 @@ _PLAIN: dict[tuple[str, str], Any] = {
 
 
 def _unpickle(file: Path) -> Any:
-    """The root object: `PickledRecord`s, dtypes and Python's own containers."""
     try:
-        if (length := file.stat().st_size) > _LONGEST:
-            raise ValueError(f"it has {length} bytes, and {_LONGEST} are the most")
+        if (length := file.stat().st_size) > _MAX_LENGTH:
+            raise ValueError(f"it has {length} bytes, more than the limit of {_MAX_LENGTH}")
         with file.open("rb") as content:
             return _Unpickler(content).load()
     except CheckpointError as error:
         raise CheckpointError(f"{file} {error}") from None
-    except Exception as error:  # whatever a stranger's program may raise
+    except Exception as error:  # an untrusted pickle may raise anything
         raise CheckpointError(f"{file} cannot be read ({one_line(error)}): save the checkpoint again") from error
 
 
@@ -198,6 +189,6 @@ class _Unpickler(pickle.Unpickler):
         if (module_name, global_name) in _PLAIN:
             return _PLAIN[module_name, global_name]
         raise CheckpointError(
-            f"is a pickle that wants {module_name}.{global_name}, which no checkpoint of tensors needs: it was not "
-            "run. Read it only with the program that wrote it, if you trust where it is from"
+            f"is a pickle that uses {module_name}.{global_name}, which no checkpoint of tensors needs: it was not "
+            "run. Read it only with the program that wrote it, if you trust its source"
         )

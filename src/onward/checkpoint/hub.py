@@ -1,4 +1,4 @@
-"""Fetch models and adapters from the hub."""
+"""Download models and adapters from the hub."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -6,16 +6,7 @@ from glob import escape
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from huggingface_hub import HfApi, snapshot_download
-from huggingface_hub.errors import (
-    GatedRepoError,
-    HfHubHTTPError,
-    HFValidationError,
-    LocalEntryNotFoundError,
-    OfflineModeIsEnabled,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
+from huggingface_hub import HfApi, errors, snapshot_download
 from huggingface_hub.utils.tqdm import tqdm
 
 from onward.checkpoint.formats import SETTINGS_FILES
@@ -23,61 +14,57 @@ from onward.checkpoint.gguf import parts_of
 from onward.checkpoint.shards import INDEX, TEXT_FILES, WEIGHTS, lies_outside, weight_files
 from onward.errors import OnwardError, SourceError, one_line
 
-# The files of a checkpoint in the Hugging Face layout. Repositories often hold the same weights in other formats too;
-# those are not fetched. Shards are fetched after the index, which names them.
+# The files to download, without weights in other formats. Shards follow after the index that lists them.
 _FILES = ("config.json", *SETTINGS_FILES, *TEXT_FILES, WEIGHTS, INDEX)
 _OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".gguf", ".safetensors", ".h5", ".msgpack", ".onnx")
 
 
 def download_gguf(repository: str, revision: str | None, file: str, progress: bool) -> Path:
-    """A GGUF file of a repository, with the other parts where it is split."""
+    """Download a GGUF file, with all its parts if it is split."""
     with _as_source_errors(repository, revision):
         path = PurePosixPath(file)
         if lies_outside(file):
-            raise SourceError(f"{file!r} is no file inside {repository}")
+            raise SourceError(f"{file!r} is not a file inside {repository}")
         files = [str(path.with_name(name)) for name in parts_of(path.name)]
         folder = _fetch(repository, revision, files, progress)
         if absent := [name for name in files if not (folder / name).is_file()]:
-            there = [
-                name for name in HfApi().list_repo_files(repository, revision=folder.name) if name.endswith(".gguf")
-            ]
-            has = f"; it has {', '.join(there[:4])}" if there else ""
-            raise SourceError(f"{repository} has no {absent[0]}{has}")
+            files = HfApi().list_repo_files(repository, revision=folder.name)
+            present = [name for name in files if name.endswith(".gguf")]
+            hint = f"; it has {', '.join(present[:4])}" if present else ""
+            raise SourceError(f"{repository} has no {absent[0]}{hint}")
         return folder / files[0]
 
 
 def download(repository: str, revision: str | None, progress: bool) -> Path:
-    """The folder of a model; the rest as `download_gguf`."""
     with _as_source_errors(repository, revision):
         folder = _fetch(repository, revision, _FILES, progress)
         if shards := weight_files(folder):
-            # The folder has the name of the commit: the shards come from the same commit, even if the branch moves now.
+            # The folder is named after the commit: the shards come from it even if the branch has moved.
             return folder if shards == [WEIGHTS] else _fetch(repository, folder.name, shards, progress)
         files = HfApi().list_repo_files(repository, revision=folder.name)
         others = [file for file in files if file.endswith(_OTHER_WEIGHTS)]
         gguf = [file for file in others if file.endswith(".gguf")]
         raise SourceError(
-            f"{repository} holds no weights that can be read: neither {WEIGHTS} nor {INDEX}"
+            f"{repository} has no weights in a supported format: neither {WEIGHTS} nor {INDEX}"
             + (f" (but {', '.join(others[:3])})" if others else "")
             + (f"; name the file: {repository}:{gguf[0]}" if gguf else "; choose a repository that has safetensors")
         )
 
 
 def download_adapter(repository: str, revision: str | None, progress: bool) -> Path:
-    """The folder of an adapter; the rest as `download_gguf`."""
     with _as_source_errors(repository, revision):
         return _fetch(repository, revision, ("adapter_config.json", "adapter_model.safetensors"), progress)
 
 
 def _fetch(repository: str, revision: str | None, files: Sequence[str], progress: bool) -> Path:
-    """The snapshot's folder with `files` in it, as far as the repository has them."""
+    """Download the `files` that the repository has, and return the snapshot's folder."""
     patterns = [escape(file) for file in files]
     bars = None if progress else _Silent
     return Path(snapshot_download(repository, revision=revision, allow_patterns=patterns, tqdm_class=bars))
 
 
 class _Silent(tqdm):
-    """The hub client's progress bar, disabled. Its own switch would disable the bars of the whole process for good."""
+    """The hub client's progress bar, disabled. The client's own switch disables bars for the whole process."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **(options | {"disable": True}))  # type: ignore[no-untyped-call]
@@ -85,42 +72,37 @@ class _Silent(tqdm):
 
 @contextmanager
 def _as_source_errors(repository: str, revision: str | None) -> Iterator[None]:
-    """Turn errors of the hub client into a `SourceError` that says what to do."""
     try:
         yield
     except OnwardError:
         raise
-    except GatedRepoError as error:
-        raise SourceError(
-            f"{repository} is gated: accept its terms on the hub and set HF_TOKEN to your token"
-        ) from error
-    except RepositoryNotFoundError as error:
-        raise SourceError(
-            f"no folder and no hub repository {repository!r}; if it is private, set HF_TOKEN to a token that reads it"
-        ) from error
-    except RevisionNotFoundError as error:
-        raise SourceError(
-            f"{repository} has no revision {revision!r} on the hub; leave it out for the newest"
-        ) from error
-    except (OfflineModeIsEnabled, LocalEntryNotFoundError) as error:
-        raise SourceError(
-            f"no folder {repository!r}; as a hub id it is not whole in the hub cache, and the hub {_why_not(error)}: "
-            "go online once, or give a local folder"
-        ) from error
-    except HFValidationError as error:
-        raise SourceError(f"{repository!r} is no folder and no valid hub id: {one_line(error)}") from error
-    except HfHubHTTPError as error:
-        advice = "check HF_TOKEN, or unset it" if error.response.status_code == 401 else "try again"
-        raise SourceError(f"downloading {repository} failed: {one_line(error)}; {advice}") from error
-    except Exception as error:  # the errors of its HTTP library, which differ from version to version
-        raise SourceError(f"downloading {repository} failed: {one_line(error)}; try again") from error
+    except Exception as error:  # the HTTP library's errors differ between versions
+        raise SourceError(_message(error, repository, revision)) from error
 
 
-def _why_not(error: BaseException) -> str:
-    """Why the hub gave nothing, as the end of a sentence that begins with "the hub"."""
+def _message(error: Exception, repository: str, revision: str | None) -> str:
+    if isinstance(error, errors.GatedRepoError):
+        return f"{repository} is gated: accept its terms on the hub and set HF_TOKEN to your token"
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return f"no folder and no hub repository {repository!r}; if it is private, set HF_TOKEN to a token with access"
+    if isinstance(error, errors.RevisionNotFoundError):
+        return f"{repository} has no revision {revision!r} on the hub; omit it for the latest"
+    if isinstance(error, errors.OfflineModeIsEnabled | errors.LocalEntryNotFoundError):
+        return (
+            f"no folder {repository!r}; as a hub id it is not fully in the hub cache, and the hub "
+            f"{_hub_failure(error)}: go online once, or give a local folder"
+        )
+    if isinstance(error, errors.HFValidationError):
+        return f"no folder {repository!r}, and not a valid hub id: {one_line(error)}"
+    unauthorized = isinstance(error, errors.HfHubHTTPError) and error.response.status_code == 401
+    advice = "check HF_TOKEN, or unset it" if unauthorized else "try again"
+    return f"downloading {repository} failed: {one_line(error)}; {advice}"
+
+
+def _hub_failure(error: BaseException) -> str:
     cause = error.__cause__ or error
-    if isinstance(cause, OfflineModeIsEnabled):
-        return "may not be asked, for HF_HUB_OFFLINE is set"
-    if isinstance(cause, HfHubHTTPError):
+    if isinstance(cause, errors.OfflineModeIsEnabled):
+        return "cannot be used because HF_HUB_OFFLINE is set"
+    if isinstance(cause, errors.HfHubHTTPError):
         return f"refused ({one_line(cause)})"
-    return f"cannot be reached ({one_line(cause)}; HF_ENDPOINT and the network decide)"
+    return f"cannot be reached ({one_line(cause)}; check HF_ENDPOINT and the network)"

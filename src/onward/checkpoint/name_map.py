@@ -1,13 +1,13 @@
-"""A name map: a small JSON object from a trainer's names of weights to those of Hugging Face checkpoints.
+"""A name map: a small JSON object that maps a trainer's weight names to those of Hugging Face checkpoints.
 
     "tok_embeddings.weight": "model.embed_tokens.weight"      a name
-    "layers.{}.ffn_norm.weight": "model.layers.{}.post_…"     `{}` stands for one part between dots, the same in both
-    "layers.{}.wqkv.weight": ["…q_proj.weight", "…k_proj.weight", "…v_proj.weight"]   rows of several, in this order
-    "layers.{}.wq.weight": {"to": "…q_proj.weight", "rope": "interleaved"}   rotated as pairs of neighbours
-    "app.model.": ""                                          a prefix (it ends with a dot), replaced
-    "ema.": null, "step_count": null                          left out: all names with this prefix; this name
+    "layers.{}.ffn_norm.weight": "model.layers.{}.post_…"     `{}` matches one part between dots
+    "layers.{}.wqkv.weight": ["…q_proj.weight", "…k_proj.weight", "…v_proj.weight"]   the rows of several, in order
+    "layers.{}.wq.weight": {"to": "…q_proj.weight", "rope": "interleaved"}   RoPE rotates pairs of adjacent rows
+    "app.model.": ""                                          a prefix (ending with a dot), replaced
+    "ema.": null, "step_count": null                          excluded: all names with this prefix; this name
 
-The longest prefix of a name is replaced first, then the whole name is looked up. A name without an entry stays.
+The longest matching prefix is replaced first, then the whole name is looked up. Names without an entry are unchanged.
 """
 
 import json
@@ -25,15 +25,15 @@ WILDCARD = "{}"
 
 
 class Target(NamedTuple):
-    """A tensor in Hugging Face's names: the weights that its rows are, in order (mostly one), and whether RoPE rotates
-    the rows of queries and keys as pairs of neighbours (Meta's layout) instead of halves (Hugging Face's)."""
+    """A tensor under Hugging Face's names: the weights whose rows it holds, in order (usually one), and whether RoPE
+    rotates pairs of adjacent rows in queries and keys (Meta's layout) instead of halves (Hugging Face's)."""
 
     names: tuple[str, ...]
     interleaved: bool = False
 
 
 class NameMap:
-    """A name map, checked; the module describes its entries. `where` names it in errors (`ConfigError`)."""
+    """A validated name map. `where` identifies it in errors (`ConfigError`)."""
 
     def __init__(self, entries: Mapping[str, Any], where: str) -> None:
         self.entries = dict(entries)
@@ -50,7 +50,7 @@ class NameMap:
 
     @classmethod
     def of(cls, source: "str | os.PathLike[str] | Mapping[str, Any] | None", folder: Path) -> "NameMap":
-        """A JSON file or a mapping as a name map; None takes the folder's name_map.json, if it has one."""
+        """Read a name map from a JSON file or a mapping; None uses the folder's name_map.json, if any."""
         if source is None:
             file = folder / FILE
             return cls(read_object(file, ConfigError, "the name map "), str(file)) if file.is_file() else cls({}, FILE)
@@ -61,7 +61,7 @@ class NameMap:
         return cls(read_object(Path(source).expanduser(), ConfigError, "the name map "), str(source))
 
     def __call__(self, name: str) -> Target | None:
-        """What the tensor of this name is; None if it is left out."""
+        """The target of the tensor with this name; None if it is excluded."""
         name = ".".join(part for part in name.split(".") if part not in WRAPPERS)
         prefix = max((prefix for prefix in self._prefixes if name.startswith(prefix)), key=len, default=None)
         if prefix is not None:
@@ -72,7 +72,8 @@ class NameMap:
         parts = tuple(name.split("."))
         # The entry with the fewest wildcards wins.
         for pattern in sorted(self._names, key=lambda pattern: pattern.count(WILDCARD)):
-            if _matches(pattern, parts):
+            pairs = zip(pattern, parts, strict=False)
+            if len(pattern) == len(parts) and all(expected in (WILDCARD, part) for expected, part in pairs):
                 return _filled(self._names[pattern], pattern, parts)
         return Target((name,))
 
@@ -99,31 +100,20 @@ class NameMap:
         wildcards = name.split(".").count(WILDCARD)
         for target in names:
             if target.split(".").count(WILDCARD) != wildcards or target.count(WILDCARD) != wildcards:
-                raise ConfigError(
-                    f"{self._where}: {name!r} has {wildcards} parts that are {WILDCARD}, and {target!r} must have as "
-                    "many"
-                )
+                counts = f"{wildcards} parts that are {WILDCARD}, and {target!r} must have the same number"
+                raise ConfigError(f"{self._where}: {name!r} has {counts}")
         interleaved = options.get("rope") is not None
         if interleaved and not any(map(is_rotated, names)):
-            raise ConfigError(
-                f"{self._where}: {name!r} has a 'rope', but {names[0]!r} is not rotated: only queries and keys are"
-            )
+            raise ConfigError(f"{self._where}: {name!r} has a 'rope', but {names[0]!r} is not rotated like queries")
         return Target(tuple(names), interleaved)
 
 
 def is_rotated(name: str) -> bool:
-    """Whether a weight in Hugging Face's names makes, or scales, queries or keys."""
+    """Whether a weight, by its Hugging Face name, computes or normalizes queries or keys."""
     return any(part in ("q_proj", "k_proj", "q_norm", "k_norm") for part in name.split("."))
 
 
-def _matches(pattern: tuple[str, ...], parts: tuple[str, ...]) -> bool:
-    return len(pattern) == len(parts) and all(
-        expected in (WILDCARD, part) for expected, part in zip(pattern, parts, strict=True)
-    )
-
-
 def _filled(target: Target | None, pattern: tuple[str, ...], parts: tuple[str, ...]) -> Target | None:
-    """The target with the wildcards of its names replaced, in order, by the parts that they matched."""
     if target is None:
         return None
     matched = [part for expected, part in zip(pattern, parts, strict=True) if expected == WILDCARD]
@@ -135,8 +125,8 @@ def _filled(target: Target | None, pattern: tuple[str, ...], parts: tuple[str, .
 
 
 _EMBEDDING = "model.embed_tokens.weight"
-# A map of more entries explains nothing.
-_MOST_ENTRIES = 6
+# Larger maps are not worth proposing.
+_MAX_ENTRIES = 6
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -144,13 +134,13 @@ Shapes = Mapping[str, tuple[int, ...]]
 def proposed_map(
     entries: Mapping[str, Any], stored: Shapes, weights: Shapes, is_training_state: Callable[[str], bool]
 ) -> str | None:
-    """JSON of a name map, more than `entries`, under which every weight is there in its shape and nothing is left over;
-    None if none is. stored: the checkpoint's tensors. weights: the model's, by Hugging Face's names."""
+    """The JSON of a name map that extends `entries` so that every weight is found in its shape and no tensor is left;
+    None if there is none. stored: the checkpoint's tensors. weights: the model's, by Hugging Face name."""
     for more in _candidates(stored):
         proposal = {**entries, **more}
         name_map = NameMap(proposal, "the proposal")
         places: dict[str, str] = {}
-        left: dict[str, str] = {}  # -> the name that an entry has to have: after its prefix is replaced
+        left: dict[str, str] = {}  # -> the name after its prefix is replaced, which an entry must use
         for name, shape in stored.items():
             target = name_map(name)
             if target is None:
@@ -162,13 +152,13 @@ def proposed_map(
             elif not is_training_state(name):
                 left[name] = target.names[0]
         if places.keys() >= weights.keys():
-            proposal |= _left_out(left, set(places.values()))
-            return json.dumps(proposal) if len(proposal) <= _MOST_ENTRIES + len(entries) else None
+            proposal |= _exclusions(left, set(places.values()))
+            return json.dumps(proposal) if len(proposal) <= _MAX_ENTRIES + len(entries) else None
     return None
 
 
 def _candidates(stored: Shapes) -> Iterator[dict[str, Any]]:
-    """Entries to try, in order: none; a prefix removed; the prefix "model." added, where the names lack it."""
+    """Entries to try, in order: none; a prefix removed; the prefix "model." added."""
     yield {}
     for name in stored:
         if name.endswith(f".{_EMBEDDING}"):
@@ -181,11 +171,11 @@ def _candidates(stored: Shapes) -> Iterator[dict[str, Any]]:
             yield {prefix: "model.", "model.lm_head.weight": "lm_head.weight"}
 
 
-def _left_out(left: Mapping[str, str], used: set[str]) -> dict[str, None]:
-    """Entries that leave these names out: by prefix where no tensor in use has that prefix, else by whole name."""
+def _exclusions(left: Mapping[str, str], used: set[str]) -> dict[str, None]:
+    """Entries that exclude these names: by prefix if no tensor in use has it, or else by whole name."""
     entries: dict[str, None] = {}
     for name, whole in left.items():
         prefix = name.split(".", 1)[0] + "."
-        alone = "." not in name or any(other.startswith(prefix) for other in used)
-        entries[whole if alone else prefix] = None
+        by_name = "." not in name or any(other.startswith(prefix) for other in used)
+        entries[whole if by_name else prefix] = None
     return entries

@@ -1,4 +1,4 @@
-"""A LoRA adapter in the folder that peft writes: adapter_config.json and adapter_model.safetensors.
+"""LoRA adapters in peft's layout: adapter_config.json and adapter_model.safetensors.
 
 Shapes: R rank, K inputs, N outputs of a linear layer.
 """
@@ -19,79 +19,72 @@ from onward.models.adapters import Adapter, Update
 
 CONFIG = "adapter_config.json"
 
-# Fields that change what an adapter computes in ways that Onward does not have, unless they are empty.
+# Fields that change an adapter's computation in unsupported ways, unless they are empty.
 _REFUSED = (
     *("layer_replication", "target_parameters", "megatron_config", "corda_config", "alora_invocation_tokens"),
     *("trainable_token_indices", "lora_bias", "use_qalora", "velora_config", "monteclora_config", "use_bdlora"),
     *("arrow_config", "kasa_config"),
 )
-# Fields that are read, and fields that change nothing: the file's tensors say which modules have updates, the layers of
-# our families hold weights as torch.nn.Linear does, and the rest is about training.
+# Fields that are read, and fields that have no effect: they are about training, or the tensors show their content.
 READ = {"peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "init_lora_weights"}
-IDLE = {
+IGNORED = {
     *("target_modules", "exclude_modules", "modules_to_save", "layers_to_transform", "layers_pattern", "bias"),
     *("fan_in_fan_out", "lora_dropout", "loftq_config", "eva_config", "lora_ga_config", "runtime_config"),
     *("megatron_core", "qalora_group_size", "task_type", "auto_mapping", "peft_version", "inference_mode", "revision"),
     *("base_model_name_or_path", "ensure_weight_tying"),
 }
-KNOWN_FIELDS = frozenset({*READ, *IDLE, *_REFUSED})
+KNOWN_FIELDS = frozenset({*READ, *IGNORED, *_REFUSED})
 
-# The values of init_lora_weights with which peft takes from the weights what A and B begin with (as PiSSA does, arXiv
-# 2404.02948): the adapter is one of what is left of them.
+# Values of init_lora_weights for which peft initializes A and B from the weights (like PiSSA, arXiv 2404.02948) and
+# subtracts them: the adapter then applies only to the remaining weights.
 _WEIGHTS_CHANGED = re.compile(r"(pissa|corda|olora|loftq|lora_ga)(_.*)?", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class PeftConfig:
-    """rank, alpha: of modules that no pattern names. by_root: whether the scale is alpha / sqrt(rank) (rsLoRA,
-    arXiv 2312.03732). dora: whether weights keep magnitudes of their own (arXiv 2402.09353). ties_tables: whether a
-    tied head changes with the embedding."""
+    """rank, alpha: defaults for modules without a pattern. rslora: the scale is alpha / sqrt(rank) (arXiv 2312.03732).
+    dora: weights have learned magnitudes (arXiv 2402.09353). ties_tables: a tied head changes with the embedding."""
 
     rank: int
     alpha: float
-    by_root: bool
+    rslora: bool
     dora: bool
     rank_pattern: Mapping[str, int]
     alpha_pattern: Mapping[str, float]
     ties_tables: bool
 
     def rank_of(self, module: str) -> int:
-        return int(_of_pattern(self.rank_pattern, module, self.rank))
+        return int(_match_pattern(self.rank_pattern, module, self.rank))
 
     def scale_of(self, module: str) -> float:
-        """What the product B A of a module is multiplied by."""
+        """The factor for a module's product B A."""
         rank = self.rank_of(module)
-        alpha = float(_of_pattern(self.alpha_pattern, module, self.alpha))
-        return alpha / (rank**0.5 if self.by_root else rank)
+        alpha = float(_match_pattern(self.alpha_pattern, module, self.alpha))
+        return alpha / (rank**0.5 if self.rslora else rank)
 
 
 def read_peft_config(folder: Path) -> PeftConfig:
-    """Read and check adapter_config.json."""
     path = folder / CONFIG
     if not path.exists():
-        raise CheckpointError(f"{folder} is no adapter: it holds no {CONFIG}")
+        raise CheckpointError(f"{folder} is not an adapter: it holds no {CONFIG}")
     fields = read_object(path, CheckpointError)
     if fields.get("peft_type") != "LORA":
-        raise CheckpointError(f"{path}: Onward reads adapters of peft_type 'LORA'; got {fields.get('peft_type')!r}")
+        raise CheckpointError(f"{path}: only peft_type 'LORA' is supported; got {fields.get('peft_type')!r}")
     for name in _REFUSED:
         if fields.get(name):
-            raise CheckpointError(
-                f"{path}: {name} is {fields[name]!r}, which Onward does not have: merge the adapter with peft "
-                "(merge_and_unload) and load the merged model"
-            )
+            raise CheckpointError(f"{path}: {name} is {fields[name]!r}, which Onward does not support: {_MERGE}")
     if unknown := sorted(name for name, value in fields.items() if value and name not in KNOWN_FIELDS):
-        warn(f"{path} has fields that Onward does not know ({', '.join(unknown)}): it is read as without them")
-    begun = fields.get("init_lora_weights")
-    if isinstance(begun, str) and _WEIGHTS_CHANGED.fullmatch(begun):
+        warn(f"{path} has unknown fields, which are ignored: {', '.join(unknown)}")
+    init = fields.get("init_lora_weights")
+    if isinstance(init, str) and _WEIGHTS_CHANGED.fullmatch(init):
         raise CheckpointError(
-            f"{path}: init_lora_weights is {begun!r}, which changes the model's own weights too: save the adapter for "
-            "the weights as they were (save_pretrained with path_initial_model_for_weight_conversion), or merge it "
-            "with peft (merge_and_unload) and load the merged model"
+            f"{path}: init_lora_weights is {init!r}, which changes the model's own weights too: save the adapter for "
+            f"the original weights (save_pretrained with path_initial_model_for_weight_conversion), or {_MERGE}"
         )
     return PeftConfig(
         rank=_number(path, fields, "r", whole=True),
         alpha=_number(path, fields, "lora_alpha"),
-        by_root=bool(fields.get("use_rslora")),
+        rslora=bool(fields.get("use_rslora")),
         dora=bool(fields.get("use_dora")),
         rank_pattern=_pattern(path, fields, "rank_pattern", whole=True),
         alpha_pattern=_pattern(path, fields, "alpha_pattern"),
@@ -99,36 +92,37 @@ def read_peft_config(folder: Path) -> PeftConfig:
     )
 
 
-def _of_pattern(pattern: Mapping[str, Any], module: str, default: Any) -> Any:
-    """The value of the first key that is the module's name, or the end of it from a dot on, as a regular expression."""
+def _match_pattern(pattern: Mapping[str, Any], module: str, default: Any) -> Any:
+    """The value of the first key that matches the module's name, or its end after a dot, as a regular expression."""
     return next((value for key, value in pattern.items() if re.match(rf"(.*\.)?({key})$", module)), default)
 
 
 def _number(path: Path, fields: Mapping[str, Any], name: str, whole: bool = False) -> Any:
     value = fields.get(name)
     fits = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
-    if not fits or not 0 < value < 2**31:  # type: ignore[operator]  # a number, then
-        kind = "whole number above 0" if whole else "number above 0"
-        raise CheckpointError(f"{path}: {name!r} must be a {kind}; got {value!r}")
+    if not fits or not 0 < value < 2**31:  # type: ignore[operator]  # it is a number here
+        kind = "integer" if whole else "number"
+        raise CheckpointError(f"{path}: {name!r} must be a positive {kind}; got {value!r}")
     return value
 
 
 def _pattern(path: Path, fields: Mapping[str, Any], name: str, whole: bool = False) -> dict[str, Any]:
     pattern = fields.get(name) or {}
     if not isinstance(pattern, dict):
-        raise CheckpointError(f"{path}: {name!r} must map names of modules to numbers; got {pattern!r}")
+        raise CheckpointError(f"{path}: {name!r} must map module names to numbers; got {pattern!r}")
     for key in pattern:
         _number(path, pattern, key, whole)
         try:
             re.compile(key)
         except re.error as error:
-            raise CheckpointError(f"{path}: {name!r} has {key!r}, which is no regular expression ({error})") from error
+            raise CheckpointError(f"{path}: {name!r} has {key!r}, not a valid regular expression ({error})") from error
     return pattern
 
 
 WEIGHTS = "adapter_model.safetensors"
+_MERGE = "merge the adapter with peft (merge_and_unload) and load the merged model"
 _PREFIX = "base_model.model."
-# The ends of a tensor's name after the module's, and what each holds.
+# Suffixes of tensor names after the module, and their meaning.
 _KINDS = {
     "lora_A.weight": "a",
     "lora_B.weight": "b",
@@ -143,11 +137,11 @@ _KINDS = {
 
 
 def read_adapter(folder: Path) -> Adapter:
-    """Read an adapter. Whether it fits a model is seen where it is used.
+    """Read an adapter, without checking whether it matches a model.
 
     Raises:
-        CheckpointError: a file is absent or damaged, half of an update is missing, a shape does not fit the rank, a
-            number is not finite, or there is a tensor that no LoRA has.
+        CheckpointError: a file is absent or damaged, half of an update is missing, a shape does not match the rank, a
+            number is not finite, or a tensor is not part of a LoRA.
     """
     config = read_peft_config(folder)
     path = folder / WEIGHTS
@@ -159,28 +153,24 @@ def read_adapter(folder: Path) -> Adapter:
     parts: dict[str, dict[str, Tensor]] = {}
     for name in sorted(file.keys()):
         if ".original_module." in name:
-            continue  # the model's own, which peft saves with resized tables
+            continue  # the base model's, which peft saves along with resized tables
         module, kind = _parsed(path, name)
         tensor = file.get_tensor(name)
         if not tensor.is_floating_point() or not bool(tensor.isfinite().all()):
-            raise CheckpointError(f"{path}: {name!r} must hold finite floats; it is {tensor.dtype}")
+            raise CheckpointError(f"{path}: {name!r} must hold finite floats; it has dtype {tensor.dtype}")
         parts.setdefault(module, {})[kind] = tensor
     return _assembled(path, config, parts)
 
 
 def _parsed(path: Path, name: str) -> tuple[str, str]:
-    """(module, what the tensor holds) of a tensor's name."""
     inner = name.removeprefix(_PREFIX)
     for end, kind in sorted(_KINDS.items(), key=lambda item: -len(item[0])):
         if inner != name and inner.endswith(f".{end}"):
-            # peft wraps a layer that it adapts, and may save what is inside: the model's own weight or bias.
+            # peft wraps adapted layers, and may save the wrapped weight or bias.
             module = ".".join(part for part in inner.split(".") if part not in WRAPPERS)
             module = module.removesuffix(f".{end}").removesuffix(".base_layer")
             return module.removesuffix(".modules_to_save"), kind
-    raise CheckpointError(
-        f"{path}: {name!r} is no tensor of a LoRA: merge the adapter with peft (merge_and_unload) and load the merged "
-        "model"
-    )
+    raise CheckpointError(f"{path}: {name!r} is not a LoRA tensor: {_MERGE}")
 
 
 def _assembled(path: Path, config: PeftConfig, parts: Mapping[str, dict[str, Tensor]]) -> Adapter:
@@ -191,23 +181,20 @@ def _assembled(path: Path, config: PeftConfig, parts: Mapping[str, dict[str, Ten
         if "a" in tensors or "b" in tensors:
             updates[module] = _update(path, config, module, tensors)
         if "embedding_a" in tensors or "embedding_b" in tensors:
-            embeddings[module] = _embedding(path, config, module, tensors)
+            embeddings[module] = Update(*_pair(path, config, module, tensors, "embedding_a", "embedding_b"))
+            if config.dora or "magnitude" in tensors:
+                raise CheckpointError(f"{path}: {module} is an embedding with DoRA, which Onward does not support")
         replaced |= {f"{module}.{kind}": tensors[kind] for kind in ("weight", "bias") if kind in tensors}
     tables = [name for name in (*embeddings, *replaced) if "embed_tokens" in name]
     if config.ties_tables and tables:
-        raise CheckpointError(
-            f"{path}: {tables[0]} changes with ensure_weight_tying, which Onward does not have: merge the adapter with "
-            "peft (merge_and_unload) and load the merged model"
-        )
+        raise CheckpointError(f"{path}: {tables[0]} changes with ensure_weight_tying, which is not supported: {_MERGE}")
     return Adapter(updates, embeddings, replaced)
 
 
 def _update(path: Path, config: PeftConfig, module: str, tensors: Mapping[str, Tensor]) -> Update:
     a, b = _pair(path, config, module, tensors, "a", "b")
     if "b_bias" in tensors:
-        raise CheckpointError(
-            f"{path}: {module} has a bias of its own in lora_B (lora_bias), which Onward does not have"
-        )
+        raise CheckpointError(f"{path}: {module} has a bias in lora_B (lora_bias), which Onward does not support")
     magnitude = tensors.get("magnitude")
     if config.dora and magnitude is None:
         raise CheckpointError(f"{path}: {module} has no lora_magnitude_vector, and adapter_config.json says use_dora")
@@ -216,18 +203,11 @@ def _update(path: Path, config: PeftConfig, module: str, tensors: Mapping[str, T
     return Update(a, b, None if magnitude is None else magnitude.flatten().to(torch.float32))
 
 
-def _embedding(path: Path, config: PeftConfig, module: str, tensors: Mapping[str, Tensor]) -> Update:
-    a, b = _pair(path, config, module, tensors, "embedding_a", "embedding_b")
-    if config.dora or "magnitude" in tensors:
-        raise CheckpointError(f"{path}: {module} is an embedding with DoRA, which Onward does not have")
-    return Update(a, b)
-
-
 def _pair(
     path: Path, config: PeftConfig, module: str, tensors: Mapping[str, Tensor], *kinds: str
 ) -> tuple[Tensor, Tensor]:
     """A [R, K] and B [N, R] times its scale, float32."""
-    ends = [next(end for end, kind in _KINDS.items() if kind == wanted) for wanted in kinds]
+    ends = [next(end for end, each in _KINDS.items() if each == kind) for kind in kinds]
     for kind, end in zip(kinds, ends, strict=True):
         if kind not in tensors:
             raise CheckpointError(f"{path}: {module} has no {end}: save the adapter again")
@@ -235,7 +215,7 @@ def _pair(
     if a.dim() != 2 or b.dim() != 2 or not a.shape[0] == b.shape[1] == rank:
         inputs, outputs = ("vocabulary", "width") if kinds[0] == "embedding_a" else ("inputs", "outputs")
         raise CheckpointError(
-            f"{path}: {module} has {ends[0]} {list(a.shape)} and {ends[1]} {list(b.shape)}, and adapter_config.json "
-            f"makes its rank {rank}: they must be [{rank}, {inputs}] and [{outputs}, {rank}]"
+            f"{path}: {module} has {ends[0]} {list(a.shape)} and {ends[1]} {list(b.shape)}, but rank {rank} in "
+            f"adapter_config.json: they must be [{rank}, {inputs}] and [{outputs}, {rank}]"
         )
     return a.to(torch.float32), b.to(torch.float32) * config.scale_of(module)

@@ -1,7 +1,7 @@
-"""Folders of quantized weights: a checkpoint in the Hugging Face layout whose matrices are packed bytes.
+"""Folders of quantized weights: a Hugging Face checkpoint whose matrices are packed bytes.
 
 config.json describes them under "onward_quantization". model.safetensors holds the matrices under their stock names as
-uint8 [blocks, bytes], each at a multiple of 64 bytes, so that the kernels read the mapped file itself.
+uint8 [blocks, bytes], aligned to 64 bytes, so that the kernels read the mapped file directly.
 docs/quantization.md describes both.
 """
 
@@ -17,21 +17,12 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from onward import models
 from onward.checkpoint.checkpoint import CheckpointFolder
 from onward.checkpoint.formats import FIELDS_OF_METHODS
 from onward.checkpoint.safetensors import SafetensorsFolder
 from onward.checkpoint.shards import TEXT_FILES, WEIGHTS
 from onward.errors import CheckpointError, ConfigError, RequestError
-from onward.models import (
-    Architecture,
-    ExpertLinear,
-    LatentLinear,
-    Router,
-    ShortConv,
-    WeightScope,
-    map_marked,
-    named_params,
-)
 from onward.models.architecture import is_unread
 from onward.ops import NativeWeight, QuantizedWeight
 from onward.ops.linear import stock_weight
@@ -40,7 +31,7 @@ from onward.ops.quantized_layout import GROUP, data_shape
 from onward.util.files import appears, check_destination
 
 MANIFEST = "onward_quantization"
-# Of one format for all matrices, and of one for each.
+# One format for all matrices; one for each.
 VERSION, MIXED_VERSION = 1, 2
 ALIGNMENT = 64
 
@@ -50,22 +41,18 @@ _DTYPES = {torch.uint8: "U8", torch.bfloat16: "BF16", torch.float16: "F16", torc
 
 @dataclass(frozen=True)
 class Manifest:
-    """The quantized matrices of a config.json: stock name -> the shape (N, K) of the weight, and its format."""
+    """The quantized matrices in a config.json: stock name -> the shape (N, K) of the weight, and its format."""
 
     shapes: Mapping[str, tuple[int, int]]
     formats: Mapping[str, str]
 
     @property
     def format(self) -> str:
-        """The format of all, or those that there are: "int4 and int8"."""
+        """The common format, or all of them: "int4 and int8"."""
         return " and ".join(sorted(set(self.formats.values())))
 
 
-# ── reading ───────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def read_manifest(folder: Path, config: Mapping[str, Any]) -> Manifest | None:
-    """The manifest in a config.json; None where the weights are not quantized."""
     manifest = config.get(MANIFEST)
     if manifest is None:
         return None
@@ -73,9 +60,9 @@ def read_manifest(folder: Path, config: Mapping[str, Any]) -> Manifest | None:
     if not isinstance(manifest, dict):
         raise ConfigError(f"{where} must be an object; got {manifest!r}: quantize the checkpoint again")
     version = manifest.get("version")
-    if not (_is_whole(version, VERSION) or _is_whole(version, MIXED_VERSION)):
+    if not (_equals_int(version, VERSION) or _equals_int(version, MIXED_VERSION)):
         raise ConfigError(
-            f"{where} is of version {version!r}, and this Onward reads versions {VERSION} and {MIXED_VERSION}: "
+            f"{where} is version {version!r}, and this Onward reads versions {VERSION} and {MIXED_VERSION}: "
             "quantize the checkpoint again with this one, or use the Onward that wrote it"
         )
     if version == VERSION:
@@ -84,23 +71,24 @@ def read_manifest(folder: Path, config: Mapping[str, Any]) -> Manifest | None:
     if not isinstance(tensors, dict) or not tensors:
         raise ConfigError(f"{where}: 'tensors' must map names to {{'shape': [N, K]}}; got {tensors!r}")
     shapes = {name: _shape(f"{where}: {name}", entry) for name, entry in tensors.items()}
-    if version == VERSION:
-        of_all: str = manifest["format"]
-        return Manifest(shapes, dict.fromkeys(shapes, of_all))
-    for name, entry in tensors.items():
-        _check_format(f"{where}: {name}", entry.get("format"), manifest)
-    return Manifest(shapes, {name: entry["format"] for name, entry in tensors.items()})
+    formats: dict[str, Any] = {
+        name: (manifest if version == VERSION else entry).get("format") for name, entry in tensors.items()
+    }
+    if version == MIXED_VERSION:
+        for name, format in formats.items():
+            _check_format(f"{where}: {name}", format, manifest)
+    return Manifest(shapes, formats)
 
 
 def _check_format(where: str, format: Any, manifest: Mapping[str, Any]) -> None:
     if not isinstance(format, str) or format not in ROUNDED_FORMATS:
         raise ConfigError(f"{where}: format must be {rounded_formats()}; got {format!r}")
-    if format != "int8" and not _is_whole(manifest.get("group"), GROUP):
-        raise ConfigError(f"{where}: {format} has groups of {GROUP}; got group {manifest.get('group')!r}")
+    if format != "int8" and not _equals_int(manifest.get("group"), GROUP):
+        raise ConfigError(f"{where}: {format} requires group {GROUP}; got {manifest.get('group')!r}")
 
 
-def _is_whole(value: Any, number: int) -> bool:
-    """Whether a JSON value is this whole number: 1.0 and true are not 1, though they compare equal."""
+def _equals_int(value: Any, number: int) -> bool:
+    """Whether a JSON value is this integer: 1.0 and true are not 1, though they compare equal."""
     return type(value) is int and value == number
 
 
@@ -112,43 +100,38 @@ def _shape(where: str, entry: Any) -> tuple[int, int]:
 
 
 def read_quantized(
-    folder: Path, manifest: Manifest, config: Architecture, *, dtype: torch.dtype | None, device: torch.device
+    folder: Path, manifest: Manifest, config: models.Architecture, *, dtype: torch.dtype | None, device: torch.device
 ) -> Any:
-    """The weights of a quantized folder, mapped: on the CPU the matrices are the file's own pages. dtype: of norms,
-    biases and activations; None keeps that of the last norm."""
+    """Read a quantized folder, mapped. dtype: of norms, biases and activations; None keeps that of the last norm."""
     tensors = _QuantizedTensors(folder, manifest, dtype, device)
     if tensors.dtype is None:
         tensors.dtype = tensors.take(*config.float_tensor).dtype
-    params = config.read(WeightScope(tensors))
-    tensors.check_left(config)
+    params = config.read(models.WeightScope(tensors))
+    tensors.check_all_read(config)
     return params
 
 
 class _QuantizedTensors(SafetensorsFolder):
-    """Reads the matrices of the manifest as `QuantizedWeight`s, and all other tensors as they are stored."""
+    """Reads the matrices in the manifest as `QuantizedWeight`s, and all other tensors unchanged."""
 
     def __init__(self, folder: Path, manifest: Manifest, dtype: torch.dtype | None, device: torch.device) -> None:
         super().__init__(folder, dtype, device)
         self._manifest = manifest
         if not (folder / WEIGHTS).is_file():
-            raise CheckpointError(
-                f"{folder / WEIGHTS} is missing: quantized weights lie in one file; quantize the checkpoint again"
-            )
+            raise CheckpointError(f"{folder / WEIGHTS} is missing: it holds all weights; quantize the checkpoint again")
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor | QuantizedWeight:
         if name not in self._manifest.shapes:
             if (packed := self.find(name)) is not None and packed.dtype == torch.uint8:
                 raise CheckpointError(
-                    f"{self._folder}: tensor {name!r} is packed bytes, but {MANIFEST} has no entry with its "
-                    "shape: quantize the checkpoint again"
+                    f"{self._folder}: tensor {name!r} is packed bytes, but {MANIFEST} has no entry with its shape: "
+                    "quantize the checkpoint again"
                 )
             return super().take(name, shape, dtype)
         own, format = self._manifest.shapes[name], self._manifest.formats[name]
         if own != shape:
-            raise CheckpointError(
-                f"{self._folder}: {MANIFEST} gives tensor {name!r} the shape {list(own)}, but config.json makes it "
-                f"{list(shape)}"
-            )
+            shapes = f"has shape {list(own)}, but config.json expects {list(shape)}"
+            raise CheckpointError(f"{self._folder}: {MANIFEST}: tensor {name!r} {shapes}")
         if (data := self.find(name)) is None:
             raise CheckpointError(f"{self._folder}: tensor {name!r} of {MANIFEST} is missing from {WEIGHTS}")
         expected_shape = data_shape(format, own)
@@ -158,35 +141,30 @@ class _QuantizedTensors(SafetensorsFolder):
                 f"{list(shape)} into uint8 {list(expected_shape)}: quantize the checkpoint again"
             )
         assert self.dtype is not None
-        self._taken.add(name)
-        # The kernels read whole cache lines, so data that another writer did not align are copied.
+        self._consumed.add(name)
+        # The kernels read whole cache lines, so data that another writer did not align is copied.
         data = data if data.data_ptr() % ALIGNMENT == 0 else data.clone()
         return QuantizedWeight(data.to(self._device), format, own, self.dtype)
 
-    def check_left(self, config: Architecture) -> None:
-        """Raise if a tensor was not taken: config.json, manifest and weights are then of different models."""
-        others = {*self._manifest.shapes, *self.left()} - self._taken
-        left = sorted(name for name in others if not is_unread(config, name))
-        if left:
+    def check_all_read(self, config: models.Architecture) -> None:
+        """Raise if a tensor was not read: config.json, manifest and weights are then from different models."""
+        others = {*self._manifest.shapes, *self.unread()} - self._consumed
+        if left := sorted(name for name in others if not is_unread(config, name)):
             raise CheckpointError(
-                f"{self._folder}: {len(left)} tensors are there that config.json leaves no place for, {left[0]!r} for "
-                "one: is it the config of this checkpoint?"
+                f"{self._folder}: the weights hold {len(left)} tensors that config.json does not describe, such as "
+                f"{left[0]!r}: is it the config of this checkpoint?"
             )
-
-
-# ── writing ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def write_quantized(
     source: CheckpointFolder,
-    config: Architecture,
+    config: models.Architecture,
     params: Any,
     destination: Path,
     errors: Mapping[str, float] | None = None,
 ) -> None:
-    """Write quantized weights as a checkpoint, with the tokenizer, templates and defaults of the source. It appears
-    whole or not at all. Matrices of `params` that are not quantized are stored as they are. errors: relative RMS errors
-    by `parameter_name`, for the manifest."""
+    """Write quantized weights as a checkpoint, with the source's tokenizer, templates and defaults, atomically. Other
+    matrices of `params` are stored unchanged. errors: relative RMS errors by `parameter_name`, for the manifest."""
     destination = destination.absolute()
     check_destination(destination)
     weights = _by_stock_name(config, params, errors or {})
@@ -199,51 +177,49 @@ def write_quantized(
         partial.mkdir()
         copy_small_files(source.path, partial)
         _write_config(source, weights, formats, partial)
-        write_safetensors(
-            {name: w.data if isinstance(w, QuantizedWeight) else w for name, (w, _) in weights.items()},
-            partial / WEIGHTS,
-        )
+        tensors = {name: w.data if isinstance(w, QuantizedWeight) else w for name, (w, _) in weights.items()}
+        write_safetensors(tensors, partial / WEIGHTS)
 
 
 def parameter_name(path: tuple[Any, ...]) -> str:
-    """The name of a place in the params, such as "layers.3.mixer.q_proj.weight"."""
+    """The name of a leaf of the params, such as "layers.3.mixer.q_proj.weight"."""
     return pytree.keystr(path).replace("[", ".").replace("]", "").removeprefix(".")
 
 
 _Named = dict[str, tuple[Tensor | QuantizedWeight, float | None]]
 
 
-def _by_stock_name(config: Architecture, params: Any, errors: Mapping[str, float]) -> _Named:
-    """Stock name -> weight and error; a tied weight has one name and is there once."""
-    names, _ = pytree.tree_flatten_with_path(named_params(config))
-    params = map_marked(lambda path, part: _one_by_one(part), params)
+def _by_stock_name(config: models.Architecture, params: Any, errors: Mapping[str, float]) -> _Named:
+    """Stock name -> weight and error; a tied weight appears once, under one name."""
+    names, _ = pytree.tree_flatten_with_path(models.named_params(config))
+    params = models.map_marked(lambda path, part: _as_stored(part), params)
     weights = pytree.tree_leaves(params, is_leaf=lambda leaf: isinstance(leaf, QuantizedWeight | NativeWeight))
     named: _Named = {}
     for (path, name), weight in zip(names, weights, strict=True):
         if name is None:
             continue
         if not isinstance(weight, Tensor | QuantizedWeight):
-            raise RequestError(f"{name} is packed for this machine only: quantize it, or give its stock weight")
+            raise RequestError(f"{name} is packed for this machine only: quantize it, or pass its stock weight")
         if name in named and named[name][0] is not weight:
-            raise RequestError(f"{name} is tied to another weight by config.json, but not in the params")
+            raise RequestError(f"config.json ties {name} to another weight, but they differ in the params")
         named.setdefault(name, (weight, errors.get(parameter_name(path))))
     return named
 
 
-def weights_by_stock_name(config: Architecture, params: Any) -> dict[str, Tensor | QuantizedWeight]:
-    """Stock name -> weight, of params that are stock or quantized; a tied weight is there once."""
+def weights_by_stock_name(config: models.Architecture, params: Any) -> dict[str, Tensor | QuantizedWeight]:
+    """Stock name -> weight, for stock or quantized params; a tied weight appears once."""
     return {name: weight for name, (weight, _) in _by_stock_name(config, params, {}).items()}
 
 
-def _one_by_one(part: Any) -> Any:
-    """The weights as a checkpoint has them: each expert's, a latent's in one, and unpacked what is never quantized."""
-    if isinstance(part, LatentLinear):
+def _as_stored(part: Any) -> Any:
+    """Weights in a checkpoint's form: one per expert, latent projections whole, never-quantized ones unpacked."""
+    if isinstance(part, models.LatentLinear):
         return replace(part, weight=part.stock)
-    if isinstance(part, Router) and isinstance(part.weight, NativeWeight):
+    if isinstance(part, models.Router) and isinstance(part.weight, NativeWeight):
         return part._replace(weight=stock_weight(part.weight))
-    if isinstance(part, ShortConv):
+    if isinstance(part, models.ShortConv):
         return part._replace(weight=part.by_tap.T.unsqueeze(1))
-    return part._replace(weight=part.matrices) if isinstance(part, ExpertLinear) else part
+    return part._replace(weight=part.matrices) if isinstance(part, models.ExpertLinear) else part
 
 
 def copy_small_files(source: Path, destination: Path) -> None:
@@ -263,22 +239,22 @@ def _write_config(source: CheckpointFolder, weights: _Named, formats: Set[str], 
             tensors[name] |= {} if error is None else {"relative_rms_error": float(f"{error:.4g}")}
     version = {"version": MIXED_VERSION} if is_mixed else {"version": VERSION, "format": next(iter(formats))}
     group = {"group": GROUP} if formats != {"int8"} else {}
-    config = without_methods(source.config)
+    config = without_quantization(source.config)
     text = json.dumps(config | {MANIFEST: version | group | {"tensors": tensors}}, indent=2)
     (destination / "config.json").write_text(text + "\n", encoding="utf-8")
 
 
-def without_methods(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A config without what says how others quantized the weights, which these are no longer."""
+def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config without the description of another library's quantization."""
     left = {name: value for name, value in config.items() if name not in FIELDS_OF_METHODS}
     text = left.get("text_config")
-    return left | ({"text_config": without_methods(text)} if isinstance(text, dict) else {})
+    return left | ({"text_config": without_quantization(text)} if isinstance(text, dict) else {})
 
 
 def write_safetensors(tensors: Mapping[str, Tensor], file: Path) -> None:
-    """Write the safetensors format with each tensor of a multiple of 64 bytes at a multiple of 64 bytes, which
-    `safetensors.torch.save_file` does not do."""
-    # Tensors of other lengths come last, wide elements first, so that each is at a multiple of its element's size.
+    """Write a safetensors file. Tensors whose length is a multiple of 64 bytes are aligned to 64 bytes, which
+    `safetensors.torch.save_file` does not guarantee."""
+    # Other tensors come last, wide elements first, so that each is aligned to its element size.
     order = sorted(tensors, key=lambda name: (tensors[name].nbytes % ALIGNMENT != 0, -tensors[name].element_size()))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0

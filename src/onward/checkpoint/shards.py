@@ -1,4 +1,4 @@
-"""The files that hold a checkpoint's weights: one, or an index and its shards."""
+"""The files that hold a checkpoint's weights: a single file, or an index and its shards."""
 
 import ctypes
 import os
@@ -20,45 +20,33 @@ INDEX = "model.safetensors.index.json"
 ADAPTER_CONFIG = "adapter_config.json"
 METADATA = ".metadata"  # of a torch.distributed.checkpoint
 _SHARD = re.compile(r"(?P<stem>.+)-\d+-of-(?P<of>\d+)\.safetensors")
-# What a folder may have beside config.json and weights: its tokenizer's files, templates, and how it samples.
+# Files beside config.json and the weights: the tokenizer's, chat templates, and sampling defaults.
 TEXT_FILES = (
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "additional_chat_templates/tool_use.jinja",
+    *("generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
+    *("chat_template.jinja", "chat_template.json", "additional_chat_templates/tool_use.jinja"),
 )
 
 
 def weight_files(folder: Path) -> list[str]:
-    """The files that hold a checkpoint's weights, as paths inside its folder; empty where there are none. A single file
-    wins over an index, as in transformers. Without either, the only safetensors file is the one, or all shards by their
-    numbers."""
+    """The files that hold a checkpoint's weights, relative to its folder. A single file takes precedence over an index,
+    as in transformers; otherwise it is the only safetensors file, or a complete set of numbered shards."""
     if (folder / WEIGHTS).is_file():
         return [WEIGHTS]
     if (folder / INDEX).is_file():
         return list(dict.fromkeys(read_index(folder / INDEX).values()))
-    return _unindexed(folder)
-
-
-def _unindexed(folder: Path) -> list[str]:
-    """The only safetensors file of a folder, or those of a whole set of shards; empty for others."""
     if (folder / METADATA).is_file() or (folder / ADAPTER_CONFIG).is_file():
         return []
     files = sorted(file.name for file in folder.glob("*.safetensors"))
     if len(files) == 1 and _SHARD.fullmatch(files[0]) is None:
         return files
     shards = [_SHARD.fullmatch(file) for file in files]
-    count = len(files)
-    whole = all(shard is not None and int(shard["of"]) == count for shard in shards)
+    complete = all(shard is not None and int(shard["of"]) == len(files) for shard in shards)
     stems = {shard["stem"] for shard in shards if shard is not None}
-    return files if files and whole and len(stems) == 1 else []
+    return files if complete and len(stems) == 1 else []
 
 
 def read_object(file: Path, kind: type[OnwardError], what: str = "") -> dict[str, Any]:
-    """The JSON object of a file; a `kind` of error where it holds none. what: names the file in the error."""
+    """Read a JSON object from a file, or raise an error of `kind`. what: a prefix for the file in the error."""
     try:
         content = read_json_file(file)
     except (ValueError, OSError) as error:  # ValueError: a NUL in the name
@@ -73,29 +61,25 @@ def read_index(index: Path) -> dict[str, str]:
     try:
         content = read_json_file(index)
     except (ValueError, OSError) as error:
-        raise CheckpointError(
-            f"{index} cannot be read as JSON ({one_line(error)}): download or save it again"
-        ) from error
+        raise CheckpointError(f"{index} is not JSON: {one_line(error)}: download or save it again") from error
     where = content.get("weight_map") if isinstance(content, Mapping) else None
     if not isinstance(where, dict) or not where or not all(isinstance(file, str) for file in where.values()):
-        raise CheckpointError(
-            f"{index} is not an index of shards: it needs an object 'weight_map' from tensor names to file names"
-        )
+        raise CheckpointError(f"{index} must have an object 'weight_map' from tensor names to file names")
     for file in set(where.values()):
         if lies_outside(file):
-            raise CheckpointError(f"{index} names the shard {file!r}, which lies outside its folder")
+            raise CheckpointError(f"{index} lists the shard {file!r}, which is outside its folder")
     return where
 
 
 def lies_outside(file: str) -> bool:
-    """Whether a path in a checkpoint leads out of its folder, or names no file."""
-    # The parts of the path decide: resolving it would follow the hub cache's own links out of the folder.
+    """Whether a path in a checkpoint leaves its folder, or is empty."""
+    # Decided by the path's parts: resolving it would follow the hub cache's own links out of the folder.
     path = PurePosixPath(file)
     return path.is_absolute() or ".." in path.parts or "\\" in file or "\0" in file or not path.parts
 
 
 def is_there(path: Path) -> bool:
-    """Whether a file that a checkpoint names exists. A name that is too long for any file names none."""
+    """Whether a file that a checkpoint refers to exists; False if the name is too long for any file."""
     try:
         return path.is_file()
     except OSError:
@@ -103,26 +87,23 @@ def is_there(path: Path) -> bool:
 
 
 def open_safetensors(path: Path) -> Any:
-    """The mapped file, from which tensors are read by name."""
     try:
         return safe_open(path, framework="pt", device="cpu")
     except (SafetensorError, OSError, MemoryError, ValueError) as error:
-        raise CheckpointError(
-            f"{path} is damaged or cut short ({one_line(error)}): download or save it again"
-        ) from error
+        reason = one_line(error)
+        raise CheckpointError(f"{path} is damaged or truncated ({reason}): download or save it again") from error
 
 
 _MADV_DONTNEED = 4
 
 
 def page_releaser(folder: Path) -> Callable[[], None]:
-    """`releaser_of` of the folder's safetensors files."""
     return releaser_of(folder / file for file in weight_files(folder))
 
 
 def releaser_of(files: Iterable[Path]) -> Callable[[], None]:
-    """A function that drops this process's resident pages of these files, as far as they are mapped when it is called:
-    else memory would hold the mapped file and its packed copy at once. It does nothing on systems other than Linux."""
+    """Return a function that drops this process's resident pages of the files, if they are mapped when it is called.
+    Otherwise memory would hold both the mapped file and its packed copy. Linux only; a no-op elsewhere."""
     if sys.platform != "linux":
         return lambda: None
     libc = ctypes.CDLL(None)
@@ -136,7 +117,7 @@ def releaser_of(files: Iterable[Path]) -> Callable[[], None]:
 
 
 def _mapped_ranges(names: Collection[bytes]) -> list[tuple[int, int]]:
-    """(address, bytes) of each map of the files of these names, from /proc/self/maps."""
+    """(address, bytes) of each mapping of these files, from /proc/self/maps."""
     ranges, endings = [], tuple(names)
     for line in Path("/proc/self/maps").read_bytes().splitlines():
         if line.endswith(endings) and line.split(maxsplit=5)[-1] in names:
@@ -149,20 +130,20 @@ _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def check_float(where: object, name: str, dtype: torch.dtype) -> None:
-    """Raise `CheckpointError` for a dtype that no kernel computes in; `where` is the file or folder."""
+    """Raise `CheckpointError` for a dtype that the kernels do not support; `where` is the file or folder."""
     if dtype not in _FLOATS:
         raise CheckpointError(f"{where}: tensor {name!r} is {dtype}; convert it to bf16, f16 or f32")
 
 
 def placed(where: object, name: str, tensor: Tensor, dtype: torch.dtype | None, device: torch.device) -> Tensor:
-    """The tensor in `dtype` (None: its own) on `device`; no copy where it is there already."""
+    """The tensor in `dtype` (None: its own) on `device`, without a copy if possible."""
     if tensor.data_ptr() % tensor.element_size():
-        tensor = tensor.clone()  # a file may hold it at an address that is no multiple of its element
+        tensor = tensor.clone()  # the file stores it at an address that is not a multiple of its element size
     moved = tensor.to(device=device, dtype=dtype or tensor.dtype)
     narrowed = moved.dtype == torch.float16 and tensor.dtype != torch.float16
     if narrowed and moved.isinf().any() and not tensor.isinf().any():
         raise CheckpointError(
-            f"{where}: tensor {name!r} has values up to {tensor.abs().max().item():.3g}, and float16 ends "
-            "at 65504: load it as bfloat16 or float32"
+            f"{where}: tensor {name!r} has values up to {tensor.abs().max().item():.3g}, above float16's maximum of "
+            "65504: load it as bfloat16 or float32"
         )
     return moved

@@ -1,4 +1,4 @@
-"""Find a model's folder: in the package, on the disk, or on the hub, whose client is imported where it is used."""
+"""Resolve a model source: bundled, local, or on the hub. The hub client is imported on first use."""
 
 import difflib
 import os
@@ -13,29 +13,29 @@ Checkpoint = CheckpointFolder | GgufCheckpoint
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """The checkpoint at a path of `find_folder`: a GGUF file, or a folder in the Hugging Face layout."""
+    """Open a path that `find_folder` returned: a GGUF file, or a folder in the Hugging Face layout."""
     return GgufCheckpoint(path) if is_gguf(path) else CheckpointFolder(path)
 
 
 BUNDLED = {"demo": "target", "demo-draft": "draft"}
-# As on the hub: owner/name, or the name alone of an old model such as gpt2.
+# The hub's format: owner/name, or only the name of an old model such as gpt2.
 _HUB_ID = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*", re.ASCII)
-_FILES = (".gguf", ".safetensors", ".json", ".bin", ".pt", ".pth")
+_WEIGHT_SUFFIXES = (".gguf", ".safetensors", ".json", ".bin", ".pt", ".pth")
 _GGUF_ON_HUB = re.compile(r"(?P<repository>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>[^:]+))?:(?P<file>.+\.gguf)", re.ASCII)
 
 
 def find_folder(source: str | Path, *, progress: bool = True) -> Path:
-    """`source` as a local folder or GGUF file, downloaded first where it is on the hub.
+    """Return `source` as a local folder or GGUF file, downloading it first if it is on the hub.
 
-    "demo" and "demo-draft" are the bundled models (a folder of that name is "./demo"). Otherwise a folder that
-    exists wins over a hub id. A folder that holds one GGUF model and no config.json is that model. A hub id is
-    `owner/name`, or the `name` of a model without an owner such as gpt2, optionally with a revision:
-    `owner/name@revision`; a GGUF file on the hub is `owner/name:file.gguf`. The hub client's own settings apply:
-    HF_ENDPOINT, HF_HOME, HF_TOKEN, HF_HUB_OFFLINE, HF_HUB_DISABLE_PROGRESS_BARS.
+    "demo" and "demo-draft" are the bundled models (use "./demo" for a folder of that name). An existing folder takes
+    precedence over a hub id; one with a single GGUF model and no config.json resolves to that model. A hub id is
+    `owner/name`, or `name` for a model without an owner such as gpt2, optionally followed by `@revision`;
+    `owner/name:file.gguf` is a GGUF file on the hub. The hub client's own settings apply: HF_ENDPOINT, HF_HOME,
+    HF_TOKEN, HF_HUB_OFFLINE, HF_HUB_DISABLE_PROGRESS_BARS.
 
     Args:
-        source: the name. A `Path` is always a folder, never a hub id.
-        progress: show bars while downloading.
+        source: a path or hub id. A `Path` is always local.
+        progress: show progress bars while downloading.
 
     Raises:
         SourceError: no such folder, no such repository, one without safetensors, or the hub cannot be reached.
@@ -61,7 +61,7 @@ def find_folder(source: str | Path, *, progress: bool = True) -> Path:
     if not _is_hub_id(repository):
         raise SourceError(
             f"no folder {name!r}, and it cannot be a hub id; give a folder, a hub id such as 'Qwen/Qwen3-0.6B', or "
-            f"'demo'{_meant(name)}"
+            f"'demo'{_did_you_mean(name)}"
         )
     if separator and not revision:
         raise SourceError(f"{name!r} names no revision after the '@'; write {repository}@revision")
@@ -70,24 +70,20 @@ def find_folder(source: str | Path, *, progress: bool = True) -> Path:
     try:
         return download(repository, revision or None, progress)
     except SourceError as error:
-        if hint := _meant(name):
-            raise SourceError(f"{error}{hint}") from error
-        raise
+        raise SourceError(f"{error}{_did_you_mean(name)}") from error
 
 
 def _is_hub_id(repository: str) -> bool:
-    """Whether the hub may have a repository of this name. The name of a file of weights is none without an owner."""
-    return bool(_HUB_ID.fullmatch(repository)) and ("/" in repository or not repository.endswith(_FILES))
+    """Whether this can be a hub id. Without an owner, the name of a weight file is not one."""
+    return bool(_HUB_ID.fullmatch(repository)) and ("/" in repository or not repository.endswith(_WEIGHT_SUFFIXES))
 
 
-def _meant(name: str) -> str:
-    """The bundled model that a name is probably meant to be, as the end of a message; "" where it is like none."""
+def _did_you_mean(name: str) -> str:
     close = difflib.get_close_matches(name, BUNDLED, n=1, cutoff=0.7)
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def _gguf_inside(folder: Path) -> Path | None:
-    """The GGUF model of a folder that holds one, and nothing in the Hugging Face layout."""
     if (folder / "config.json").is_file():
         return None
     firsts = sorted({parts_of(file.name)[0] for file in folder.glob("*.gguf") if file.is_file()})
@@ -97,17 +93,17 @@ def _gguf_inside(folder: Path) -> Path | None:
 
 
 def find_adapter(source: str | Path, *, progress: bool = False) -> Path:
-    """The folder of an adapter: a folder, or a hub id, optionally with "@revision".
+    """Return the folder of an adapter: a local folder, or a hub id, optionally with "@revision".
 
     Raises:
-        SourceError: there is no such folder or repository.
+        SourceError: no such folder or repository.
     """
     folder = os.path.expanduser(source)
     if os.path.isdir(folder) and str(source):
         return Path(folder)
     repository, _, revision = str(source).partition("@")
     if isinstance(source, Path) or not _is_hub_id(repository):
-        raise SourceError(f"no folder {str(source)!r}: an adapter is a folder that peft wrote, or a hub id of one")
+        raise SourceError(f"no folder {str(source)!r}: give a folder that peft wrote, or the hub id of an adapter")
     from onward.checkpoint.hub import download_adapter
 
     return download_adapter(repository, revision or None, progress)

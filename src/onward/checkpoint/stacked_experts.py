@@ -1,14 +1,14 @@
-"""Checkpoints that hold the weights of a layer's experts in one tensor: read by the names that families give them, and
-written where transformers reads no others.
+"""Checkpoints that store the experts of a layer in one tensor: read under per-expert names, and written for
+architectures that transformers reads in no other form.
 
-Families name each expert's matrix, `experts.3.gate_proj.weight` [I, D], `up_proj` and `down_proj` [D, I], and the
-biases of all experts, `experts.gate_proj.bias` [E, I]. Files may have instead, with gate and up in one tensor:
+Onward names each expert's matrix, `experts.3.gate_proj.weight` [I, D], `up_proj` and `down_proj` [D, I], and the
+biases of all experts, `experts.gate_proj.bias` [E, I]. Files may instead have gate and up in one tensor:
 
     experts.gate_up_proj         [E, 2 I, D], gate above up; experts.down_proj [E, D, I] (Qwen3.5)
-    experts.gate_up_proj         [E, D, 2 I], gate and up in turns; experts.down_proj [E, I, D] (gpt-oss)
-    experts.gate_up_proj_bias    [E, 2 I], gate and up in turns; experts.down_proj_bias [E, D] (gpt-oss)
+    experts.gate_up_proj         [E, D, 2 I], gate and up interleaved; experts.down_proj [E, I, D] (gpt-oss)
+    experts.gate_up_proj_bias    [E, 2 I], gate and up interleaved; experts.down_proj_bias [E, D] (gpt-oss)
     experts.gate_up_proj_blocks  uint8 [E, 2 I, D / 32, 16] with experts.gate_up_proj_scales uint8 [E, 2 I, D / 32]:
-                                 MXFP4, rows of gate and up in turns; experts.down_proj_blocks and _scales (gpt-oss)
+                                 MXFP4, rows of gate and up interleaved; experts.down_proj_blocks and _scales (gpt-oss)
     input_linear.weight          [E, 2 I, D], gate above up; output_linear.weight [E, D, I] (Granite, without experts.)
 
 Shapes: E experts, D width of the stream, I inner width of an expert.
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 _NAME = re.compile(r"(.+\.experts)\.(?:(\d+)\.)?(gate_proj|up_proj|down_proj)\.(weight|bias)")
-# Architectures of which transformers reads the experts of a layer in one tensor only.
+# Architectures whose experts transformers reads only in one tensor.
 _OF_ONE_TENSOR = (
     *("GptOssForCausalLM", "Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"),
     *("GraniteMoeForCausalLM", "GraniteMoeSharedForCausalLM", "GraniteMoeHybridForCausalLM"),
@@ -30,35 +30,33 @@ _OF_ONE_TENSOR = (
 
 
 class StackedPart(NamedTuple):
-    """Where a weight of one expert, or a bias of all (None), lies. tensors: one of floats, or blocks and scales. part:
-    "gate_proj", "up_proj" or "down_proj". in_turns: whether gate and up alternate. transposed: whether inputs come
-    before outputs."""
+    """The location of an expert's weight, or of all experts' biases (expert None). tensors: one of floats, or blocks
+    and scales. interleaved: gate and up rows alternate. transposed: inputs come before outputs."""
 
     tensors: tuple[str, ...]
     expert: int | None
     part: str
-    in_turns: bool
+    interleaved: bool
     transposed: bool
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The part of one of its tensors, as a view; an IndexError if there is no such expert."""
+        """A view of this part in one of its tensors; IndexError if there is no such expert."""
         outputs = 1 if self.expert is None else 0
         own = tensor if self.expert is None else tensor[self.expert]
         own = own.transpose(-1, -2) if self.transposed else own
         if self.part == "down_proj":
             return own
         half = self.part == "up_proj"
-        if self.in_turns:
+        if self.interleaved:
             return own[:, half::2] if outputs else own[half::2]
         return own.chunk(2, dim=outputs)[half]
 
     def count(self, tensor: Tensor) -> int:
-        """How many parts one of its tensors has."""
         return (1 if self.expert is None else len(tensor)) * (1 if self.part == "down_proj" else 2)
 
 
 def stacked_part(name: str, stored: Container[str]) -> StackedPart | None:
-    """Where the weight of this stock name lies among stored tensors; None where no tensor of all experts has it."""
+    """Locate the weight of a stock name among stored tensors; None if no tensor of all experts holds it."""
     match = _NAME.fullmatch(name)
     if match is None:
         return None
@@ -80,8 +78,7 @@ def stacked_part(name: str, stored: Container[str]) -> StackedPart | None:
 
 
 def with_stacked_experts(weights: Mapping[str, Tensor], architecture: str) -> dict[str, Tensor]:
-    """Weights by stock name, with those of a layer's experts in one tensor where transformers wants this architecture's
-    so; copies of them."""
+    """Weights by stock name, with the experts of a layer copied into one tensor if transformers requires it."""
     if architecture not in _OF_ONE_TENSOR:
         return dict(weights)
     matches = {name: _NAME.fullmatch(name) for name in weights}
@@ -92,7 +89,6 @@ def with_stacked_experts(weights: Mapping[str, Tensor], architecture: str) -> di
 
 
 def _stacked(weights: Mapping[str, Tensor], stem: str, architecture: str) -> dict[str, Tensor]:
-    """The tensors of all experts of a layer."""
     count = sum(f"{stem}.{expert}.down_proj.weight" in weights for expert in range(len(weights)))
     gate, up, down = (
         torch.stack([weights[f"{stem}.{expert}.{part}.weight"] for expert in range(count)])

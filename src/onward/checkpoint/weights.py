@@ -1,4 +1,4 @@
-"""Read the weights of a model from a folder: safetensors, mapped, or a torch.distributed.checkpoint."""
+"""Read a model's weights from a folder: memory-mapped safetensors, or a torch.distributed.checkpoint."""
 
 import json
 from collections.abc import Callable
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from onward.checkpoint.dcp import DcpFolder, NameMapSource, is_distributed
-from onward.checkpoint.mapped_tensors import MappedSafetensors, MappedTensors
+from onward.checkpoint.mapped_tensors import MappedTensors, mapped_safetensors
 from onward.checkpoint.name_map import NameMap
 from onward.checkpoint.safetensors import SafetensorsFolder
 from onward.checkpoint.stored_names import is_buffer
@@ -31,41 +31,43 @@ def read_weights(
     own_dtypes: bool = False,
     show_in_floats: Callable[[list[str]], None] = lambda modules: None,
 ) -> Any:
-    """All weights of a model. Every tensor of the folder must be one of them.
+    """Read all weights of a model. Every tensor of the folder must belong to it.
 
     Args:
-        dtype: to convert to; None keeps that of the tensor which is taken first, for all tensors.
+        dtype: to convert to; None uses the dtype of the first tensor read for all tensors.
         name_map: from the names in the files to Hugging Face's (`onward.checkpoint.name_map`).
         each_layer: converts each layer (packs it, say) as soon as it is read.
-        keeps_bits: give matrices in few bits that the kernels multiply with as they are as `QuantizedWeight`.
-        own_dtypes: without a dtype, safetensors keep each its own.
-        show_in_floats: is called with the modules whose quantized weights became floats.
+        keeps_bits: return quantized matrices that the kernels support as `QuantizedWeight`.
+        own_dtypes: without a dtype, each tensor of a safetensors file keeps its own.
+        show_in_floats: called with the modules whose quantized weights were dequantized.
 
     Raises:
-        CheckpointError: a tensor is missing, mis-shaped or damaged, or is none of the architecture's weights.
+        CheckpointError: a tensor is missing, damaged, of the wrong shape, or not part of the architecture.
         RequestError: there is a name map, and the weights are quantized.
     """
     tensors: SafetensorsFolder | MappedTensors
     if is_distributed(folder):
         tensors = DcpFolder(folder, config, dtype, device, name_map)
     elif name_map is not None:
-        tensors = MappedSafetensors(folder, config, dtype, device, NameMap.of(name_map, folder))
+        tensors = mapped_safetensors(folder, config, dtype, device, NameMap.of(name_map, folder))
     else:
         tensors = SafetensorsFolder(folder, dtype, device, keeps_bits=keeps_bits, own_dtypes=own_dtypes, config=config)
     params = config.read(WeightScope(tensors), each_layer)
-    _check_left(folder, config, tensors, params)
+    _check_all_read(folder, config, tensors, params)
     if isinstance(tensors, SafetensorsFolder):
         show_in_floats(tensors.in_floats)
     return params
 
 
-def _check_left(folder: Path, config: Architecture, tensors: SafetensorsFolder | MappedTensors, params: Any) -> None:
-    """Raise if a tensor was not taken: config.json and the weights are then of different models."""
-    left = [name for name in tensors.left() if not (is_buffer(name) or is_unread(config, name))]
+def _check_all_read(
+    folder: Path, config: Architecture, tensors: SafetensorsFolder | MappedTensors, params: Any
+) -> None:
+    """Raise if a tensor was not read: config.json and the weights are then from different models."""
+    left = [name for name in tensors.unread() if not (is_buffer(name) or is_unread(config, name))]
     if left == ["lm_head.weight"]:
         embedding = params.embed_tokens.weight
         embedding = embedding.dequantize() if isinstance(embedding, QuantizedWeight) else embedding
-        assert isinstance(embedding, Tensor), "stock weights are read as they are"
+        assert isinstance(embedding, Tensor), "stock weights are tensors"
         head = tensors.take("lm_head.weight", tuple(embedding.shape))
         assert isinstance(head, Tensor)
         if not torch.equal(head, embedding):
@@ -77,10 +79,10 @@ def _check_left(folder: Path, config: Architecture, tensors: SafetensorsFolder |
         advice = ": is it the config of this checkpoint?"
         if isinstance(tensors, MappedTensors):
             advice = (
-                ": leave training state out by the name map, as in "
-                f"{json.dumps({left[0]: None})}, or is config.json of another checkpoint?{tensors.proposal()}"
+                f": exclude training state with the name map, for example {json.dumps({left[0]: None})}, or is "
+                f"config.json from another checkpoint?{tensors.proposal()}"
             )
         raise CheckpointError(
-            f"{folder}: the weights hold {len(left)} tensors that config.json leaves no place for, "
-            f"{left[0]!r} for one{advice}"
+            f"{folder}: the weights hold {len(left)} tensors that config.json does not describe, such as "
+            f"{left[0]!r}{advice}"
         )

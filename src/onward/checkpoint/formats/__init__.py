@@ -1,6 +1,6 @@
-"""Weights that others quantized, in the Hugging Face layout: kept in their bits or read into floats, one file a method.
+"""Hugging Face weights that another library quantized: repacked or dequantized, one module per method.
 
-A method is chosen by `quantization_config` of config.json. It says which tensors stand for the weight of a module, and
+`quantization_config` in config.json selects the method. The method knows which tensors hold the weight of a module, and
 computes the weight [N, K] in float32 from them.
 """
 

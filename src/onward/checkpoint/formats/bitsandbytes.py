@@ -1,33 +1,31 @@
 """bitsandbytes: NF4 and FP4 (Dettmers et al., arXiv 2305.14314) and LLM.int8 (arXiv 2208.07339).
 
-Tensors of a module in 4 bits: weight uint8 [N * K / 2, 1], the first number in the high bits, or the same bytes as a
-wider dtype (bnb_4bit_quant_storage); weight.absmax, of each run of 64; weight.quant_map, the 16 values;
-weight.quant_state.bitsandbytes__nf4, JSON as bytes. Where absmax is quantized, too, weight.nested_absmax and
-weight.nested_quant_map give it. In 8 bits: weight int8 [N, K] and SCB float [N]; weight_format says whether rows are in
-order.
+Tensors of a 4-bit module: weight uint8 [N * K / 2, 1], the first code in the high bits, or the same bytes in a wider
+dtype (bnb_4bit_quant_storage); weight.absmax, one per run of 64; weight.quant_map, the 16 values;
+weight.quant_state.bitsandbytes__nf4, JSON as bytes. If absmax is quantized too, it is given by weight.nested_absmax and
+weight.nested_quant_map. Tensors of an 8-bit module: weight int8 [N, K] and SCB float [N]; weight_format tells whether
+rows are in order.
 """
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from onward.checkpoint.formats import repack
-from onward.checkpoint.formats.settings import Fields, Read, words
+from onward.checkpoint.formats.settings import Fields, Read, Shape, words
 from onward.ops import QuantizedWeight
 
-# Tensors say all: which are quantized, to which values, in which runs and in which dtype they are stored.
+_IGNORED = """
+load_in_8bit load_in_4bit bnb_4bit_compute_dtype bnb_4bit_quant_storage bnb_4bit_quant_type bnb_4bit_use_double_quant
+llm_int8_enable_fp32_cpu_offload llm_int8_has_fp16_weight llm_int8_threshold
+"""
+# The tensors determine everything: which weights are quantized, to which values, in which runs and dtype.
 FIELDS = Fields(
     read=frozenset(),
-    idle=words(
-        """
-        load_in_8bit load_in_4bit bnb_4bit_compute_dtype bnb_4bit_quant_storage bnb_4bit_quant_type
-        bnb_4bit_use_double_quant llm_int8_enable_fp32_cpu_offload llm_int8_has_fp16_weight llm_int8_threshold
-        """
-    ),
+    ignored=words(_IGNORED),
 )
 _STORAGES = (torch.uint8, torch.int8, torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _STATES = ("weight.quant_state.bitsandbytes__nf4", "weight.quant_state.bitsandbytes__fp4")
@@ -37,56 +35,51 @@ _TENSORS = {
 }
 
 
-@dataclass(frozen=True)
 class BitsAndBytes:
-    """Each tensor shows whether it has 4 or 8 bits."""
-
     def parts(self, names: set[str]) -> set[str]:
         return names & _TENSORS if names & {"SCB", "weight.absmax"} else set()
 
-    def weight(self, read: Read, names: set[str], shape: tuple[int, int]) -> Tensor:
+    def weight(self, read: Read, names: set[str], shape: Shape) -> Tensor:
         if "SCB" in names:
             codes, scale = _rows(read, names, shape)
             return codes.float() * scale.unsqueeze(1)
         codes, values, absmax, block = _blocks(read, names, shape)
         return (values[codes.long()] * absmax.repeat_interleave(block)[: codes.numel()]).view(shape)
 
-    def as_quantized(
-        self, read: Read, names: set[str], shape: tuple[int, int], dtype: torch.dtype
-    ) -> QuantizedWeight | None:
+    def as_quantized(self, read: Read, names: set[str], shape: Shape, dtype: torch.dtype) -> QuantizedWeight | None:
         if "SCB" in names:
             codes, scale = _rows(read, names, shape)
             return repack.integers(codes.to(torch.int16) + 128, scale.unsqueeze(1), 128, shape[1], dtype)
         codes, values, absmax, block = _blocks(read, names, shape)
         if shape[1] % block:
-            return None  # a block goes on in the next row
+            return None  # blocks span rows
         return repack.nf4(codes.view(shape), values, absmax.view(shape[0], -1), block, dtype)
 
 
-def _rows(read: Read, names: set[str], shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
+def _rows(read: Read, names: set[str], shape: Shape) -> tuple[Tensor, Tensor]:
     """8 bits: codes int8 [N, K] and float32 scales [N]."""
     if "weight_format" in names and bool(read("weight_format").any()):
-        raise ValueError("weight_format is of a GPU's tiles, and rows in order can be read: save the model again")
+        raise ValueError("weight_format is a GPU tile layout, and only row order is supported: save the model again")
     codes, scale = read("weight"), read("SCB").float()
     if codes.dtype != torch.int8 or tuple(codes.shape) != shape or scale.shape != shape[:1]:
         raise ValueError(f"weight is {codes.dtype} {list(codes.shape)} with {list(scale.shape)} scales")
     return codes, scale / 127
 
 
-def _blocks(read: Read, names: set[str], shape: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor, int]:
-    """4 bits: codes uint8 [N * K], the 16 values, float32 absmax of each run, and how long a run is."""
+def _blocks(read: Read, names: set[str], shape: Shape) -> tuple[Tensor, Tensor, Tensor, int]:
+    """4 bits: codes uint8 [N * K], the 16 values, the float32 absmax of each run, and the length of a run."""
     codes = read("weight")
-    if codes.dtype not in _STORAGES or codes.nbytes * 2 != shape[0] * shape[1]:
-        raise ValueError(f"weight is {codes.dtype} {list(codes.shape)}, and must hold {shape[0] * shape[1]} fours")
+    count = shape[0] * shape[1]
+    if codes.dtype not in _STORAGES or codes.nbytes * 2 != count:
+        raise ValueError(f"weight is {codes.dtype} {list(codes.shape)}, and must hold {count} 4-bit codes")
     codes = codes.contiguous().flatten().view(torch.uint8)
     state = json.loads(bytes(read(next(name for name in _STATES if name in names)).tolist()))
     if list(state.get("shape", shape)) != list(shape):
-        raise ValueError(f"quant_state says shape {state['shape']}")
-    flat, block = codes, int(state["blocksize"])
-    absmax = _absmax(read, names, state)
-    if len(absmax) != -(-shape[0] * shape[1] // block):
-        raise ValueError(f"{shape[0] * shape[1]} weights in runs of {block} do not have {len(absmax)} absmax")
-    return torch.stack((flat >> 4, flat & 15), dim=-1).flatten(), _table(read, "weight.quant_map", 16), absmax, block
+        raise ValueError(f"quant_state has shape {state['shape']}")
+    block, absmax = int(state["blocksize"]), _absmax(read, names, state)
+    if len(absmax) != -(-count // block):
+        raise ValueError(f"{count} weights in runs of {block} do not match {len(absmax)} absmax")
+    return torch.stack((codes >> 4, codes & 15), dim=-1).flatten(), _table(read, "weight.quant_map", 16), absmax, block
 
 
 def _absmax(read: Read, names: set[str], state: Mapping[str, Any]) -> Tensor:
@@ -94,9 +87,8 @@ def _absmax(read: Read, names: set[str], state: Mapping[str, Any]) -> Tensor:
     if "weight.nested_absmax" not in names:
         return absmax.float()
     scales = read("weight.nested_absmax").float().repeat_interleave(int(state["nested_blocksize"]))
-    return _table(read, "weight.nested_quant_map", 256)[absmax.long()] * scales[: len(absmax)] + float(
-        state["nested_offset"]
-    )
+    offset = float(state["nested_offset"])
+    return _table(read, "weight.nested_quant_map", 256)[absmax.long()] * scales[: len(absmax)] + offset
 
 
 def _table(read: Read, name: str, count: int) -> Tensor:

@@ -1,8 +1,8 @@
-"""compressed-tensors (https://github.com/vllm-project/compressed-tensors), of which each tensor shows its own format.
+"""compressed-tensors (https://github.com/vllm-project/compressed-tensors); each tensor shows its own format.
 
 Tensors of a module:
-    pack-quantized   weight_packed int32 [N, ⌈K / ⌊32 / b⌋⌉], lowest bits first, each number plus 2^(b - 1);
-                     weight_scale [N, K / g]; weight_zero_point packed the same way along N; weight_g_idx [K];
+    pack-quantized   weight_packed int32 [N, ⌈K / ⌊32 / b⌋⌉], lowest bits first, each code plus 2^(b - 1);
+                     weight_scale [N, K / g]; weight_zero_point packed likewise along N; weight_g_idx [K];
                      weight_shape
     int-quantized    weight int8 [N, K]; weight_scale [N, 1] or [N, K / g] or [1]; weight_zero_point
     float-quantized  weight float8_e4m3fn; weight_scale as above, or [⌈N / 128⌉, ⌈K / 128⌉] for blocks
@@ -19,13 +19,13 @@ from torch import Tensor
 
 from onward.checkpoint.formats import repack
 from onward.checkpoint.formats.bits import E2M1, by_group, check_blocks, nibbles, unpacked
-from onward.checkpoint.formats.settings import Fields, Read, words
+from onward.checkpoint.formats.settings import Fields, Read, Shape, words
 from onward.ops import QuantizedWeight
 
 FIELDS = Fields(
     read=frozenset({"config_groups", "sparsity_config"}),
-    # Tensors show their own format. A scheme for the cache, and for activations, is for kernels that round these.
-    idle=words("format kv_cache_scheme global_compression_ratio version use_optimized_inference"),
+    # Schemes for the KV cache and activations are for kernels that round those.
+    ignored=words("format kv_cache_scheme global_compression_ratio version use_optimized_inference"),
     refused={"transform_config": ({"config_groups": {}},)},
 )
 _SCALED = {"weight_scale", "weight_packed"}
@@ -38,17 +38,16 @@ _TENSORS = {
 
 @dataclass(frozen=True)
 class CompressedTensors:
-    """block: rows and inputs of a scale where scales are by block. bits: that packed weights may have. groups: how many
-    inputs may share a scale; empty where config.json does not say."""
+    """block, groups: sizes of the blocks and groups that share a scale, if known. bits: widths of packed weights."""
 
-    block: tuple[int, int] | None
+    block: Shape | None
     bits: tuple[int, ...]
     groups: tuple[int, ...] = ()
 
     def parts(self, names: set[str]) -> set[str]:
         return names & _TENSORS if names & _SCALED else set()
 
-    def weight(self, read: Read, names: set[str], shape: tuple[int, int]) -> Tensor:
+    def weight(self, read: Read, names: set[str], shape: Shape) -> Tensor:
         if "weight_packed" in names:
             packed = read("weight_packed")
             if packed.dtype == torch.uint8:
@@ -61,9 +60,7 @@ class CompressedTensors:
             values = values - self._spread(read("weight_zero_point").float(), shape)
         return values * self._spread(scale, shape)
 
-    def as_quantized(
-        self, read: Read, names: set[str], shape: tuple[int, int], dtype: torch.dtype
-    ) -> QuantizedWeight | None:
+    def as_quantized(self, read: Read, names: set[str], shape: Shape, dtype: torch.dtype) -> QuantizedWeight | None:
         if "weight_packed" in names:
             packed = read("weight_packed")
             if packed.dtype == torch.uint8:
@@ -82,24 +79,23 @@ class CompressedTensors:
             zeros = zeros + self._by_rows(read("weight_zero_point").float(), shape)[0]
         return repack.integers(codes.to(torch.int16) + 128, by_rows, zeros, group, dtype)
 
-    def _plain(self, read: Read, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        """Codes [N, K] that are not packed, and float32 scales of any form."""
+    def _plain(self, read: Read, shape: Shape) -> tuple[Tensor, Tensor]:
+        """Unpacked codes [N, K], and float32 scales of any form."""
         codes, scale = read("weight"), read("weight_scale").float()
         if codes.dtype not in (torch.int8, torch.float8_e4m3fn) or tuple(codes.shape) != shape:
-            raise ValueError(
-                f"weight is {codes.dtype} {list(codes.shape)}, and must be int8 or float8_e4m3fn {list(shape)}"
-            )
+            got = f"{codes.dtype} {list(codes.shape)}"
+            raise ValueError(f"weight must be int8 or float8_e4m3fn {list(shape)}; got {got}")
         return codes, scale
 
-    def _spread(self, scale: Tensor, shape: tuple[int, int]) -> Tensor:
-        """A number for each weight, [N, K] or [1, 1]."""
+    def _spread(self, scale: Tensor, shape: Shape) -> Tensor:
+        """One number for each weight, [N, K] or [1, 1]."""
         if scale.numel() == 1:
             return scale.view(1, 1)
         by_rows, group = self._by_rows(scale, shape)
         return by_group(by_rows, group, shape[1])
 
-    def _by_rows(self, scale: Tensor, shape: tuple[int, int]) -> tuple[Tensor, int]:
-        """A number for each row and group, [N, ⌈K / group⌉], and the inputs of a group."""
+    def _by_rows(self, scale: Tensor, shape: Shape) -> tuple[Tensor, int]:
+        """One number for each row and group, [N, ⌈K / group⌉], and the group size."""
         if scale.numel() == 1:
             return scale.view(1, 1).expand(shape[0], 1), shape[1]
         if scale.dim() == 2 and self.block is not None and scale.shape[0] != shape[0]:
@@ -107,68 +103,67 @@ class CompressedTensors:
             return scale.repeat_interleave(self.block[0], dim=0)[: shape[0]], self.block[1]
         scale = scale.view(len(scale), -1)
         if scale.shape[0] != shape[0]:
-            raise ValueError(f"scales {list(scale.shape)} do not fit a weight {list(shape)}")
+            raise ValueError(f"scales {list(scale.shape)} do not match a weight {list(shape)}")
         return scale, self._group(scale, shape[1])
 
     def _group(self, scale: Tensor, inputs: int) -> int:
-        """How many of the inputs share one of the scales [N, ⌈K / group⌉]."""
+        """The number of inputs that share one of the scales [N, ⌈K / group⌉]."""
         count = scale.shape[1]
         if count == 1:
             return inputs
         sizes = self.groups or ((inputs // count,) if count and inputs % count == 0 else ())
         group = next((size for size in sizes if -(-inputs // size) == count), None)
         if group is None:
-            said = f" in groups of {' or '.join(map(str, self.groups))} (group_size)" if self.groups else ""
-            raise ValueError(f"{inputs} inputs{said} do not have {count} scales")
+            grouped = f" in groups of {' or '.join(map(str, self.groups))} (group_size)" if self.groups else ""
+            raise ValueError(f"{inputs} inputs{grouped} do not match {count} scales")
         return group
 
     def _packed(
-        self, read: Read, names: set[str], packed: Tensor, shape: tuple[int, int]
+        self, read: Read, names: set[str], packed: Tensor, shape: Shape
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Codes [N, K], zeros and scales [N, ⌈K / g⌉], and the group of each input, int64 [K]."""
         outputs, inputs = shape
         bits = next((bits for bits in self.bits if packed.shape == (outputs, -(-inputs // (32 // bits)))), None)
         if bits is None:
             widths = " or ".join(map(str, self.bits))
-            raise ValueError(f"weight_packed {list(packed.shape)} holds no weight {list(shape)} of {widths} bits")
+            raise ValueError(f"weight_packed {list(packed.shape)} does not hold a {widths}-bit weight {list(shape)}")
         codes = unpacked(packed, bits, 1, is_stream=False)[:, :inputs]
         scale = read("weight_scale")
         if scale.dim() != 2 or scale.shape[0] != outputs:
-            raise ValueError(f"weight_scale {list(scale.shape)} does not fit a weight {list(shape)}")
+            raise ValueError(f"weight_scale {list(scale.shape)} does not match a weight {list(shape)}")
         groups = torch.arange(inputs) // self._group(scale, inputs)
         order = read("weight_g_idx").long() if "weight_g_idx" in names else groups
         if order.shape != (inputs,) or int(order.max()) >= scale.shape[1]:
-            raise ValueError(f"weight_g_idx {list(order.shape)} does not give each of {inputs} inputs its group")
-        # compressed-tensors marks an order that was not set with -1: inputs are then in order.
+            raise ValueError(f"weight_g_idx {list(order.shape)} does not assign a group to each of {inputs} inputs")
+        # compressed-tensors marks an unset order with -1: inputs are then in order.
         groups = groups if int(order.min()) < 0 else order
         return codes, _zeros(read, names, scale, bits), scale, groups
 
 
 def _zeros(read: Read, names: set[str], scale: Tensor, bits: int) -> Tensor:
-    """Zero points of packed codes, of the scales' shape, plus the 2^(bits - 1) that codes are stored with."""
+    """Zero points of packed codes in the shape of the scales, offset by 2^(bits - 1) like the codes."""
     middle = 2 ** (bits - 1)
     if "weight_zero_point" not in names:
         return torch.full_like(scale, middle, dtype=torch.int32)
     zeros = read("weight_zero_point")
-    # Older versions packed the weight alone: zero points are whole numbers around 0.
+    # Older versions packed only the weight: zero points are integers around 0.
     is_plain = zeros.dtype == torch.int8
     zeros = zeros.int() + middle if is_plain else unpacked(zeros, bits, 0, is_stream=False)[: len(scale)]
     if zeros.shape != scale.shape:
-        raise ValueError(f"weight_zero_point is of {list(zeros.shape)}, weight_scale of {list(scale.shape)}")
+        raise ValueError(f"weight_zero_point {list(zeros.shape)} does not match weight_scale {list(scale.shape)}")
     return zeros
 
 
-def _fp4(read: Read, packed: Tensor, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Codes int64 [N, K], and scales as they are stored, [N, K / g]."""
+def _fp4(read: Read, packed: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
+    """Codes int64 [N, K], and the stored scales [N, K / g]."""
     codes, scale = nibbles(packed), read("weight_scale")
     if tuple(codes.shape) != shape or scale.shape[0] != shape[0] or shape[1] % scale.shape[1]:
-        raise ValueError(
-            f"weight_packed {list(packed.shape)} and weight_scale {list(scale.shape)} hold no weight {list(shape)}"
-        )
+        sizes = f"weight_packed {list(packed.shape)} and weight_scale {list(scale.shape)}"
+        raise ValueError(f"{sizes} do not hold a weight {list(shape)}")
     return codes, scale
 
 
-def _fp4_values(codes: Tensor, scale: Tensor, read: Read, shape: tuple[int, int]) -> Tensor:
+def _fp4_values(codes: Tensor, scale: Tensor, read: Read, shape: Shape) -> Tensor:
     if scale.dtype == torch.uint8:
         factors = torch.exp2(scale.float() - 127)
     else:
@@ -179,24 +174,24 @@ def _fp4_values(codes: Tensor, scale: Tensor, read: Read, shape: tuple[int, int]
 def read_method(settings: Mapping[str, Any]) -> CompressedTensors:
     FIELDS.check(settings)
     if (settings.get("sparsity_config") or {}).get("format", "dense") != "dense":
-        raise ValueError(f"sparse weights cannot be read; got sparsity_config {settings['sparsity_config']!r}")
-    groups, are_all = _schemes(settings.get("config_groups"))
+        raise ValueError(f"sparse weights are not supported; got sparsity_config {settings['sparsity_config']!r}")
+    groups, complete = _schemes(settings.get("config_groups"))
     block = next((group["block_structure"] for group in groups if group.get("block_structure")), None)
-    # Numbers of 7 bits are packed into as many as those of 8: config.json tells them apart.
+    # 7-bit codes are packed into as many integers as 8-bit codes: only config.json tells them apart.
     widths = dict.fromkeys(group["num_bits"] for group in groups if group.get("num_bits"))
     if wrong := [bits for bits in widths if not isinstance(bits, int) or not 1 < bits <= 16]:
-        raise ValueError(f"num_bits must be a whole number from 2 to 8; got {wrong[0]!r}")
+        raise ValueError(f"num_bits must be an integer from 2 to 8; got {wrong[0]!r}")
     packed = tuple(bits for bits in widths if bits <= 8)
     sizes = tuple(dict.fromkeys(group["group_size"] for group in groups if group.get("group_size") not in (None, -1)))
     if wrong := [each for each in sizes if type(each) is not int or each < 1]:
-        raise ValueError(f"group_size must be a whole number above 0; got {wrong[0]!r}")
-    if not are_all:
+        raise ValueError(f"group_size must be a positive integer; got {wrong[0]!r}")
+    if not complete:
         return CompressedTensors(_block(block), tuple(dict.fromkeys((*packed, 4, 8, 2))))
     return CompressedTensors(_block(block), packed or (4, 8, 2), sizes)
 
 
 def _schemes(config_groups: Any) -> tuple[list[Mapping[str, Any]], bool]:
-    """How the weights of each group are quantized, and whether all groups say it: one may name a preset ("W4A16")."""
+    """The weight scheme of each group, and whether all groups have one: others may be a preset ("W4A16")."""
     config_groups = config_groups or {}
     if not isinstance(config_groups, Mapping):
         raise ValueError(f"config_groups must be an object; got {config_groups!r}")
@@ -206,13 +201,12 @@ def _schemes(config_groups: Any) -> tuple[list[Mapping[str, Any]], bool]:
             continue
         weights = group.get("weights") or {} if isinstance(group, Mapping) else group
         if not isinstance(weights, Mapping):
-            raise ValueError(f"config_groups: {name!r} must say how weights are quantized; got {weights!r}")
+            raise ValueError(f"config_groups: {name!r} must describe the weights; got {weights!r}")
         schemes.append(weights)
     return schemes, len(schemes) == len(config_groups)
 
 
-def _block(structure: Any) -> tuple[int, int] | None:
-    """block_structure, which files have as [128, 128] or "128x128"."""
+def _block(structure: Any) -> Shape | None:
     if structure is None:
         return None
     sizes = structure.split("x") if isinstance(structure, str) else structure

@@ -1,4 +1,4 @@
-"""The table of methods, and the one that a config.json names."""
+"""The table of quantization methods, and the lookup by config.json."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -9,55 +9,44 @@ import torch
 from torch import Tensor
 
 from onward.checkpoint.formats import auto_round, awq, bitsandbytes, compressed_tensors, fp8, gptq, mxfp4, torchao
-from onward.checkpoint.formats.settings import Overrides, Read
+from onward.checkpoint.formats.settings import Overrides, Read, Shape
 from onward.checkpoint.shards import read_object
 from onward.errors import ConfigError
 from onward.ops import QuantizedWeight
 
-# AutoGPTQ's, and AutoAWQ's of before config.json had a quantization_config.
+# From AutoGPTQ, and from AutoAWQ before config.json had a quantization_config.
 SETTINGS_FILES = ("quantize_config.json", "quant_config.json")
-_OF_AWQ = {"w_bit", "q_group_size", "zero_point"}
-
-
-def with_settings_file(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config with a quantization_config from such a file, where it has none of its own."""
-    text = config.get("text_config")
-    parts = (config, text if isinstance(text, Mapping) else {})
-    file = next((folder / name for name in SETTINGS_FILES if (folder / name).is_file()), None)
-    if file is None or any(part.get(field) is not None for part in parts for field in FIELDS_OF_METHODS):
-        return dict(config)
-    settings = read_object(file, ConfigError)
-    method = "awq" if _OF_AWQ & settings.keys() else "gptq"
-    return {**config, "quantization_config": {"quant_method": method} | settings}
-
-
-# Where a config.json says how others quantized the weights.
+_AWQ_FIELDS = {"w_bit", "q_group_size", "zero_point"}
+# Fields of config.json that describe another library's quantization.
 FIELDS_OF_METHODS = ("quantization_config", "compression_config")
 
 
+def with_settings_file(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config, with a quantization_config from a settings file if it has none of its own."""
+    file = next((folder / name for name in SETTINGS_FILES if (folder / name).is_file()), None)
+    if file is None or _settings(config) is not None:
+        return dict(config)
+    settings = read_object(file, ConfigError)
+    method = "awq" if _AWQ_FIELDS & settings.keys() else "gptq"
+    return {**config, "quantization_config": {"quant_method": method} | settings}
+
+
 class QuantizationMethod(Protocol):
-    """How weights were quantized."""
+    """How a module's weight is stored."""
 
     def parts(self, names: set[str]) -> set[str]:
-        """Which of the tensors below a module stand for its weight; empty where the weight is there as it is."""
-        ...
+        """The tensors below a module that make up its weight; empty if the weight is not quantized."""
 
-    def weight(self, read: Read, names: set[str], shape: tuple[int, int]) -> Tensor:
-        """float32 [N, K]: the weight that the tensors `names` stand for. Raises ValueError with what does not fit."""
-        ...
+    def weight(self, read: Read, names: set[str], shape: Shape) -> Tensor:
+        """float32 [N, K]: the weight that the tensors `names` represent. Raises ValueError for invalid tensors."""
 
-    def as_quantized(
-        self, read: Read, names: set[str], shape: tuple[int, int], dtype: torch.dtype
-    ) -> QuantizedWeight | None:
-        """The same weight in the bits that it has, standing for one of `dtype`; None where no format of ours holds it
-        without loss (`onward.checkpoint.formats.repack`)."""
-        ...
+    def as_quantized(self, read: Read, names: set[str], shape: Shape, dtype: torch.dtype) -> QuantizedWeight | None:
+        """The same weight as packed bits; None if no format holds it without loss (`formats.repack`)."""
 
 
 @dataclass(frozen=True)
 class Methods:
-    """How the weights of each module were quantized. name: the quant_method. settings: of modules that overrides
-    lack."""
+    """The quantization of each module. name: the quant_method. settings: the defaults. overrides: per module."""
 
     name: str
     settings: Mapping[str, Any]
@@ -65,7 +54,7 @@ class Methods:
     overrides: Overrides
 
     def of(self, module: str) -> QuantizationMethod:
-        """The method of a module, by its name in the checkpoint."""
+        """The method for a module, by its name in the checkpoint."""
         return self.read({**self.settings, **self.overrides(module)})
 
 
@@ -92,7 +81,7 @@ _OTHER_NAMES = {
 
 
 def _settings(config: Mapping[str, Any]) -> tuple[str, Any] | None:
-    """The name and the value of the field that says how weights were quantized: of the config or of its text part."""
+    """The name and value of the first field that describes quantization, in the config or its text_config."""
     text = config.get("text_config")
     for part, prefix in ((config, ""), (text if isinstance(text, Mapping) else {}, "text_config.")):
         for field in FIELDS_OF_METHODS:
@@ -102,23 +91,22 @@ def _settings(config: Mapping[str, Any]) -> tuple[str, Any] | None:
 
 
 def methods_of(config: Mapping[str, Any]) -> Methods | None:
-    """The methods of a config.json; None where it names none, `ConfigError` where Onward does not have them."""
-    found = _settings(config)
-    if found is None:
+    """The quantization methods for a config.json; None if it has none, `ConfigError` if it is not supported."""
+    if (entry := _settings(config)) is None:
         return None
-    field, settings = found
+    field, settings = entry
     if not isinstance(settings, Mapping):
-        raise ConfigError(f"config.json: {field} must be an object; got {settings!r}: take the unquantized checkpoint")
-    given = settings.get("quant_method")
-    name = _OTHER_NAMES.get(given, given) if isinstance(given, str) else None
+        raise ConfigError(f"config.json: {field} must be an object; got {settings!r}: use the unquantized checkpoint")
+    method = settings.get("quant_method")
+    name = _OTHER_NAMES.get(method, method) if isinstance(method, str) else None
     if name not in _METHODS:
         raise ConfigError(
-            f"config.json: {field} has the quant_method {given!r}, which cannot be read; {', '.join(_METHODS)} can: "
-            "take the unquantized checkpoint"
+            f"config.json: {field} has the unsupported quant_method {method!r}; supported are {', '.join(_METHODS)}: "
+            "use the unquantized checkpoint"
         )
     try:
         _METHODS[name](settings)
         overrides = _OVERRIDES[name](settings) if name in _OVERRIDES else lambda module: {}
     except ValueError as error:
-        raise ConfigError(f"config.json: {field}: {error}: take the unquantized checkpoint") from error
+        raise ConfigError(f"config.json: {field}: {error}: use the unquantized checkpoint") from error
     return Methods(name, settings, _METHODS[name], overrides)

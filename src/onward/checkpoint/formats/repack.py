@@ -1,8 +1,7 @@
-"""Weights that others quantized in formats of ours that hold them without loss.
+"""Repack weights that another library quantized into Onward's formats, without loss.
 
-A format holds a weight if its values equal those of `QuantizationMethod.weight` bit for bit: float32, computed from
-integers, zero points and scales as they are stored. In integer formats these products and differences are exact in
-float32.
+A format holds a weight if its values equal `QuantizationMethod.weight` bit for bit: float32, computed from integers,
+zero points and scales. In integer formats these products and differences are exact in float32.
 """
 
 import torch
@@ -12,15 +11,15 @@ from onward.ops import QuantizedWeight
 from onward.ops.formats import GROUPED_FORMATS, NF4, SUPER, Parts, pack_parts
 from onward.ops.quantized_layout import MAX_INPUTS
 
-_WIDE, _NARROW = 128, 32  # inputs of a scale in our formats
+_WIDE, _NARROW = 128, 32  # group sizes of Onward's formats
 
 
 def integers(
     codes: Tensor, scales: Tensor, zeros: Tensor | int, group: int, dtype: torch.dtype, order: Tensor | None = None
 ) -> QuantizedWeight | None:
-    """(code - zero) * scale, or None where no format holds it. codes: 0 to 255 [N, K]. scales: [N, ⌈K / group⌉]. zeros:
-    whole numbers of the same shape, or one for all. dtype: of the weight that the result stands for. order: int64 [K],
-    which input each column of codes multiplies; None: its own."""
+    """(code - zero) * scale; None if no format holds it. codes: 0 to 255 [N, K]. scales: [N, ⌈K / group⌉]. zeros:
+    integers of the same shape, or one for all. dtype: of the weight that the result represents. order: int64 [K], the
+    input that each column of codes multiplies; None for their own."""
     inputs = codes.shape[1]
     own = _WIDE if group % _WIDE == 0 or group >= inputs else _NARROW
     centre = _one_zero(zeros)
@@ -48,7 +47,7 @@ def integers(
 def integers_of_groups(
     codes: Tensor, scales: Tensor, zeros: Tensor, groups: Tensor, dtype: torch.dtype
 ) -> QuantizedWeight | None:
-    """The same of inputs whose groups may be in any order: int64 [K]. Columns are sorted by group, of equal sizes."""
+    """`integers` for inputs with arbitrary groups, int64 [K], of equal sizes. Columns are sorted by group."""
     inputs = len(groups)
     group = int((groups == groups[0]).sum())
     in_order = torch.arange(inputs) // group
@@ -61,13 +60,12 @@ def integers_of_groups(
 
 
 def e4m3(codes: Tensor, scales: Tensor, group: int, dtype: torch.dtype) -> QuantizedWeight | None:
-    """code * scale with codes float8_e4m3fn [N, K] and scales [N, ⌈K / group⌉]; None where no format holds it."""
+    """code * scale with codes float8_e4m3fn [N, K] and scales [N, ⌈K / group⌉]; None if no format holds it."""
     inputs = codes.shape[1]
     bits = codes.view(torch.uint8)
     if (group % _WIDE and group < inputs) or inputs > MAX_INPUTS or bool(((bits & 127) == 127).any()):
         return None
-    # The kernel multiplies a scale by 256.
-    if not _is_finite(scales * 256):
+    if not _is_finite(scales * 256):  # the kernel multiplies scales by 256
         return None
     return _packed("fp8", Parts(bits, _spread(scales.to(torch.float32), group, _WIDE, inputs)), inputs, dtype)
 
@@ -91,11 +89,10 @@ def mxfp4(codes: Tensor, exponents: Tensor, dtype: torch.dtype) -> QuantizedWeig
 
 
 def nf4(codes: Tensor, table: Tensor, scales: Tensor, group: int, dtype: torch.dtype) -> QuantizedWeight | None:
-    """table[code] * scale with codes [N, K] and scales [N, K / group]; None for another table than NF4's."""
+    """table[code] * scale with codes [N, K] and scales [N, K / group]; None if the table is not NF4's."""
     inputs, own = codes.shape[1], GROUPED_FORMATS["nf4"].group
-    if not torch.equal(table, torch.tensor(NF4)) or group % own or inputs % group or inputs > MAX_INPUTS:
-        return None
-    if not _is_finite(scales):
+    is_nf4 = torch.equal(table, torch.tensor(NF4)) and _is_finite(scales)
+    if not is_nf4 or group % own or inputs % group or inputs > MAX_INPUTS:
         return None
     parts = Parts(codes.to(torch.uint8), _spread(scales.to(torch.float32), group, own, inputs))
     return _packed("nf4", parts, inputs, dtype)
@@ -114,7 +111,7 @@ def _spread(numbers: Tensor, group: int, own: int, inputs: int) -> Tensor:
 
 
 def _one_zero(zeros: Tensor | int) -> int | None:
-    """The zero point that all groups have; None where they differ."""
+    """The zero point that all groups share; None if they differ."""
     if isinstance(zeros, int):
         return zeros
     first = int(zeros.flatten()[0])

@@ -1,5 +1,5 @@
-"""Blocks of GGUF's types -> parts of our formats, packed weights, and float32 values, bit for bit those of ggml. `rows`
-is uint8 [N, bytes of a row]; a row is whole blocks. docs/gguf.md has the types."""
+"""GGUF blocks -> parts of Onward's formats, packed weights, and float32 values that equal ggml's bit for bit. `rows` is
+uint8 [N, bytes of a row]; a row is whole blocks. docs/gguf.md lists the types."""
 
 from collections.abc import Callable
 
@@ -16,12 +16,12 @@ from onward.ops.operator import usable_library
 from onward.ops.quantized_layout import BLOCK, MAX_INPUTS, data_shape
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-# Q4_0 is our int4, byte for byte but in another order.
+# Q4_0 is Onward's int4 with bytes in another order.
 _INT4 = GroupedFormat(4, offset=8)
 
 
 def float_rows(type: BlockType, rows: Tensor) -> Tensor | None:
-    """[N, K] of a type that is a plain float, without a copy; None for the others."""
+    """[N, K] of a float type, without a copy if aligned; None for other types."""
     dtype = _FLOATS.get(type.name)
     if dtype is None:
         return None
@@ -31,7 +31,7 @@ def float_rows(type: BlockType, rows: Tensor) -> Tensor | None:
 
 
 def dequantized(type: BlockType, rows: Tensor) -> Tensor:
-    """float32 [N, K], the bits of ggml's dequantization."""
+    """float32 [N, K], equal to ggml's dequantization."""
     plain = float_rows(type, rows)
     if plain is not None:
         return plain.to(torch.float32)
@@ -43,84 +43,52 @@ def grouped_format(type: BlockType) -> GroupedFormat:
 
 
 def read_parts(type: BlockType, rows: Tensor) -> Parts:
-    """The codes and scales of rows [N, bytes] of blocks."""
     blocks = rows.reshape(-1, type.size)
-    count = len(rows)
-    return _READERS[type.name](blocks).map(lambda part: part.reshape(count, -1))
+    return _READERS[type.name](blocks).map(lambda part: part.reshape(len(rows), -1))
 
 
 def scales_are_finite(type: BlockType, parts: Parts) -> bool:
-    """Whether all scales are numbers. E8M0 has one exponent, 255, that stands for none."""
+    """Whether all scales are finite. E8M0 has one exponent, 255, for NaN."""
     if grouped_format(type).exponent:
         return not bool((parts.scales == 255).any())
     return all(bool(level.isfinite().all()) for level in (parts.scales, parts.minima) if level is not None)
 
 
 def _f16(blocks: Tensor, at: int) -> Tensor:
-    """float16 [blocks, 1], at byte `at`."""
+    """float16 [blocks, 1] from byte `at`."""
     return blocks[:, at : at + 2].contiguous().view(torch.float16)
 
 
 def _nibbles(packed: Tensor) -> Tensor:
-    """[blocks, bytes] -> [blocks, 2 * bytes]: the low halves, then the high."""
+    """[blocks, bytes] -> [blocks, 2 * bytes]: the low halves, then the high ones."""
     return torch.cat((packed & 15, packed >> 4), -1)
 
 
 def _fields(packed: Tensor, bits: int, count: int) -> Tensor:
-    """[…, n] -> […, count, n]: field i of each byte, from the lowest."""
+    """[…, n] -> […, count, n]: field i of each byte, lowest bits first."""
     return torch.stack([packed >> bits * i & (1 << bits) - 1 for i in range(count)], -2)
-
-
-# ── blocks of 32 ──────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def _q8_0(blocks: Tensor) -> Parts:
-    return Parts(blocks[:, 2:] ^ 128, _f16(blocks, 0))
 
 
 def _q4_0(blocks: Tensor) -> Parts:
     return Parts(_nibbles(blocks[:, 2:]), _f16(blocks, 0))
 
 
-def _q4_1(blocks: Tensor) -> Parts:
-    return Parts(_nibbles(blocks[:, 4:]), _f16(blocks, 0), -_f16(blocks, 2))
-
-
 def _fifth_bits(packed: Tensor) -> Tensor:
-    """4 bytes of a block -> [blocks, 32], bit i in place 4 of byte i."""
+    """4 bytes of a block -> [blocks, 32]: bit i as bit 4 of code i."""
     return (torch.stack([packed >> i & 1 for i in range(8)], -1) << 4).flatten(1)
-
-
-def _q5_0(blocks: Tensor) -> Parts:
-    return Parts(_nibbles(blocks[:, 6:]) | _fifth_bits(blocks[:, 2:6]), _f16(blocks, 0))
-
-
-def _q5_1(blocks: Tensor) -> Parts:
-    return Parts(_nibbles(blocks[:, 8:]) | _fifth_bits(blocks[:, 4:8]), _f16(blocks, 0), -_f16(blocks, 2))
-
-
-def _mxfp4(blocks: Tensor) -> Parts:
-    return Parts(_nibbles(blocks[:, 1:]), blocks[:, :1])
-
-
-# ── blocks of 256 ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _sub_scales(packed: Tensor) -> tuple[Tensor, Tensor]:
     """12 bytes -> 8 scales and 8 minima of 6 bits. Four of each are the low bits of the first 8 bytes. The others have
-    4 bits in the last bytes, and their upper 2 above those of the first."""
+    4 bits in the last bytes, and their upper 2 bits above those of the first."""
     first, second, last = packed[:, :4], packed[:, 4:8], packed[:, 8:]
     scales = torch.cat((first & 63, last & 15 | first >> 6 << 4), -1)
     return scales, torch.cat((second & 63, last >> 4 | second >> 6 << 4), -1)
 
 
 def _halves_of_32(packed: Tensor) -> Tensor:
-    """128 bytes -> 256 nibbles: of each 32 bytes the low halves, then the high."""
+    """128 bytes -> 256 nibbles: of every 32 bytes the low halves, then the high ones."""
     return _nibbles(packed.reshape(len(packed), 4, 32)).flatten(1)
-
-
-def _q4_k(blocks: Tensor) -> Parts:
-    return Parts(_halves_of_32(blocks[:, 16:]), _f16(blocks, 0), _f16(blocks, 2), *_sub_scales(blocks[:, 4:16]))
 
 
 def _q5_k(blocks: Tensor) -> Parts:
@@ -157,34 +125,34 @@ def _iq4_xs(blocks: Tensor) -> Parts:
 
 _READERS: dict[str, Callable[[Tensor], Parts]] = {
     "Q4_0": _q4_0,
-    "Q4_1": _q4_1,
-    "Q5_0": _q5_0,
-    "Q5_1": _q5_1,
-    "Q8_0": _q8_0,
+    "Q4_1": lambda b: Parts(_nibbles(b[:, 4:]), _f16(b, 0), -_f16(b, 2)),
+    "Q5_0": lambda b: Parts(_nibbles(b[:, 6:]) | _fifth_bits(b[:, 2:6]), _f16(b, 0)),
+    "Q5_1": lambda b: Parts(_nibbles(b[:, 8:]) | _fifth_bits(b[:, 4:8]), _f16(b, 0), -_f16(b, 2)),
+    "Q8_0": lambda b: Parts(b[:, 2:] ^ 128, _f16(b, 0)),
     "Q2_K": _q2_k,
     "Q3_K": _q3_k,
-    "Q4_K": _q4_k,
+    "Q4_K": lambda b: Parts(_halves_of_32(b[:, 16:]), _f16(b, 0), _f16(b, 2), *_sub_scales(b[:, 4:16])),
     "Q5_K": _q5_k,
     "Q6_K": _q6_k,
     "IQ4_NL": _q4_0,
     "IQ4_XS": _iq4_xs,
-    "MXFP4": _mxfp4,
+    "MXFP4": lambda b: Parts(_nibbles(b[:, 1:]), b[:, :1]),
 }
 
 
-# Rows that are packed at once without the native library, so that what lies between stays small.
+# Rows packed at a time without the native library, which bounds temporary memory.
 _AT_ONCE = 64 * BLOCK
 
 
 def packed_format(type: BlockType, inputs: int) -> str | None:
-    """The format of ours that holds blocks of a type; None for floats, and for rows longer than a product can be."""
+    """Onward's format for blocks of a type; None for floats, and for rows longer than the kernels support."""
     if type.weights == 1 or inputs > MAX_INPUTS:
         return None
     return "int4" if type.name == "Q4_0" else type.name.lower()
 
 
 def pack_blocks(type: BlockType, rows: Tensor, dtype: torch.dtype) -> QuantizedWeight:
-    """rows: uint8 [N, bytes of a row] on the CPU. dtype: of the weight that the result stands for."""
+    """Pack rows, uint8 [N, bytes of a row] on the CPU. dtype: of the weight that the result represents."""
     shape = len(rows), rows.shape[1] // type.size * type.weights
     format = packed_format(type, shape[1])
     assert format is not None
@@ -197,7 +165,7 @@ def pack_blocks(type: BlockType, rows: Tensor, dtype: torch.dtype) -> QuantizedW
     status = library.onward_linear_pack_blocks(
         quantized.FORMATS[format], *shape, rows.data_ptr(), rows.stride(0), data.data_ptr()
     )
-    # Its other arguments are right by what a reader of the file checks.
+    # The reader of the file checked the other arguments.
     if status == Status.BAD_ARGUMENT:
         raise _broken_scales()
     library.check(status, "onward_linear_pack_blocks")
@@ -212,4 +180,4 @@ def _packed(type: BlockType, rows: Tensor) -> Tensor:
 
 
 def _broken_scales() -> CheckpointError:
-    return CheckpointError("it has scales that are infinite or no numbers")
+    return CheckpointError("it has scales that are not finite")

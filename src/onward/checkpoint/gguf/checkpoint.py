@@ -1,7 +1,8 @@
-"""A GGUF model: one file, or the parts that llama.cpp's gguf-split makes of one. Nothing else is needed."""
+"""A GGUF model: one file, or the parts that llama.cpp's gguf-split makes of it. No other file is needed."""
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,7 +15,7 @@ import torch
 from onward.chat.template import ChatTemplate
 from onward.checkpoint.gguf.families import FAMILIES, WITH_KEY, WITH_TENSOR
 from onward.checkpoint.gguf.family import GgufFamily
-from onward.checkpoint.gguf.keys import NUMBERS, OFF_AT_ZERO, SAMPLING, check_unread, unknown_keys
+from onward.checkpoint.gguf.keys import NUMBERS, SAMPLING, ZERO_IS_OFF, check_unread, unknown_keys
 from onward.checkpoint.gguf.names import gguf_name, with_fused_experts
 from onward.checkpoint.gguf.reader import GgufFile, GgufTensor, Keys, list_of, number, same_everywhere, whole_numbers
 from onward.checkpoint.gguf.rope import rope_parameters
@@ -28,7 +29,7 @@ from onward.tokenizer.tokenizer import JsonTokenizer
 
 
 def family_of(metadata: Mapping[str, Any], tensors: Collection[str], where: object) -> GgufFamily:
-    """The line of the table that the file's architecture has, and its keys and tensors."""
+    """The family of a file, by its architecture, keys and tensors."""
     architecture = metadata.get("general.architecture")
     if not isinstance(architecture, str):
         raise ConfigError(f"{where}: general.architecture must be a name; got {architecture!r}")
@@ -36,44 +37,34 @@ def family_of(metadata: Mapping[str, Any], tensors: Collection[str], where: obje
         raise UnsupportedArchitectureError(
             f"{where}: architecture {architecture!r} is not supported in GGUF; supported are {', '.join(FAMILIES)}"
         )
-    family = _line(architecture, metadata, tensors)
+    keys = Keys(metadata)
+    families = [family for (name, key), family in WITH_KEY.items() if name == architecture and _is_set(keys.get(key))]
+    families += [family for (name, end), family in WITH_TENSOR.items() if name == architecture and _has(tensors, end)]
+    family = [*families, FAMILIES[architecture]][0]
     return with_fused_experts(family) if _has(tensors, ".ffn_gate_up_exps.weight") else family
 
 
-def _line(architecture: str, metadata: Mapping[str, Any], tensors: Collection[str]) -> GgufFamily:
-    keys = Keys(metadata)
-    for (name, key), family in WITH_KEY.items():
-        value = keys.get(key)
-        values = list_of(value) or [value]
-        if name == architecture and any(isinstance(each, int | np.integer) and each for each in values):
-            return family
-    for (name, end), family in WITH_TENSOR.items():
-        if name == architecture and _has(tensors, end):
-            return family
-    return FAMILIES[architecture]
+def _is_set(value: Any) -> bool:
+    return any(isinstance(each, int | np.integer) and each for each in list_of(value) or [value])
 
 
 def _has(tensors: Collection[str], end: str) -> bool:
     return any(name.endswith(end) for name in tensors)
 
 
-def config_of(metadata: Mapping[str, Any], tensors: Mapping[str, GgufTensor], where: object) -> dict[str, Any]:
-    """config.json's fields; `ConfigError` where no field says what the metadata do."""
-    return _config_and_keys(metadata, tensors, where)[0]
-
-
-def _config_and_keys(
+def config_and_keys(
     metadata: Mapping[str, Any], tensors: Mapping[str, GgufTensor], where: object
 ) -> tuple[dict[str, Any], Keys]:
+    """The fields of config.json, and the keys they were read from; `ConfigError` if no field can express them."""
     family, keys = family_of(metadata, tensors, where), Keys(metadata)
     config: dict[str, Any] = {"architectures": [family.architecture], "hidden_act": "silu", **family.config}
     config |= _numbers(keys, family, where)
     head_dim = head_dim_of(config)
     value_length = same_everywhere(keys.get("attention.value_length"), f"{where}: value_length")
-    of_one_width = family.numbers.get("head_dim", NUMBERS["head_dim"]) == NUMBERS["head_dim"]
-    if of_one_width and value_length is not None and value_length != head_dim:
-        raise ConfigError(f"{where}: keys of {head_dim} and values of {value_length} numbers differ")
-    if of_one_width and head_dim is not None:
+    has_one_width = family.numbers.get("head_dim", NUMBERS["head_dim"]) == NUMBERS["head_dim"]
+    if has_one_width and value_length is not None and value_length != head_dim:
+        raise ConfigError(f"{where}: key length {head_dim} and value length {value_length} must be equal")
+    if has_one_width and head_dim is not None:
         config["head_dim"] = head_dim
     if "token_embd.weight" in tensors:
         config["vocab_size"] = tensors["token_embd.weight"].shape[0]
@@ -82,7 +73,7 @@ def _config_and_keys(
         config[field] = _has(tensors, f".{part}") if isinstance(part, str) else part(tensors)
     config["rope_parameters"] = rope_parameters(keys, tensors, head_dim, where)
     try:
-        config |= family.said(keys, config)
+        config |= family.derived(keys, config)
         check_unread(keys, family, config)
     except ConfigError as error:
         raise ConfigError(f"{where}: {metadata['general.architecture']}: {error}") from error
@@ -90,38 +81,35 @@ def _config_and_keys(
 
 
 def _numbers(keys: Keys, family: GgufFamily, where: object) -> dict[str, Any]:
-    """The fields that a key has as they are."""
     numbers = {field: key for field, key in {**NUMBERS, **family.numbers}.items() if key is not None}
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for field, key in numbers.items():
-        value = keys.get(key)
-        if value is None:
+        if (value := keys.get(key)) is None:
             continue
-        some_have_none = key.startswith("expert_")
-        value = same_everywhere(value, f"{where}: {keys.prefix}{key}", some_have_none=some_have_none)
-        if value == 0 and key in OFF_AT_ZERO:
-            found |= {field: None} if key.endswith("softcapping") else {}
+        value = same_everywhere(value, f"{where}: {keys.prefix}{key}", ignore_zeros=key.startswith("expert_"))
+        if value == 0 and key in ZERO_IS_OFF:
+            fields |= {field: None} if key.endswith("softcapping") else {}
         else:
-            found[field] = value
-    # config.json has defaults for these, and llama.cpp opens no file without them.
+            fields[field] = value
+    # config.json has defaults for these, but llama.cpp requires them.
     required = {numbers.get("rms_norm_eps")}
     if "expert_used_count" in numbers.values() and number(keys, "expert_count"):
         required.add("expert_used_count")
     for name in required:
         if name is not None and name not in keys:
             raise ConfigError(f"{where}: {keys.prefix}{name} is missing")
-    if NUMBERS["num_key_value_heads"] in numbers.values() and "num_attention_heads" in found:
-        found.setdefault("num_key_value_heads", found["num_attention_heads"])
-    ahead, layers = number(keys, "nextn_predict_layers", 0), found.get("num_hidden_layers")
+    if NUMBERS["num_key_value_heads"] in numbers.values() and "num_attention_heads" in fields:
+        fields.setdefault("num_key_value_heads", fields["num_attention_heads"])
+    ahead, layers = number(keys, "nextn_predict_layers", 0), fields.get("num_hidden_layers")
     if ahead and isinstance(layers, int):
         if not isinstance(ahead, int) or not 0 < ahead < layers:
-            raise ConfigError(f"{where}: {ahead} of {layers} layers predict further ahead; some must not")
-        found["num_hidden_layers"] = layers - ahead
-    return found
+            raise ConfigError(f"{where}: nextn_predict_layers must be less than the {layers} layers; got {ahead}")
+        fields["num_hidden_layers"] = layers - ahead
+    return fields
 
 
 def head_dim_of(config: Mapping[str, Any]) -> int | None:
-    """What the config says or implies; None where that makes no sense, which is found where it is read."""
+    """The config's head_dim, explicit or implied; None if it is invalid, which the config's reader reports."""
     head_dim, hidden, heads = (config.get(name) for name in ("head_dim", "hidden_size", "num_attention_heads"))
     if head_dim is None and type(hidden) is int and type(heads) is int and heads > 0:
         return hidden // heads
@@ -134,12 +122,11 @@ SUPPRESSED = "tokenizer.ggml.suppress_tokens"
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether this file's name is that of a GGUF model."""
     return path.suffix.lower() == ".gguf" and path.is_file()
 
 
 def parts_of(name: str) -> list[str]:
-    """The names of all parts of a split model, in order, from that of one; the name alone where it is whole."""
+    """The names of all parts of a split model, in order, given one of them; the name itself if it is not split."""
     match = _PART.fullmatch(name)
     if match is None:
         return [name]
@@ -149,13 +136,12 @@ def parts_of(name: str) -> list[str]:
 
 @dataclass(frozen=True)
 class GgufCheckpoint:
-    """What a `CheckpointFolder` is, out of a GGUF file. path: the file, or any part of a split one."""
+    """The equivalent of a `CheckpointFolder` for a GGUF file. path: the file, or any part of a split one."""
 
     path: Path
 
     @cached_property
     def files(self) -> list[GgufFile]:
-        """All parts, in order."""
         paths = [self.path.with_name(name) for name in parts_of(self.path.name)]
         for path in paths:
             if not path.is_file():
@@ -166,8 +152,8 @@ class GgufCheckpoint:
             whole = len(files) == 1 and count == 0
             if type(count) is not int or not (count == len(files) or whole) or type(at) is not int or at != part:
                 raise CheckpointError(
-                    f"{file.path} says that it is part {at} of {count} (from 0), and its name that it is part {part} "
-                    f"of {len(files)}: give the parts the names that they had"
+                    f"{file.path} claims to be part {at} of {count} (from 0), but its name says part {part} of "
+                    f"{len(files)}: restore the parts' original names"
                 )
         return files
 
@@ -177,22 +163,22 @@ class GgufCheckpoint:
         for file in self.files:
             for name, tensor in file.tensors.items():
                 if name in tensors:
-                    raise CheckpointError(f"{file.path}: tensor {name!r} is in another part, too")
+                    raise CheckpointError(f"{file.path}: tensor {name!r} is in another part too")
                 tensors[name] = tensor
         return tensors
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """The config.json that the model would have in the Hugging Face family."""
-        return config_of(self._metadata, self.tensors, self.path)
+        """The config.json that the model would have in the Hugging Face layout."""
+        return config_and_keys(self._metadata, self.tensors, self.path)[0]
 
     @cached_property
     def generation_config(self) -> dict[str, Any]:
-        """The sampling that the file advises; empty where it has no advice."""
-        found = {field: self._metadata.get(f"general.sampling.{key}") for field, key in SAMPLING.items()}
+        """The recommended sampling settings, if any."""
+        values = {field: self._metadata.get(f"general.sampling.{key}") for field, key in SAMPLING.items()}
         # A float32 as people write it: 0.7, not 0.699999988.
-        shortest = {field: float(f"{value:.7g}") for field, value in found.items() if isinstance(value, float)}
-        advice: dict[str, Any] = {field: value for field, value in (found | shortest).items() if value is not None}
+        shortest = {field: float(f"{value:.7g}") for field, value in values.items() if isinstance(value, float)}
+        advice: dict[str, Any] = {field: value for field, value in (values | shortest).items() if value is not None}
         advice |= {"do_sample": True} if advice else {}
         # As in llama.cpp, ids past the vocabulary are ignored.
         count = 0 if self.vocabulary is None else len(self.vocabulary.tokens)
@@ -201,7 +187,7 @@ class GgufCheckpoint:
 
     @cached_property
     def vocabulary(self) -> Vocabulary | None:
-        """None where the file has no tokenizer: such a model takes and gives ids."""
+        """None if the file has no tokenizer: the model then works on token ids."""
         kind = self._metadata.get("tokenizer.ggml.model")
         if kind is None or (isinstance(kind, str) and kind in ("none", "no_vocab")):
             return None
@@ -225,7 +211,6 @@ class GgufCheckpoint:
 
     @cached_property
     def eos(self) -> tuple[int, ...]:
-        """The ids that end a text."""
         if self.vocabulary is not None:
             return self.vocabulary.ends
         named = [self._metadata.get(f"tokenizer.ggml.{name}_token_id") for name in NAMED_ENDS]
@@ -235,19 +220,18 @@ class GgufCheckpoint:
 
     @cached_property
     def unknown_keys(self) -> list[str]:
-        """The names of metadata that are ignored because neither llama.cpp nor Onward knows them."""
-        keys = _config_and_keys(self._metadata, self.tensors, self.path)[1]
+        """Metadata keys that are ignored because neither llama.cpp nor Onward knows them."""
+        keys = config_and_keys(self._metadata, self.tensors, self.path)[1]
         return [keys.prefix + key for key in unknown_keys(keys)]
 
     @cached_property
     def types(self) -> dict[str, int]:
-        """The types of the matrices and how many weights each has, the most used first."""
-        counts: dict[str, int] = {}
+        """The types of the matrices and the number of weights of each, most frequent first."""
+        counts: Counter[str] = Counter()
         for tensor in self.tensors.values():
             if len(tensor.shape) > 1:
-                name, rows = tensor.type.name, len(tensor.rows)
-                counts[name] = counts.get(name, 0) + rows * tensor.shape[-1]
-        return dict(sorted(counts.items(), key=lambda entry: -entry[1]))
+                counts[tensor.type.name] += len(tensor.rows) * tensor.shape[-1]
+        return dict(counts.most_common())
 
     def read_weights(
         self,
@@ -258,23 +242,22 @@ class GgufCheckpoint:
         exact: bool = False,
         each_layer: Callable[[Any], Any] = lambda layer: layer,
     ) -> Any:
-        """All weights of a model; every tensor of the file must be one of them. dtype, device, exact: as for
+        """Read all weights of a model; every tensor of the file must belong to it. dtype, device, exact: as for
         `GgufTensors`. each_layer: converts each layer (packs it, say) as soon as it is read."""
         family, fields = family_of(self._metadata, self.tensors, self.path), self.config
         fields = fields | {"head_dim": head_dim_of(fields)}
         ahead = self._metadata.get(f"{self._metadata['general.architecture']}.nextn_predict_layers", 0)
-        # A layer has a tensor at least, whatever their number is said to be.
+        # Each layer has at least one tensor, which bounds a made-up count.
         ahead, first = min(ahead if isinstance(ahead, int) else 0, len(self.tensors)), fields["num_hidden_layers"]
-        unread = [f"blk.{layer}." for layer in range(first, first + ahead)]  # they look further ahead
+        unread = [f"blk.{layer}." for layer in range(first, first + ahead)]  # multi-token prediction layers
         if isinstance(config, PartOfCheckpoint):
             unread += [gguf_name(f"{start}weight", family).tensors[0] for start in config.unread]
         reader = GgufTensors(self.path, self.tensors, family, fields, dtype, device, exact)
         params = config.read(WeightScope(reader), each_layer)
-        reader.check_left(unread)
+        reader.check_all_read(unread)
         return params
 
     def page_releaser(self) -> Callable[[], None]:
-        """`releaser_of` the files."""
         return releaser_of(file.path for file in self.files)
 
     @property
@@ -284,5 +267,5 @@ class GgufCheckpoint:
     def _template(self, name: str) -> str | None:
         source = self._metadata.get(name)
         if source is not None and not isinstance(source, str):
-            raise TokenizerError(f"{self.path}: {name} must be text; got {type(source).__name__}")
+            raise TokenizerError(f"{self.path}: {name} must be a string; got {type(source).__name__}")
         return source

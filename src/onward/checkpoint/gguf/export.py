@@ -1,4 +1,4 @@
-"""A model in the Hugging Face layout -> a GGUF file's metadata and tensors, as llama.cpp's converter makes them."""
+"""Write a Hugging Face model as a GGUF file: metadata and tensors as llama.cpp's converter makes them."""
 
 import math
 import os
@@ -23,7 +23,7 @@ from onward.models.rope_config import rope_fields, rotary_schedule
 from onward.ops import QuantizedWeight
 from onward.ops.quantized_layout import GROUP
 
-# The end of an error about a model that Onward does not write.
+# The end of an error about a model that cannot be written.
 OTHER_WAY = (
     "For llama.cpp, run `onward convert MODEL FOLDER --to safetensors` and then llama.cpp's "
     "`convert_hf_to_gguf.py FOLDER`"
@@ -31,19 +31,18 @@ OTHER_WAY = (
 
 
 class ExportFamily(NamedTuple):
-    """architecture: GGUF's. family: its line. needs_head: llama.cpp opens no file of it without a head, so a tied one
-    is written as a copy of the embedding."""
+    """architecture: GGUF's name. needs_head: llama.cpp requires a head, so a tied one is written as a copy."""
 
     architecture: str
     family: GgufFamily
     needs_head: bool = False
 
     def fields(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """The config.json of what is written."""
+        """The config.json of the written model."""
         return {**config, **({"tie_word_embeddings": False} if self.needs_head else {})}
 
 
-# Lines that turn round by themselves.
+# Families that can be written from their table entry alone.
 _PLAIN = (*("llama", "qwen2", "qwen3", "qwen3moe", "phi3", "exaone4", "granite", "granitemoe", "smollm3", "seed_oss"),)
 WRITTEN: dict[str, ExportFamily] = {
     **{FAMILIES[name].architecture: ExportFamily(name, FAMILIES[name]) for name in _PLAIN},
@@ -55,7 +54,6 @@ WRITTEN: dict[str, ExportFamily] = {
 
 
 def export_family(config: Mapping[str, Any]) -> ExportFamily:
-    """The line of a config.json's architecture."""
     (architecture,) = config["architectures"]
     if architecture not in WRITTEN:
         raise RequestError(f"{architecture} cannot be written as GGUF; these can: {', '.join(WRITTEN)}. {OTHER_WAY}")
@@ -63,9 +61,9 @@ def export_family(config: Mapping[str, Any]) -> ExportFamily:
 
 
 def model_metadata(written: ExportFamily, fields: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """The numbers of a model. fields: `ExportFamily.fields`. name: for people."""
+    """The metadata for a model's config. fields: from `ExportFamily.fields`. name: for display."""
     family, prefix, head_dim = written.family, f"{written.architecture}.", head_dim_of(fields)
-    # llama.cpp opens no Granite without the key of logits, and without that of scores takes their width.
+    # llama.cpp requires the key for logits from Granite, and has another default for the attention scale.
     values = dict.fromkeys(GRANITE, 1.0) | {field: value for field, value in fields.items() if value is not None}
     values["head_dim"] = head_dim
     values.setdefault("num_key_value_heads", values.get("num_attention_heads"))
@@ -87,7 +85,7 @@ _NUMBERS = {block.name: number for number, block in TYPES.items()}
 
 
 class ExportedTensor(NamedTuple):
-    """A tensor to write. type: a name in `TYPES`. shape: outermost first. data: its bytes, of any dtype."""
+    """A tensor to write. type: a name in `TYPES`. shape: outermost first. data: its bytes, in any dtype."""
 
     type: str
     shape: tuple[int, ...]
@@ -95,7 +93,7 @@ class ExportedTensor(NamedTuple):
 
 
 def write_gguf(file: Path, metadata: Mapping[str, Any], tensors: Mapping[str, ExportedTensor]) -> None:
-    """Write a file. metadata: strings, booleans, whole numbers of 32 bits, floats, or lists of one of these."""
+    """Write a file. metadata: strings, booleans, 32-bit integers, floats, or lists of one of these."""
     head = [MAGIC, struct.pack("<IQQ", _VERSION, len(tensors), len(metadata))]
     for name, value in metadata.items():
         head += [_text(name), *_value(value)]
@@ -122,14 +120,14 @@ def _text(text: str) -> bytes:
     try:
         encoded = text.encode()
     except UnicodeEncodeError as error:
-        raise RequestError(f"{text[:80]!r} is not valid Unicode, which all texts in GGUF are") from error
+        raise RequestError(f"{text[:80]!r} is not valid Unicode, which GGUF requires") from error
     return struct.pack("<Q", len(encoded)) + encoded
 
 
 def _value(value: Any) -> Iterable[bytes]:
     if isinstance(value, list):
-        # llama.cpp reads types of tokens as int32 alone, and lists of whole numbers as either. Merges alone may be
-        # none, and they are strings.
+        # llama.cpp reads token types only as int32, and other integer lists as either. Only merges can be empty, and
+        # they are strings.
         whole = bool(value) and all(type(item) is int for item in value)
         kind, one = (_INT32, struct.Struct("<i").pack) if whole else _kind(value)
         return [struct.pack("<IIQ", _ARRAY, kind, len(value)), *(one(item) for item in value)]
@@ -138,7 +136,7 @@ def _value(value: Any) -> Iterable[bytes]:
 
 
 def _kind(values: Sequence[Any]) -> tuple[int, Any]:
-    """The number of a kind of values, and what writes one."""
+    """The type number of values, and the function that packs one."""
     if all(isinstance(value, str) for value in values):
         return _STRING, _text
     if all(isinstance(value, bool) for value in values):
@@ -150,22 +148,21 @@ def _kind(values: Sequence[Any]) -> tuple[int, Any]:
 
 
 def rope_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The rope_parameters of a config.json, of either spelling; those of full layers where layers have their own."""
-    given = config.get("rope_parameters") or {}
-    rope = rope_fields({**config, "rope_parameters": given.get("full_attention", given)})
+    """The rope_parameters of a config.json, in either spelling; of full attention if they differ between layers."""
+    rope = config.get("rope_parameters") or {}
+    rope = rope_fields({**config, "rope_parameters": rope.get("full_attention", rope)})
     return {"rope_theta": 10000.0, "rope_type": "default"} | rope
 
 
 def rope_metadata(config: Mapping[str, Any], head_dim: int) -> dict[str, Any]:
-    """The keys behind "rope."."""
     rope = rope_of(config)
     metadata = {
         "freq_base": float(positive_number(rope, "rope_theta", 10000.0)),
         "dimension_count": round(head_dim * rope.get("partial_rotary_factor", 1.0)),
     }
-    of_windows = (config.get("rope_parameters") or {}).get("sliding_attention", {})
-    if "rope_theta" in of_windows:
-        metadata["freq_base_swa"] = float(of_windows["rope_theta"])
+    sliding = (config.get("rope_parameters") or {}).get("sliding_attention", {})
+    if "rope_theta" in sliding:
+        metadata["freq_base_swa"] = float(sliding["rope_theta"])
     kind, original = rope["rope_type"], rope.get("original_max_position_embeddings")
     if kind in ("linear", "yarn"):
         metadata |= {"scaling.type": kind, "scaling.factor": float(rope["factor"])}
@@ -178,7 +175,7 @@ def rope_metadata(config: Mapping[str, Any], head_dim: int) -> dict[str, Any]:
 
 
 def rope_tensors(config: Mapping[str, Any], head_dim: int) -> dict[str, ExportedTensor]:
-    """The tensors that say what no key does."""
+    """Frequency divisors, which are stored as tensors."""
     rope = rope_of(config)
     divisors: dict[str, Tensor] = {}
     if rope["rope_type"] == "llama3":
@@ -191,7 +188,7 @@ def rope_tensors(config: Mapping[str, Any], head_dim: int) -> dict[str, Exported
 
 def _yarn_metadata(rope: Mapping[str, Any]) -> dict[str, float]:
     metadata = {f"scaling.{key}": float(rope[field]) for field, key in YARN.items() if rope.get(field) is not None}
-    # llama.cpp reads another key than the attention_factor's: by how much that is more than what the factor means.
+    # llama.cpp reads the attention factor relative to the one that the scaling factor implies.
     usual = yarn_magnitude(float(rope["factor"]))
     times = float(rope.get("attention_factor") or usual) / usual
     return metadata if math.isclose(times, 1.0, rel_tol=2**-20) else metadata | {"scaling.attn_factor": times}
@@ -205,7 +202,7 @@ def _llama3_divisors(rope: Mapping[str, Any], head_dim: int) -> Tensor:
     return (plain / scaled.inverse_frequencies(head_dim, base, at, context=0)).flatten().to(torch.float32)
 
 
-# Formats of ours -> types of the same numbers.
+# Onward's formats -> GGUF types with the same values.
 _BLOCKS = {"int4": "Q4_0", "iq4_nl": "IQ4_NL"}
 _FLOATS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
@@ -213,10 +210,9 @@ _FLOATS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 def model_tensors(
     written: ExportFamily, fields: Mapping[str, Any], weights: Mapping[str, Tensor | QuantizedWeight]
 ) -> dict[str, ExportedTensor]:
-    """The weights, by stock name, under GGUF's names, and the tensors that RoPE has. int4 becomes Q4_0 and iq4_nl
-    IQ4_NL, which hold the same numbers. fields: `ExportFamily.fields`."""
+    """The tensors of the model and its RoPE. int4 becomes Q4_0 and iq4_nl IQ4_NL, which hold the same values."""
     head_dim = head_dim_of(fields)
-    assert head_dim is not None, "an architecture was made of the config"
+    assert head_dim is not None, "the config was valid"
     if written.needs_head:
         weights = {**weights, "lm_head.weight": weights.get("lm_head.weight", weights["model.embed_tokens.weight"])}
     tensors: dict[str, ExportedTensor] = {}
@@ -238,33 +234,27 @@ def model_tensors(
 
 
 def _stored(name: str, weight: Tensor | QuantizedWeight) -> ExportedTensor:
-    """Blocks row by row, matrices as they are, and vectors and biases as float32, in which llama.cpp computes them."""
+    """Quantized blocks by row, float matrices unchanged, and vectors and biases in float32, as llama.cpp requires."""
     if isinstance(weight, Tensor):
         if weight.dim() == 1 or name.endswith(".bias"):
             weight = weight.to(torch.float32)
         return ExportedTensor(_FLOATS[weight.dtype], tuple(weight.shape), weight.contiguous())
     rows, inputs = weight.shape
     if weight.format not in _BLOCKS or inputs % GROUP:
-        raise RequestError(
-            f"{name} is {weight.format} {[rows, inputs]}, which no type of GGUF holds: give a dtype, for floats"
-        )
+        raise RequestError(f"{name}: no GGUF type holds {weight.format} {[rows, inputs]}: choose a float dtype")
     return ExportedTensor(_BLOCKS[weight.format], (rows, inputs), _blocks(weight))
 
 
 def _stacked(name: str, experts: list[ExportedTensor]) -> ExportedTensor:
-    """One tensor of the matrices of all experts, which are in their order."""
     first = experts[0]
     if types := sorted({expert.type for expert in experts} - {first.type}):
-        raise RequestError(
-            f"{name}: GGUF has one type for all that a tensor holds; these are {first.type} and {types[0]}: give a "
-            "dtype, for floats"
-        )
+        raise RequestError(f"{name}: its experts have types {first.type} and {types[0]}: choose a float dtype")
     return ExportedTensor(first.type, (len(experts), *first.shape), torch.stack([expert.data for expert in experts]))
 
 
 def _blocks(weight: QuantizedWeight) -> Tensor:
-    """uint8 [N, K / 32 * 18]: of each group a float16 scale, and bytes of the codes of inputs j (low half) and 16 + j:
-    the integer of int4 + 8, or a place in the table."""
+    """uint8 [N, K / 32 * 18]: for each group a float16 scale, and bytes with the codes of inputs j (low half) and
+    16 + j: the integer of int4 plus 8, or an index into the table."""
     q, scales = weight.unpack()
     codes = q + 8 if weight.format == "int4" else q
     groups = codes.view(torch.uint8).view(len(q), -1, GROUP)

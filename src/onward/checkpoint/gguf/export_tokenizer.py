@@ -1,4 +1,4 @@
-"""What a checkpoint says of texts -> the keys of a GGUF file: tokenizer, templates, how texts end and are sampled."""
+"""The GGUF keys for a checkpoint's tokenizer, chat templates, end-of-text tokens and sampling settings."""
 
 import json
 from collections.abc import Collection, Mapping, Sequence
@@ -14,21 +14,20 @@ from onward.errors import RequestError, warn
 from onward.tokenizer.tokenizer import JsonTokenizer, check_vocabulary, token_text
 from onward.util.checks import is_finite
 
-# transformers' values of what a generation_config.json leaves out; llama.cpp has others.
-_UNSAID = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": 0.0}
+# transformers' defaults for generation_config.json; llama.cpp's differ.
+_SAMPLING_DEFAULTS = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": 0.0}
 
 
 def texts_metadata(checkpoint: CheckpointFolder, vocab_size: int) -> dict[str, Any]:
-    """The keys "tokenizer.…" and "general.sampling.…". vocab_size: of the model, which may have more ids."""
+    """The keys "tokenizer.…" and "general.sampling.…". vocab_size: the model's, which may exceed the tokenizer's."""
     tokenizer, ends = checkpoint.tokenizer, checkpoint.eos
     check_vocabulary(checkpoint.path, vocab_size, tokenizer, ends)
     sampling = _sampling(checkpoint.generation_config)
     if tokenizer is None:
-        # llama.cpp loads no file that does not say it.
-        return {"tokenizer.ggml.model": "none"} | _ends(ends) | sampling
+        return {"tokenizer.ggml.model": "none"} | _ends(ends) | sampling  # llama.cpp requires the key
     metadata = tokenizer_metadata(tokenizer, vocab_size)
     tokens = metadata["tokenizer.ggml.tokens"]
-    # Beside the BOS and the EOS, templates may name these.
+    # Templates may use these besides the BOS and EOS.
     texts = {name: token_text(checkpoint.tokenizer_config.get(f"{name}_token")) for name in ("unk", "pad")}
     ids = {name: tokens.index(text) for name, text in texts.items() if text in tokens}
     ids |= {} if tokenizer.bos_id is None else {"bos": tokenizer.bos_id}
@@ -37,43 +36,42 @@ def texts_metadata(checkpoint: CheckpointFolder, vocab_size: int) -> dict[str, A
 
 
 def _ends(ends: Sequence[int], named: int | None = None, known: Collection[int] = ()) -> dict[str, int]:
-    """The ids that end texts. named: the tokenizer's EOS. known: those that end them by what they are called."""
+    """The keys for end-of-text ids. named: the tokenizer's EOS. known: ids whose text already marks them as ends."""
     first = ends[:1] if named is None else [named]
     ids = [*first, *(id for id in dict.fromkeys(ends) if id not in (*first, *known))]
     if len(ids) > len(NAMED_ENDS):
         raise RequestError(
-            f"texts end with the ids {', '.join(map(str, ids))}, and GGUF has keys for {len(NAMED_ENDS)}: take those "
-            "that are not needed out of eos_token_id in generation_config.json or config.json"
+            f"the end-of-text ids are {', '.join(map(str, ids))}, and GGUF has keys for {len(NAMED_ENDS)}: remove "
+            "unneeded ones from eos_token_id in generation_config.json or config.json"
         )
     return {f"tokenizer.ggml.{name}_token_id": id for name, id in zip(NAMED_ENDS, ids, strict=False)}
 
 
 def _templates(checkpoint: CheckpointFolder) -> dict[str, Any]:
-    """The chat template, and the one for tools."""
     source, *tools = (None,) if checkpoint.chat_template is None else checkpoint.chat_template.sources
     metadata = {} if source is None else {TEMPLATE: source}
     return metadata | ({f"{TEMPLATE}s": ["tool_use"], f"{TEMPLATE}.tool_use": tools[0]} if tools else {})
 
 
 def _sampling(generation: Mapping[str, Any]) -> dict[str, Any]:
-    """What a generation_config.json advises; nothing where it takes the likeliest token or beams."""
+    """The sampling settings of a generation_config.json; empty for greedy or beam search."""
     if generation.get("do_sample") is not True or generation.get("num_beams") not in (None, 1):
         return {}
-    said = _UNSAID | {name: generation[name] for name in _UNSAID if is_finite(generation.get(name))}
-    kinds = {name: type(usual) for name, usual in _UNSAID.items()}
-    return {f"general.sampling.{SAMPLING[name]}": kinds[name](value) for name, value in said.items()}
+    own = {name: generation[name] for name in _SAMPLING_DEFAULTS if is_finite(generation.get(name))}
+    values = {name: type(_SAMPLING_DEFAULTS[name])(value) for name, value in (_SAMPLING_DEFAULTS | own).items()}
+    return {f"general.sampling.{SAMPLING[name]}": value for name, value in values.items()}
 
 
-# GPT-2's expression, which `ByteLevel` applies by itself.
+# GPT-2's expression, which `ByteLevel` applies itself.
 _BYTE_LEVEL = SPLITTINGS["gpt-2"].expressions
 
 
 def tokenizer_metadata(tokenizer: JsonTokenizer, vocab_size: int) -> dict[str, Any]:
-    """The keys but those of special ids. vocab_size: of the model, which may have more ids than the tokenizer."""
+    """The tokenizer's keys without special ids. vocab_size: the model's, which may exceed the tokenizer's."""
     parts = json.loads(tokenizer.to_json())
     model = parts["model"]
     if model.get("type") != "BPE" or "ByteLevel" not in json.dumps(parts.get("decoder")):
-        raise RequestError(f"the tokenizer is no byte-level BPE, and others are not written as GGUF. {OTHER_WAY}")
+        raise RequestError(f"only byte-level BPE tokenizers can be written as GGUF. {OTHER_WAY}")
     _check_added(parts["added_tokens"])
     added = {token["id"]: CONTROL if token["special"] else USER for token in parts["added_tokens"]}
     tokens, types = [], []
@@ -91,28 +89,24 @@ def tokenizer_metadata(tokenizer: JsonTokenizer, vocab_size: int) -> dict[str, A
 
 
 def _check_added(added: Sequence[Mapping[str, Any]]) -> None:
-    """Raise for added tokens that take spaces with them, or that only whole words are."""
     for token in added:
         if ways := [way for way in ("lstrip", "rstrip", "single_word") if token.get(way)]:
-            raise RequestError(
-                f"tokenizer.json: the added token {token['content']!r} has {' and '.join(ways)}, which GGUF cannot say"
-            )
+            raise RequestError(f"GGUF cannot express {' and '.join(ways)} of the added token {token['content']!r}")
 
 
 def _adds_bos(tokenizer: JsonTokenizer) -> bool:
-    """Whether a text begins with the BOS; warns where it gets other tokens, too."""
+    """Whether the tokenizer adds a BOS; warns if it adds other tokens too."""
     around = tokenizer.encode("")
     adds_bos = around[:1] == [tokenizer.bos_id]
     if others := around[adds_bos:]:
         warn(
-            f"the tokenizer puts {' '.join(str(tokenizer.tokens()[id]) for id in others)} around each text, which GGUF "
-            "cannot say: the file's does not; what a chat template writes is the same"
+            f"the tokenizer adds {' '.join(str(tokenizer.tokens()[id]) for id in others)} to each text, which GGUF "
+            "cannot express, so the file's tokenizer does not; chat templates are unaffected"
         )
     return adds_bos
 
 
 def _splitting(parts: Mapping[str, Any]) -> str:
-    """GGUF's name of how the tokenizer cuts texts."""
     cutter = parts.get("pre_tokenizer") or {}
     expressions: tuple[str, ...] = ()
     for step in cutter.get("pretokenizers", [cutter]):
@@ -126,16 +120,13 @@ def _splitting(parts: Mapping[str, Any]) -> str:
             expressions += (repr(step),)
     whole_words = bool(parts["model"].get("ignore_merges"))
     normalizer = parts.get("normalizer") or {"type": "Sequence", "normalizers": []}
-    # A name says nothing of NFC: llama.cpp never normalizes, and readers of the Hugging Face layout do as the model's
-    # makers did.
+    # Names do not cover NFC: llama.cpp never normalizes, and Hugging Face tokenizers do as the model's authors did.
     if normalizer.get("normalizers", [normalizer]) not in ([], [{"type": "NFC"}]):
-        raise RequestError(
-            f"tokenizer.json: normalizer is {str(normalizer)[:200]}, and GGUF has none of byte-level BPE but NFC"
-        )
+        raise RequestError(f"normalizer is {str(normalizer)[:200]}, and GGUF supports only NFC for byte-level BPE")
     for name, splitting in SPLITTINGS.items():
         if (splitting.expressions, splitting.whole_words) == (expressions, whole_words):
             return name
     raise RequestError(
-        f"the tokenizer cuts texts by {' and '.join(expressions) or 'nothing'}, for which GGUF has no name that Onward "
-        f"knows; it knows {', '.join(SPLITTINGS)}"
+        f"the tokenizer splits text by {' and '.join(expressions) or 'nothing'}, for which Onward knows no GGUF name; "
+        f"known are {', '.join(SPLITTINGS)}"
     )

@@ -1,10 +1,36 @@
-"""The table of GGUF's architectures: what config.json and the names of weights would be in the Hugging Face layout. To
-read a family from GGUF, add a line; its names, keys and functions are in `names`, `keys`, `fields` and `family`."""
+"""The table of GGUF architectures, with their config.json and weight names in the Hugging Face layout. To support
+another family, add an entry; its names, keys and functions are in `names`, `keys`, `fields` and `family`."""
 
 from onward.checkpoint.gguf import family, fields, keys, names
 from onward.checkpoint.gguf.family import GgufFamily
 
-# "llama" is Mistral's too: the two differ in a sliding window, which the converter leaves out.
+_QWEN35 = GgufFamily(
+    "Qwen3_5ForCausalLM",
+    order=family.value_heads,
+    names=names.QWEN35,
+    numbers=keys.DELTA,
+    transforms=(family.NORMS_EXCEPT_DELTA, family.RATES),
+    derived=fields.qwen35,
+)
+_QWEN35_MOE = _QWEN35._replace(
+    architecture="Qwen3_5MoeForCausalLM", fixed=keys.SOFTMAX_ROUTING, numbers=keys.DELTA_EXPERTS
+)
+_GRANITE = GgufFamily(
+    "GraniteForCausalLM",
+    fixed=keys.WITH_ROPE,
+    order=family.pairs_to_halves,
+    numbers=keys.GRANITE,
+    derived=fields.granite,
+)
+_GEMMA2 = GgufFamily(
+    "Gemma2ForCausalLM",
+    config={"hidden_activation": "gelu_pytorch_tanh"},
+    names=names.FOUR_NORMS,
+    numbers=keys.WINDOW | {name: name for name in ("attn_logit_softcapping", "final_logit_softcapping")},
+    transforms=(family.NORMS,),
+    derived=fields.gemma2,
+)
+# "llama" covers Mistral too: they differ only in a sliding window, which the converter omits.
 FAMILIES = {
     "llama": GgufFamily(
         "LlamaForCausalLM",
@@ -16,91 +42,53 @@ FAMILIES = {
     "qwen3moe": GgufFamily(
         "Qwen3MoeForCausalLM",
         config={"norm_topk_prob": True},
-        fixed=keys.BY_SOFTMAX,
+        fixed=keys.SOFTMAX_ROUTING,
         numbers=keys.EXPERTS | {"num_experts": "expert_count", "moe_intermediate_size": "expert_feed_forward_length"},
     ),
-    "qwen35": GgufFamily(
-        "Qwen3_5ForCausalLM",
-        order=family.value_heads,
-        names=names.QWEN35,
-        numbers=keys.DELTA,
-        changes=(family.NORMS_BUT_OF_STATES, family.RATES),
-        said=fields.qwen35,
-    ),
-    "qwen35moe": GgufFamily(
-        "Qwen3_5MoeForCausalLM",
-        fixed=keys.BY_SOFTMAX,
-        order=family.value_heads,
-        names=names.QWEN35,
-        numbers=keys.DELTA_EXPERTS,
-        changes=(family.NORMS_BUT_OF_STATES, family.RATES),
-        said=fields.qwen35,
-    ),
-    # Read as Qwen3.5's, the same forward: there the projections that the converter cuts are apart.
-    "qwen3next": GgufFamily(
-        "Qwen3_5MoeForCausalLM",
-        fixed=keys.BY_SOFTMAX,
-        order=family.beta_and_decay,
-        names=names.QWEN3NEXT,
-        numbers=keys.DELTA_EXPERTS,
-        changes=(family.NORMS_BUT_OF_STATES, family.RATES),
-        said=fields.qwen35,
-    ),
-    "gemma2": GgufFamily(
-        "Gemma2ForCausalLM",
-        config={"hidden_activation": "gelu_pytorch_tanh"},
-        names=names.FOUR_NORMS,
-        numbers=keys.WINDOW
-        | {"attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping"},
-        changes=(family.NORMS,),
-        said=fields.gemma2,
-    ),
-    "gemma3": GgufFamily(
-        "Gemma3ForCausalLM",
-        config={"hidden_activation": "gelu_pytorch_tanh"},
-        names=names.FOUR_NORMS,
+    "qwen35": _QWEN35,
+    "qwen35moe": _QWEN35_MOE,
+    # Read as Qwen3.5, which has the same forward pass with the projections that the converter splits already apart.
+    "qwen3next": _QWEN35_MOE._replace(order=family.beta_and_decay, names=names.QWEN3NEXT),
+    "gemma2": _GEMMA2,
+    "gemma3": _GEMMA2._replace(
+        architecture="Gemma3ForCausalLM",
         numbers=keys.WINDOW | {"final_logit_softcapping": "final_logit_softcapping"},
-        changes=(family.NORMS,),
-        said=fields.gemma3,
+        derived=fields.gemma3,
     ),
     "gemma4": GgufFamily(
         "Gemma4ForCausalLM",
-        fixed=keys.BY_SOFTMAX,
+        fixed=keys.SOFTMAX_ROUTING,
         config={"hidden_activation": "gelu_pytorch_tanh"},
         parts={"attention_k_eq_v": fields.keys_are_values},
         names=names.GEMMA4,
         numbers=keys.GEMMA4,
-        said=fields.gemma4,
+        derived=fields.gemma4,
     ),
-    "phi3": GgufFamily("Phi3ForCausalLM", numbers=keys.WINDOW, said=fields.phi3),
+    "phi3": GgufFamily("Phi3ForCausalLM", numbers=keys.WINDOW, derived=fields.phi3),
     "olmo2": GgufFamily("Olmo2ForCausalLM", names=names.AFTER_BOTH),
-    "exaone4": GgufFamily("Exaone4ForCausalLM", names=names.AFTER_BOTH, numbers=keys.WINDOW, said=fields.exaone4),
+    "exaone4": GgufFamily("Exaone4ForCausalLM", names=names.AFTER_BOTH, numbers=keys.WINDOW, derived=fields.exaone4),
     "glm4": GgufFamily(
         "Glm4ForCausalLM",
         parts={"attention_bias": "attn_q.bias"},
         names={"post_self_attn_layernorm": "post_attention_norm", "post_mlp_layernorm": "post_ffw_norm"},
     ),
-    "granite": GgufFamily(
-        "GraniteForCausalLM", fixed=keys.TURNS, order=family.pairs_to_halves, numbers=keys.GRANITE, said=fields.granite
-    ),
-    "granitemoe": GgufFamily(
-        "GraniteMoeForCausalLM",
-        fixed=keys.BY_SOFTMAX | keys.TURNS,
-        order=family.pairs_to_halves,
+    "granite": _GRANITE,
+    "granitemoe": _GRANITE._replace(
+        architecture="GraniteMoeForCausalLM",
+        fixed=keys.SOFTMAX_ROUTING | keys.WITH_ROPE,
         names=names.GRANITE_EXPERTS,
         numbers=keys.GRANITE | keys.EXPERTS | {"num_local_experts": "expert_count"},
-        said=fields.granite,
     ),
     "granitehybrid": GgufFamily(
         "GraniteMoeHybridForCausalLM",
-        fixed=keys.BY_SOFTMAX,
+        fixed=keys.SOFTMAX_ROUTING,
         order=family.pairs_to_halves,
         config={"num_local_experts": 0},
         parts={"attention_bias": "attn_q.bias", "mamba_conv_bias": "ssm_conv1d.bias"},
         names=names.GRANITE_HYBRID,
         numbers=keys.GRANITE_HYBRID,
-        changes=(family.RATES,),
-        said=fields.granite_hybrid,
+        transforms=(family.RATES,),
+        derived=fields.granite_hybrid,
     ),
     "falcon-h1": GgufFamily(
         "FalconH1ForCausalLM",
@@ -113,21 +101,21 @@ FAMILIES = {
         },
         names=names.FALCON_H1,
         numbers=keys.MAMBA | {"mamba_d_ssm": "ssm.inner_size"},
-        changes=(family.RATES,),
-        said=fields.falcon_h1,
+        transforms=(family.RATES,),
+        derived=fields.falcon_h1,
     ),
     **dict.fromkeys(
         ("nemotron_h", "nemotron_h_moe"),
         GgufFamily(
             "NemotronHForCausalLM",
-            config=keys.UNSAID_EXPERTS,
+            config=keys.EXPERT_DEFAULTS,
             fixed={"expert_gating_func": keys.SIGMOID},
             order=family.pairs_to_halves,
             parts={"mlp_bias": "ffn_up.bias", "use_conv_bias": "ssm_conv1d.bias"},
             names=names.NEMOTRON_H,
             numbers=keys.NEMOTRON_H,
-            changes=(family.RATES,),
-            said=fields.nemotron_h,
+            transforms=(family.RATES,),
+            derived=fields.nemotron_h,
         ),
     ),
     "smollm3": GgufFamily("SmolLM3ForCausalLM", order=family.pairs_to_halves, config={"no_rope_layer_interval": 4}),
@@ -140,20 +128,20 @@ FAMILIES = {
         "Lfm2ForCausalLM",
         names=names.LFM2,
         numbers={"num_key_value_heads": None, "conv_L_cache": "shortconv.l_cache"},
-        said=fields.lfm2,
+        derived=fields.lfm2,
     ),
     "glm4moe": GgufFamily(
         "Glm4MoeForCausalLM",
-        config=keys.UNSAID_EXPERTS | {"first_k_dense_replace": 0},
+        config=keys.EXPERT_DEFAULTS | {"first_k_dense_replace": 0},
         fixed={"expert_gating_func": keys.SIGMOID},
         parts={"attention_bias": "attn_q.bias", "use_qk_norm": "attn_q_norm.weight"},
         names=names.AFTER_ATTENTION,
         numbers=keys.DEEPSEEK_EXPERTS,
-        said=fields.without_ahead,
+        derived=fields.without_ahead,
     ),
     "deepseek2": GgufFamily(
         "DeepseekV3ForCausalLM",
-        config=keys.UNSAID_EXPERTS | {"first_k_dense_replace": 0},
+        config=keys.EXPERT_DEFAULTS | {"first_k_dense_replace": 0},
         names=names.LATENT,
         numbers=keys.DEEPSEEK_EXPERTS
         | {
@@ -165,7 +153,7 @@ FAMILIES = {
             "n_group": "expert_group_count",
             "topk_group": "expert_group_used_count",
         },
-        said=fields.deepseek,
+        derived=fields.deepseek,
     ),
     "gpt-oss": GgufFamily(
         "GptOssForCausalLM",
@@ -174,35 +162,30 @@ FAMILIES = {
         numbers=keys.EXPERTS
         | keys.WINDOW
         | {"num_local_experts": "expert_count", "intermediate_size": "expert_feed_forward_length"},
-        said=fields.gpt_oss,
+        derived=fields.gpt_oss,
     ),
 }
-# (architecture, a key behind it) -> the family of files in which its value is not 0.
+# (architecture, a key below it) -> the family of files in which the key is not 0.
 WITH_KEY = {
     ("llama", "expert_count"): GgufFamily(
         "MixtralForCausalLM",
-        fixed=keys.BY_SOFTMAX,
+        fixed=keys.SOFTMAX_ROUTING,
         order=family.pairs_to_halves,
         numbers=keys.EXPERTS | {"num_local_experts": "expert_count"},
     ),
-    ("granitemoe", "expert_shared_feed_forward_length"): GgufFamily(
-        "GraniteMoeSharedForCausalLM",
-        fixed=keys.BY_SOFTMAX | keys.TURNS,
-        order=family.pairs_to_halves,
-        names=names.SHARED_GRANITE,
-        numbers=keys.GRANITE_EXPERTS,
-        said=fields.granite,
+    ("granitemoe", "expert_shared_feed_forward_length"): FAMILIES["granitemoe"]._replace(
+        architecture="GraniteMoeSharedForCausalLM", names=names.SHARED_GRANITE, numbers=keys.GRANITE_EXPERTS
     ),
     ("granitehybrid", "expert_count"): FAMILIES["granitehybrid"]._replace(
         names={**names.GRANITE_HYBRID, **names.SHARED_GRANITE}
     ),
-    # Of positions in images. The text part of a model that sees them: RoPE turns halves of heads in llama.cpp then.
+    # Image positions, in the text part of a multimodal model: llama.cpp then rotates halves of heads.
     ("glm4", "rope.dimension_sections"): FAMILIES["glm4"]._replace(order=family.halves_to_pairs),
     ("olmo2", "attention.sliding_window"): GgufFamily(
-        "Olmo3ForCausalLM", names=names.AFTER_BOTH, numbers=keys.WINDOW, said=fields.olmo3
+        "Olmo3ForCausalLM", names=names.AFTER_BOTH, numbers=keys.WINDOW, derived=fields.olmo3
     ),
 }
-# (architecture, how the name of a tensor ends) -> the family of files that have such a tensor.
+# (architecture, the end of a tensor's name) -> the family of files with such a tensor.
 WITH_TENSOR = {
     ("qwen3next", ".ssm_in.weight"): FAMILIES["qwen3next"]._replace(
         order=family.fused_delta, names=names.FUSED_QWEN3NEXT

@@ -1,4 +1,4 @@
-"""What a line of the table of GGUF's architectures says (`onward.checkpoint.gguf.families`)."""
+"""The entries of the table of GGUF architectures (`onward.checkpoint.gguf.families`)."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -6,45 +6,43 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-# Makes fields of config.json out of (the metadata behind "{architecture}.", the fields that were read already).
+# (the metadata below "{architecture}.", the config.json fields so far) -> more fields of config.json.
 Fields = Callable[[Mapping[str, Any], Mapping[str, Any]], Mapping[str, Any]]
 
 
 class RowOrder(NamedTuple):
-    """Where the stock rows and columns of a weight lie among the stored ones: int64 [N], int64 [K]; None: as stored.
-    stored_rows: how many there are where the weight is only some of them."""
+    """The positions of a weight's stock rows and columns among the stored ones: int64 [N], int64 [K]; None: unchanged.
+    stored_rows: the number of stored rows if the weight is only some of them."""
 
     rows: Tensor | None = None
     columns: Tensor | None = None
     stored_rows: int | None = None
 
 
-# (a stock name, the fields of config.json, how many rows the weight has) -> its order.
+# (a stock name, the fields of config.json, the number of rows of the weight) -> its order.
 Orders = Callable[[str, Mapping[str, Any], int], RowOrder]
 
 
 class FusedTensor(NamedTuple):
-    """A stock weight that the converter cuts into several tensors. by: puts their floats together, shaped as they are
-    stored; by default the rows of one lie below those of another."""
+    """A stock weight that the converter splits. by: joins the floats of the parts, by default along rows."""
 
     tensors: tuple[str, ...]
     by: Callable[[list[Tensor]], Tensor] = torch.cat
 
 
 class TensorTransform(NamedTuple):
-    """What the converter computes of some weights, in float32. of: whether it does of the one of this stock name.
-    read: undoes it."""
+    """The float32 inverse of a change that the converter makes. of: whether it changes a weight of this stock name."""
 
     of: Callable[[str], bool]
     read: Callable[[Tensor], Tensor]
 
 
 class GgufFamily(NamedTuple):
-    """architecture: the one of config.json. order: of weights that the converter reordered. config: fields that files
-    leave unsaid. fixed: keys that `numbers` and `said` do not read, and the one value that they may have. parts: fields
-    that say whether there are biases or norms, and how the tensors end that are there then, or what says so of the
-    names of all. names, numbers: lines of `WHOLE`, `LAYER` and `NUMBERS` of its own; None: a field that `said` has.
-    changes: of weights of which the converter computed others. said: what metadata say in a way of the family's own."""
+    """architecture: as in config.json. order: of weights that the converter reorders. config: fields that files omit.
+    fixed: keys that `numbers` and `derived` do not read, and their only valid values. parts: fields for optional biases
+    or norms, and either the end of their tensors' names or a test on all names. names, numbers: entries that override
+    `WHOLE`, `LAYER` and `NUMBERS`; None: a field from `derived`. transforms: of weights that the converter changes.
+    derived: fields that are computed from the metadata."""
 
     architecture: str
     order: Orders = lambda name, config, rows: RowOrder()
@@ -53,41 +51,40 @@ class GgufFamily(NamedTuple):
     parts: Mapping[str, str | Callable[[Collection[str]], bool]] = {}
     names: Mapping[str, str | FusedTensor] = {}
     numbers: Mapping[str, str | None] = {}
-    changes: Sequence[TensorTransform] = ()
-    said: Fields = lambda metadata, config: {}
+    transforms: Sequence[TensorTransform] = ()
+    derived: Fields = lambda metadata, config: {}
 
     def stock_values(self, name: str, values: Tensor) -> Tensor:
-        """The stock checkpoint's floats of what the file has."""
-        for change in self.changes:
-            values = change.read(values.to(torch.float32)) if change.of(name) else values
+        """The stock checkpoint's floats for those of the file."""
+        for transform in self.transforms:
+            values = transform.read(values.to(torch.float32)) if transform.of(name) else values
         return values
 
 
 def pairs_to_halves(name: str, config: Mapping[str, Any], rows: int) -> RowOrder:
-    """The two halves of each head of queries and keys, which RoPE rotates with each other, lie row by row together, as
-    the converter's LlamaModel puts them and all that derive from it."""
+    """Undo the interleaving of the two rotated halves of query and key heads by the converter's LlamaModel."""
     if name.split(".")[-2] not in ("q_proj", "k_proj"):
         return RowOrder()
     return RowOrder(torch.arange(rows).view(-1, config["head_dim"] // 2, 2).transpose(1, 2).flatten())
 
 
 def halves_to_pairs(name: str, config: Mapping[str, Any], rows: int) -> RowOrder:
-    """The other way round, as the converter's Glm4Model puts the part of heads that turns in models that see images."""
+    """The inverse, for the rotated part of heads, like the converter's Glm4Model for multimodal models."""
     if name.split(".")[-2] not in ("q_proj", "k_proj"):
         return RowOrder()
     of_head = torch.arange(config["head_dim"])
-    turned = int(config["head_dim"] * config["rope_parameters"].get("partial_rotary_factor", 1))
-    of_head[:turned] = of_head[:turned].view(2, -1).T.flatten()
+    rotated = int(config["head_dim"] * config["rope_parameters"].get("partial_rotary_factor", 1))
+    of_head[:rotated] = of_head[:rotated].view(2, -1).T.flatten()
     return RowOrder((torch.arange(0, rows, config["head_dim"]).unsqueeze(1) + of_head).flatten())
 
 
 def value_heads(name: str, config: Mapping[str, Any], rows: int) -> RowOrder:
-    """Of the value heads that share a key head the first of all groups come first, then the second, and so on."""
+    """The first value head of every key head comes first, then the second ones, and so on."""
     part = name.partition(".linear_attn.")[2].removesuffix(".weight")
     if not part:
         return RowOrder()
     groups, heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
-    if groups == heads:
+    if groups == heads or part == "norm":
         return RowOrder()
     of_heads = torch.arange(heads).view(heads // groups, groups).T.flatten()
     width = config["linear_value_head_dim"]
@@ -96,14 +93,12 @@ def value_heads(name: str, config: Mapping[str, Any], rows: int) -> RowOrder:
         return RowOrder(of_heads)
     if part == "out_proj":
         return RowOrder(None, of_features)
-    if part == "norm":
-        return RowOrder()
-    others = rows - heads * width  # queries and keys come first, where there are some
+    others = rows - heads * width  # queries and keys come first, if any
     return RowOrder(torch.cat((torch.arange(others), others + of_features)))
 
 
 def beta_and_decay(name: str, config: Mapping[str, Any], rows: int) -> RowOrder:
-    """In Qwen3-Next's files one tensor has what makes beta and decay; those of a key head lie together."""
+    """Qwen3-Next stores the projections for beta and decay in one tensor, grouped by key head."""
     part = name.partition(".linear_attn.")[2]
     if part not in ("in_proj_b.weight", "in_proj_a.weight"):
         return RowOrder()
@@ -113,7 +108,7 @@ def beta_and_decay(name: str, config: Mapping[str, Any], rows: int) -> RowOrder:
 
 
 def fused_delta(name: str, config: Mapping[str, Any], rows: int) -> RowOrder:
-    """In older ones queries, keys, values and z are one tensor, too."""
+    """Older Qwen3-Next files store queries, keys, values and z in one tensor too."""
     part = name.partition(".linear_attn.")[2]
     if part not in ("in_proj_qkv.weight", "in_proj_z.weight"):
         return beta_and_decay(name, config, rows)
@@ -123,14 +118,14 @@ def fused_delta(name: str, config: Mapping[str, Any], rows: int) -> RowOrder:
 
 
 def _of_key_heads(groups: int, widths: Sequence[int], parts: Sequence[int]) -> RowOrder:
-    """The rows of these parts, part by part, of a tensor where the parts of a key head lie together."""
+    """The rows of these parts, part by part, in a tensor that is grouped by key head."""
     stored_rows = groups * sum(widths)
     rows = torch.split(torch.arange(stored_rows).view(groups, -1), list(widths), 1)
     return RowOrder(torch.cat([rows[part].flatten() for part in parts]), stored_rows=stored_rows)
 
 
-def of_fused_experts(order: Orders) -> Orders:
-    """An order where of each expert one matrix has the rows of the gate and below them those of the other half."""
+def with_fused_experts_order(order: Orders) -> Orders:
+    """The order if each expert has one matrix with the gate's rows above the up projection's."""
 
     def of_halves(name: str, config: Mapping[str, Any], rows: int) -> RowOrder:
         part = name.removesuffix(".weight").split(".")[-1]
@@ -141,23 +136,22 @@ def of_fused_experts(order: Orders) -> Orders:
     return of_halves
 
 
-# The family's forward adds 1 to weights of norms, and the converter too.
+# The family's forward pass adds 1 to norm weights, and so does the converter.
 NORMS = TensorTransform(lambda name: name.endswith("norm.weight"), read=lambda values: values - 1)
-# The norm of Gated DeltaNet is as it was.
-NORMS_BUT_OF_STATES = NORMS._replace(of=lambda name: NORMS.of(name) and not name.endswith(".linear_attn.norm.weight"))
-# Rates of decay, -exp(A), in place of the logarithms A.
+# The converter leaves the norm of Gated DeltaNet unchanged.
+NORMS_EXCEPT_DELTA = NORMS._replace(of=lambda name: NORMS.of(name) and not name.endswith(".linear_attn.norm.weight"))
+# Decay rates, -exp(A), instead of the logarithms A.
 RATES = TensorTransform(lambda name: name.endswith(".A_log"), read=lambda values: (-values).log())
 
 
 def keys_and_values(parts: list[Tensor]) -> Tensor:
-    """The matrix [H (K + V), R] that makes keys and values of latents, out of one for keys, [H, R, K], and one for
-    values, [H, V, R]."""
+    """Join the matrices [H, R, K] for keys and [H, V, R] for values of a latent: [H (K + V), R]."""
     keys, values = parts
     return torch.cat((keys.transpose(1, 2), values), 1).flatten(0, 1)
 
 
 def blocks_of(columns: Tensor, weights: int) -> Tensor | None:
-    """An order of columns as one of blocks of so many; None: it does not move whole blocks."""
+    """An order of columns as an order of blocks of `weights` columns; None if it splits blocks."""
     if len(columns) % weights:
         return None
     blocks = columns.view(-1, weights)

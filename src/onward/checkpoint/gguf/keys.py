@@ -1,8 +1,8 @@
 """Metadata keys of GGUF files: the fields of config.json and generation_config.json that they set, and the other keys.
 
-A key behind "{architecture}." that a family's reader does not look up is refused by name if llama.cpp knows it and its
-value changes the model. A key that llama.cpp does not know is ignored, as llama.cpp ignores it, and `onward info` names
-it. `docs/gguf.md` has the table, which a test compares with this one.
+A key below "{architecture}." that a family does not read is refused if llama.cpp knows it and its value changes the
+model. Keys that llama.cpp does not know are ignored, as in llama.cpp, and listed by `onward info`. `docs/gguf.md` has
+the table, which a test compares with this one.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,7 +14,7 @@ from onward.checkpoint.gguf.family import GgufFamily
 from onward.checkpoint.gguf.reader import Keys, number
 from onward.errors import ConfigError
 
-# A field of config.json -> the key behind "{architecture}.".
+# A field of config.json -> the key below "{architecture}.".
 NUMBERS = {
     "hidden_size": "embedding_length",
     "intermediate_size": "feed_forward_length",
@@ -25,25 +25,24 @@ NUMBERS = {
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
     "max_position_embeddings": "context_length",
 }
-# Numbers of which 0 means that there is none, as in llama.cpp.
-OFF_AT_ZERO = {
+# Keys for which 0 means off, as in llama.cpp.
+ZERO_IS_OFF = {
     *("attn_logit_softcapping", "final_logit_softcapping", "expert_weights_scale"),
     *("attention.scale", "embedding_scale", "residual_scale", "logit_scale"),
 }
-# A field of generation_config.json -> the key behind "general.sampling.".
+# A field of generation_config.json -> the key below "general.sampling.".
 SAMPLING = {"temperature": "temp", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
-# A field of config.json's YaRN -> the key behind "rope.scaling.".
+# A field of config.json's YaRN -> the key below "rope.scaling.".
 YARN = {"attention_factor": "yarn_attn_factor", "beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow"}
-# LongRoPE's two lists of divisors, "rope_factors_short.weight" and "…_long.weight".
+# LongRoPE's divisors are "rope_factors_short.weight" and "…_long.weight".
 LENGTHS = "short", "long"
-# llama.cpp's numbers of the functions that choose experts.
+# llama.cpp's numbers of the routing functions for experts.
 SOFTMAX, SIGMOID, SOFTMAX_OF_CHOSEN = 1, 2, 3
-# Keys of families that choose experts in one way.
-BY_SOFTMAX: dict[str, object] = {"expert_gating_func": SOFTMAX, "expert_weights_norm": True}
-# Granite's, which has no RoPE where this is false.
-TURNS: dict[str, object] = {"rope.scaling.finetuned": True}
-# What llama.cpp takes where the file does not say it; config.json has other defaults.
-UNSAID_EXPERTS: dict[str, object] = {"norm_topk_prob": False, "routed_scaling_factor": 1.0}
+SOFTMAX_ROUTING: dict[str, object] = {"expert_gating_func": SOFTMAX, "expert_weights_norm": True}
+# If false, Granite has no RoPE.
+WITH_ROPE: dict[str, object] = {"rope.scaling.finetuned": True}
+# llama.cpp's defaults, which differ from config.json's.
+EXPERT_DEFAULTS: dict[str, object] = {"norm_topk_prob": False, "routed_scaling_factor": 1.0}
 EXPERTS = {"num_experts_per_tok": "expert_used_count"}
 DELTA = {
     "num_hidden_layers": None,
@@ -78,35 +77,28 @@ GRANITE_EXPERTS = {
     "shared_intermediate_size": "expert_shared_feed_forward_length",
 }
 GRANITE_HYBRID = {**GRANITE_EXPERTS, **MAMBA, "num_key_value_heads": None}
-DEEPSEEK_EXPERTS = EXPERTS | {
+_ROUTED_EXPERTS = {
+    **EXPERTS,
     "num_hidden_layers": None,
     "n_routed_experts": "expert_count",
     "n_shared_experts": "expert_shared_count",
     "moe_intermediate_size": "expert_feed_forward_length",
-    "first_k_dense_replace": "leading_dense_block_count",
     "routed_scaling_factor": "expert_weights_scale",
     "norm_topk_prob": "expert_weights_norm",
 }
+DEEPSEEK_EXPERTS = {**_ROUTED_EXPERTS, "first_k_dense_replace": "leading_dense_block_count"}
 NEMOTRON_H = {
-    **EXPERTS,
-    "intermediate_size": None,
-    "num_hidden_layers": None,
-    "num_key_value_heads": None,
-    "rms_norm_eps": None,
+    **_ROUTED_EXPERTS,
+    **dict.fromkeys(("intermediate_size", "num_key_value_heads", "rms_norm_eps")),
     "layer_norm_epsilon": "attention.layer_norm_rms_epsilon",
     "conv_kernel": "ssm.conv_kernel",
     "ssm_state_size": "ssm.state_size",
     "n_groups": "ssm.group_count",
     "mamba_num_heads": "ssm.time_step_rank",
-    "n_routed_experts": "expert_count",
-    "n_shared_experts": "expert_shared_count",
     "n_group": "expert_group_count",
     "topk_group": "expert_group_used_count",
-    "moe_intermediate_size": "expert_feed_forward_length",
     "moe_shared_expert_intermediate_size": "expert_shared_feed_forward_length",
     "moe_latent_size": "moe_latent_size",
-    "routed_scaling_factor": "expert_weights_scale",
-    "norm_topk_prob": "expert_weights_norm",
 }
 GEMMA4 = {
     "final_logit_softcapping": "final_logit_softcapping",
@@ -124,57 +116,52 @@ GEMMA4 = {
 WINDOW = {"sliding_window": "attention.sliding_window"}
 
 
-# All keys behind "{arch}." of llama.cpp (llama-arch.cpp) and of its package `gguf` (gguf.constants).
+# All keys below "{arch}." in llama.cpp (llama-arch.cpp) and its package `gguf` (gguf.constants).
 _NAMES = """
 activation.situ_beta activation.situ_linear_beta activation_sparsity_scale adapters.count adapters.lora_rank
 adapters.router_gain adapters.token_ids_activate adapters.token_ids_substitute altup.active_idx altup.num_inputs
 attention.causal attention.clamp_kqv attention.compress_ratios attention.compress_rope_freq_base
 attention.decay_lora_rank attention.gate_lora_rank attention.group_norm_epsilon attention.group_norm_groups
 attention.head_count attention.head_count_kv attention.iclr_lora_rank attention.indexer.block_size
-attention.indexer.head_count attention.indexer.key_length attention.indexer.kpool
-attention.indexer.kpool_select_tail attention.indexer.local_blocks attention.indexer.top_k
-attention.indexer.types attention.key_length attention.key_length_mla attention.key_length_mla_swa
-attention.key_length_swa attention.kv_lora_rank attention.kv_lora_rank_swa attention.layer_norm_epsilon
-attention.layer_norm_rms_epsilon attention.max_alibi_bias attention.output_group_count
-attention.output_lora_rank attention.output_scale attention.q_lora_rank attention.recurrent_layers
-attention.relative_buckets_count attention.rope_pattern attention.scale attention.shared_kv_layers
-attention.sliding_window attention.sliding_window_pattern attention.temperature_length
+attention.indexer.head_count attention.indexer.key_length attention.indexer.kpool attention.indexer.kpool_select_tail
+attention.indexer.local_blocks attention.indexer.top_k attention.indexer.types attention.key_length
+attention.key_length_mla attention.key_length_mla_swa attention.key_length_swa attention.kv_lora_rank
+attention.kv_lora_rank_swa attention.layer_norm_epsilon attention.layer_norm_rms_epsilon attention.max_alibi_bias
+attention.output_group_count attention.output_lora_rank attention.output_scale attention.q_lora_rank
+attention.recurrent_layers attention.relative_buckets_count attention.rope_pattern attention.scale
+attention.shared_kv_layers attention.sliding_window attention.sliding_window_pattern attention.temperature_length
 attention.temperature_scale attention.value_length attention.value_length_mla attention.value_length_mla_swa
 attention.value_length_swa attention.value_residual_mix_lora_rank attention.value_scale attn_logit_softcapping
 attn_res.block_size block_count block_size classifier.output_labels classifier.pooling_type context_length
 conv_group_size conv_kernel_size convnext.block_count convnext.embedding_length decoder_block_count
 decoder_start_token_id deepstack_mapping dense_2_feat_in dense_2_feat_out dense_3_feat_in dense_3_feat_out
-embedding_length embedding_length_out embedding_length_per_layer_input embedding_scale
-expert_chunk_feed_forward_length expert_count expert_feed_forward_length expert_gating_func expert_group_count
-expert_group_scale expert_group_used_count expert_latent_length expert_shared_count
-expert_shared_feed_forward_length expert_used_count expert_weights_norm expert_weights_scale experts_per_group
-features_length feed_forward_length final_logit_softcapping full_attention_interval hash_layer_count
-hidden_activation hrm.h_cycles hrm.l_cycles hrm.layers_per_stack hrm.prefix_lm hyper_connection.count
-hyper_connection.epsilon hyper_connection.low_rank hyper_connection.magnitude
+embedding_length embedding_length_out embedding_length_per_layer_input embedding_scale expert_chunk_feed_forward_length
+expert_count expert_feed_forward_length expert_gating_func expert_group_count expert_group_scale expert_group_used_count
+expert_latent_length expert_shared_count expert_shared_feed_forward_length expert_used_count expert_weights_norm
+expert_weights_scale experts_per_group features_length feed_forward_length final_logit_softcapping
+full_attention_interval hash_layer_count hidden_activation hrm.h_cycles hrm.l_cycles hrm.layers_per_stack hrm.prefix_lm
+hyper_connection.count hyper_connection.epsilon hyper_connection.low_rank hyper_connection.magnitude
 hyper_connection.sinkhorn_iterations interleave_moe_layer_step kda.gate_lower_bound kda.head_dim kda.safe_gate
 leading_dense_block_count logit_scale moe_every_n_layers moe_latent_size n_deepstack_layers nextn_predict_layers
-norm_before_fc norm_before_residual num_loops ple.conv_kernel ple.eos_token_id ple.head_offsets
-ple.head_vocab_sizes ple.heads_per_ngram ple.image_token_id ple.layer_multipliers ple.layers ple.ngram_size
-pooling_type posnet.block_count posnet.embedding_length rescale_every_n_layers residual_scale
-rope.dimension_count rope.dimension_count_swa rope.dimension_sections rope.freq_base rope.freq_base_swa
-rope.scale_linear rope.scaling.alpha rope.scaling.attn_factor rope.scaling.factor rope.scaling.finetuned
-rope.scaling.original_context_length rope.scaling.type rope.scaling.yarn_attn_factor
-rope.scaling.yarn_beta_fast rope.scaling.yarn_beta_slow rope.scaling.yarn_ext_factor
+norm_before_fc norm_before_residual num_loops ple.conv_kernel ple.eos_token_id ple.head_offsets ple.head_vocab_sizes
+ple.heads_per_ngram ple.image_token_id ple.layer_multipliers ple.layers ple.ngram_size pooling_type posnet.block_count
+posnet.embedding_length rescale_every_n_layers residual_scale rope.dimension_count rope.dimension_count_swa
+rope.dimension_sections rope.freq_base rope.freq_base_swa rope.scale_linear rope.scaling.alpha rope.scaling.attn_factor
+rope.scaling.factor rope.scaling.finetuned rope.scaling.original_context_length rope.scaling.type
+rope.scaling.yarn_attn_factor rope.scaling.yarn_beta_fast rope.scaling.yarn_beta_slow rope.scaling.yarn_ext_factor
 rope.scaling.yarn_log_multiplier router_logit_softcapping selector_rank selector_top_k shortconv.l_cache
-skip_loop_final_norm ssm.conv_kernel ssm.dt_b_c_rms ssm.group_count ssm.inner_size ssm.state_size
-ssm.time_step_rank swiglu_clamp_exp swiglu_clamp_shexp swin_norm target_hidden_size target_layers
-tensor_data_layout time_decay_extra_dim time_mix_extra_dim token_shift_count use_parallel_residual vocab_size
-wkv.head_size
+skip_loop_final_norm ssm.conv_kernel ssm.dt_b_c_rms ssm.group_count ssm.inner_size ssm.state_size ssm.time_step_rank
+swiglu_clamp_exp swiglu_clamp_shexp swin_norm target_hidden_size target_layers tensor_data_layout time_decay_extra_dim
+time_mix_extra_dim token_shift_count use_parallel_residual vocab_size wkv.head_size
 """
 KNOWN = frozenset(_NAMES.split())
 
-# Whether a value changes nothing: (the value, or each one of an array, the file's keys, the fields of config.json).
+# Whether a value has no effect: (the value, or each one of an array, the file's keys, the fields of config.json).
 _Test = Callable[[Any, Keys, Mapping[str, Any]], bool]
 
 
 def _equals(other: str) -> _Test:
-    """Whether it is the value of another key, where the file has that."""
-
+    """Whether the value equals that of another key, if the file has it."""
     return lambda value, keys, config: isinstance(value, int | float) and bool(value == number(keys, other, value))
 
 
@@ -196,7 +183,7 @@ def _spans_the_context(value: Any, keys: Keys, config: Mapping[str, Any]) -> boo
 
 
 def _is_the_scale(value: Any, keys: Keys, config: Mapping[str, Any]) -> bool:
-    """Of scores, which the other families take from the width of a head; a float32."""
+    """The float32 attention scale, which other families derive from the head width."""
     if config["architectures"] == ["Gemma4ForCausalLM"]:
         width: Any = 1
     else:
@@ -206,8 +193,8 @@ def _is_the_scale(value: Any, keys: Keys, config: Mapping[str, Any]) -> bool:
     return is_own or _is_off(value, keys, config)
 
 
-def _is_the_embedding_s(value: Any, keys: Keys, config: Mapping[str, Any]) -> bool:
-    """Gemma multiplies embeddings by the root of their width. Falcon-H1's factor is in the file's weights."""
+def _is_the_embedding_scale(value: Any, keys: Keys, config: Mapping[str, Any]) -> bool:
+    """Gemma scales embeddings by the root of their width. Falcon-H1's scale is folded into the weights."""
     if config["architectures"] == ["FalconH1ForCausalLM"]:
         return True
     width, of_gemma = config.get("hidden_size"), "Gemma" in config["architectures"][0]
@@ -226,11 +213,11 @@ def _not_yarn(value: Any, keys: Keys, config: Mapping[str, Any]) -> bool:
 
 
 def _has_shared(value: Any, keys: Keys, config: Mapping[str, Any]) -> bool:
-    """One block of all tokens, in families that have it."""
+    """One shared expert, in families that have it."""
     return _is_off(value, keys, config) or (value == 1 and "expert_shared_feed_forward_length" in keys)
 
 
-# Shapes, which the tensors have; what concerns images, embeddings and classifiers alone; what no one reads.
+# Shapes, which the tensors determine; keys for images, embedding models and classifiers; and keys without a reader.
 _UNREAD = """
 vocab_size attention.head_count_kv tensor_data_layout pooling_type classifier.output_labels classifier.pooling_type
 rope.dimension_sections n_deepstack_layers attention.layer_norm_epsilon attention.group_norm_epsilon
@@ -242,14 +229,14 @@ _FACTORS = """
 residual_scale logit_scale attention.output_scale attention.value_scale expert_weights_scale expert_group_count
 expert_group_scale moe_every_n_layers interleave_moe_layer_step attention.rope_pattern
 """
-# Of keys that llama.cpp knows: whether a value changes nothing in a family whose reader does not look the key up. All
-# others must be off: 0, false or empty.
+# For keys that llama.cpp knows: whether a value has no effect in a family that does not read the key. All others must
+# be off: 0, false or empty.
 HARMLESS: dict[str, _Test] = {
     **dict.fromkeys(_UNREAD.split(), _never_counts),
     "attention.causal": lambda value, keys, config: value is True,
     "attention.sliding_window": _spans_the_context,
     "attention.scale": _is_the_scale,
-    "embedding_scale": _is_the_embedding_s,
+    "embedding_scale": _is_the_embedding_scale,
     "hidden_activation": _is_the_activation,
     "expert_shared_count": _has_shared,
     **dict.fromkeys(_FACTORS.split(), _is_one),
@@ -264,21 +251,21 @@ HARMLESS: dict[str, _Test] = {
 
 
 def check_unread(keys: Keys, family: GgufFamily, config: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` if a key that the reader did not look up says another model than `config`."""
+    """Raise `ConfigError` if a key that was not read describes another model than `config`."""
     for key, value in keys.unread.items():
         values = value.tolist() if isinstance(value, np.ndarray) else value if isinstance(value, list) else [value]
         if key in family.fixed:
-            wanted = family.fixed[key]
-            # Without a function llama.cpp takes the family's own.
-            none = (wanted, 0) if key == "expert_gating_func" else (wanted,)
-            if any(type(each) is not type(wanted) or each not in none for each in values):
-                raise ConfigError(f"{key} is {_short(value)}, and only {wanted} is supported in this family")
+            expected = family.fixed[key]
+            # 0 selects the family's own function in llama.cpp.
+            allowed = (expected, 0) if key == "expert_gating_func" else (expected,)
+            if any(type(each) is not type(expected) or each not in allowed for each in values):
+                raise ConfigError(f"{key} is {_short(value)}, and only {expected} is supported in this family")
         elif key in KNOWN and not all(HARMLESS.get(key, _is_off)(each, keys, config) for each in values):
             raise ConfigError(f"{key} is {_short(value)}, which is not supported in this family")
 
 
 def unknown_keys(keys: Keys) -> list[str]:
-    """The keys that are ignored because no one knows them."""
+    """Keys that are ignored because llama.cpp does not know them."""
     return sorted(key for key in keys.unread if key not in KNOWN)
 
 

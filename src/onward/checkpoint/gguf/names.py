@@ -1,4 +1,4 @@
-"""What GGUF calls the weights that have these names in the Hugging Face family."""
+"""The GGUF names of weights, by their names in the Hugging Face layout."""
 
 import re
 from collections.abc import Callable
@@ -7,17 +7,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from onward.checkpoint.gguf.family import FusedTensor, GgufFamily, keys_and_values, of_fused_experts
+from onward.checkpoint.gguf.family import FusedTensor, GgufFamily, keys_and_values, with_fused_experts_order
 
 
 def _each(stock: str, gguf: str, *parts: str) -> dict[str, str]:
-    """A line for each part, in place of the {} of both names."""
     return {stock.format(part): gguf.format(part) for part in parts}
 
 
 _QKV, _FFN = ("q", "k", "v"), ("gate", "up", "down")
-# A weight's stock name without "model." (or "backbone.") and ".weight" -> that of GGUF; `model.layers.3.` is `blk.3.`.
-# The matrices of all experts are one tensor. A line whose stock name has its end, or none, says all of GGUF's.
+# A weight's stock name without "model." (or "backbone.") and ".weight" -> GGUF's; `model.layers.3.` becomes `blk.3.`.
+# All experts share one tensor. An entry with a suffix in the stock name, or none, has the full GGUF name.
 WHOLE = {"embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output"}
 LAYER = {
     "input_layernorm": "attn_norm",
@@ -53,7 +52,7 @@ QWEN35 = {
     **_each("mlp.shared_expert.{}_proj", "ffn_{}_shexp", *_FFN),
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
 }
-# Of Qwen3-Next, whose older files have fewer tensors.
+# Qwen3-Next, whose older files have fewer tensors.
 QWEN3NEXT = {**QWEN35, "linear_attn.in_proj_a": "ssm_ba", "linear_attn.in_proj_b": "ssm_ba"}
 FUSED_QWEN3NEXT = {**QWEN3NEXT, "linear_attn.in_proj_qkv": "ssm_in", "linear_attn.in_proj_z": "ssm_in"}
 LATENT = {
@@ -81,15 +80,13 @@ GRANITE_EXPERTS = {
     **_each("block_sparse_moe.experts.{}_proj", "ffn_{}_exps", *_FFN),
 }
 _MAMBA = {
-    "in_proj": "ssm_in",
-    "conv1d": "ssm_conv1d",
-    "A_log": "ssm_a",
     "D": "ssm_d",
     "dt_bias": "ssm_dt.bias",
-    "norm": "ssm_norm",
-    "out_proj": "ssm_out",
+    "A_log": "ssm_a",
+    **_each("{}", "ssm_{}", "conv1d", "norm"),
+    **_each("{}_proj", "ssm_{}", "in", "out"),
 }
-# Granite's block of all tokens, beside experts.
+# Granite's shared expert.
 SHARED_GRANITE: dict[str, str | FusedTensor] = {
     **GRANITE_EXPERTS,
     "shared_mlp.input_linear": FusedTensor(("ffn_gate_shexp", "ffn_up_shexp")),
@@ -103,10 +100,10 @@ GRANITE_HYBRID: dict[str, str | FusedTensor] = {
 FALCON_H1 = {
     **{f"mamba.{part}": tensor for part, tensor in _MAMBA.items()},
     "final_layernorm": "output_norm",
-    "pre_ff_layernorm.weight": "ffn_norm",  # that is all of the tensor's name
+    "pre_ff_layernorm.weight": "ffn_norm",  # the full GGUF name
     **_each("feed_forward.{}_proj", "ffn_{}", *_FFN),
 }
-_OF_A_BLOCK = {
+_NEMOTRON_BLOCK = {
     **_MAMBA,
     **_each("{}_proj", "attn_{}", *_QKV),
     "o_proj": "attn_output",
@@ -119,7 +116,7 @@ _OF_A_BLOCK = {
     "fc2_latent_proj": "ffn_latent_up",
 }
 NEMOTRON_H = {
-    **{f"mixer.{part}": tensor for part, tensor in _OF_A_BLOCK.items()},
+    **{f"mixer.{part}": tensor for part, tensor in _NEMOTRON_BLOCK.items()},
     "embeddings": "token_embd",
     "norm_f": "output_norm",
     "norm": "attn_norm",
@@ -137,8 +134,7 @@ GEMMA4 = {
     "post_per_layer_input_norm": "post_norm",
     "layer_scalar": "layer_output_scale.weight",
     "post_feedforward_layernorm_1": "post_ffw_norm_1",
-    "pre_feedforward_layernorm_2": "pre_ffw_norm_2",
-    "post_feedforward_layernorm_2": "post_ffw_norm_2",
+    **_each("{}_feedforward_layernorm_2", "{}_ffw_norm_2", "pre", "post"),
     "router.proj": "ffn_gate_inp",
     "router.scale": "ffn_gate_inp.scale",
     "router.per_expert_scale": "ffn_down_exps.scale",
@@ -149,15 +145,14 @@ _EXPERT = re.compile(r"((?:.+\.)?experts)\.(\d+)\.(.+)")
 
 
 def with_fused_experts(family: GgufFamily) -> GgufFamily:
-    """A family whose files have the gate and the other half of each expert in one matrix."""
+    """The family for files that store each expert's gate and up projection in one matrix."""
     halves = ("ffn_gate_exps", "ffn_up_exps")
     fused = {part: "ffn_gate_up_exps" for part, line in {**LAYER, **family.names}.items() if line in halves}
-    return family._replace(names={**family.names, **fused}, order=of_fused_experts(family.order))
+    return family._replace(names={**family.names, **fused}, order=with_fused_experts_order(family.order))
 
 
 class GgufName(NamedTuple):
-    """The tensor of a weight, or the several that it is cut into; which of the matrices that a tensor stacks is meant,
-    None: all of it; and `FusedTensor.by`."""
+    """The tensors of a weight, its expert if they stack several, and `FusedTensor.by`."""
 
     tensors: tuple[str, ...]
     expert: int | None = None
@@ -165,7 +160,7 @@ class GgufName(NamedTuple):
 
 
 def gguf_name(name: str, family: GgufFamily) -> GgufName:
-    """Where the weight of a stock name lies; under the stock name itself where the table has none."""
+    """Locate the weight of a stock name; without a table entry, it has its stock name."""
     stem, _, kind = name.rpartition(".")
     if kind not in ("weight", "bias"):
         stem, kind = name, ""

@@ -1,5 +1,5 @@
-"""How byte-level tokenizers cut a text before they merge: the regular expressions behind `tokenizer.ggml.pre`, from the
-models' own tokenizer.json files or, where these are not known, llama.cpp's, which cut alike."""
+"""How byte-level tokenizers split text before merging: the regular expressions for `tokenizer.ggml.pre`, taken from the
+models' tokenizer.json files or, where those are unknown, from llama.cpp's equivalents."""
 
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ _REST_SLASH = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
 def _cased(end: str = "") -> str:
-    """Words cut where camelCase begins one, each with `end`."""
+    """Words, split before capitals in camelCase, each followed by `end`."""
     upper, lower = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
     start = r"[^\r\n\p{L}\p{N}]?"
     return f"{start}{upper}*{lower}+{end}|{start}{upper}+{lower}*{end}"
@@ -32,10 +32,10 @@ _DEEPSEEK3 = (
 )
 _FOUR_CASES = r"[^\r\n\p{L}\p{N}]?(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+"
 _EXAONE_MOE = rf"{_CONTRACTIONS}|{_FOUR_CASES}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+"
-# Digits in threes from the right, as thousands are.
+# Digits in groups of three from the right, like thousands.
 _THOUSANDS = r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))"
 _CJK = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
-# Letters that have cases, of the blocks that DeepSeek's first tokenizer knows.
+# Cased letters in the blocks that DeepSeek's first tokenizer knows.
 _CASED_LETTERS = (
     "A-Za-z\u00b5\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u01ba\u01bc-\u01bf\u01c4-\u0293\u0295-\u02af\u0370-\u0373\u0376\u0377"
     "\u037b-\u037d\u037f\u0386\u0388-\u038a\u038c\u038e-\u03a1\u03a3-\u03f5\u03f7-\u0481\u048a-\u052f\u0531-\u0556\u10a0-\u10c5"
@@ -56,7 +56,7 @@ _DEEPSEEK_LLM = (
     r"\p{N}+",
 )
 _DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK, r"\p{N}")
-# Kimi K2's, which are those of tiktoken: runs of Han are words of their own.
+# Kimi K2's, from tiktoken: runs of Han are words of their own.
 _NOT_HAN = r"&&[^\p{Han}]"
 _KIMI_WORDS = _cased(f"{_CONTRACTIONS}?").replace(r"\p{M}]", rf"\p{{M}}{_NOT_HAN}]")
 _KIMI = rf"\p{{Han}}+|{_KIMI_WORDS}|\p{{N}}{{1,3}}|{_REST}"
@@ -77,9 +77,8 @@ _SPARK = (*_DEEPSEEK3[:2], _DEEPSEEK3[2].replace(r"+[\r\n]*|\s*[\r\n]+", r"+|[\r
 
 
 class PreTokenizer(NamedTuple):
-    """expressions: applied one after the other; each cuts what the ones before left whole. whole_words: a piece that is
-    a token is not merged from parts. nfc: texts are normalized first. add_bos: whether a text begins with the BOS where
-    the file does not say."""
+    """expressions: applied in sequence, each to the pieces of the previous one. whole_words: a piece that is a token is
+    not merged from parts. nfc: text is normalized first. add_bos: whether text starts with the BOS by default."""
 
     expressions: tuple[str, ...]
     whole_words: bool = False
@@ -87,19 +86,7 @@ class PreTokenizer(NamedTuple):
     add_bos: bool = False
 
 
-_LLAMA3_SPLITTING = PreTokenizer((_LLAMA3,), whole_words=True, add_bos=True)
-_QWEN2_SPLITTING = PreTokenizer((_QWEN2,), nfc=True)
-_QWEN2_AS_IS = PreTokenizer((_QWEN2,))
-_GPT2_SPLITTING = PreTokenizer((_GPT2,))
-_DIGITS_SPLITTING = PreTokenizer((r"\p{N}", _GPT2))
-_GPT4O_SPLITTING = PreTokenizer((_GPT4O,))
-_DEEPSEEK3_SPLITTING = PreTokenizer(_DEEPSEEK3)
-_TINY_AYA_SPLITTING = PreTokenizer((r"\d{1,3}(?=(?:\d{3})*\b)", _GPT4O))
-_GLM4_SPLITTING = PreTokenizer((_LLAMA3,), whole_words=True)
-_BLOOM_SPLITTING = PreTokenizer((_BLOOM,))
-_BAILING_SPLITTING = PreTokenizer((_BAILING,))
-
-# The names of one rule lie together; of names with the same rule the first is written.
+# Names with the same rule are adjacent; the first one is written.
 SPLITTINGS = {
     "default": PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
     **dict.fromkeys(
@@ -108,35 +95,35 @@ SPLITTINGS = {
             *("a.x-4.0", "mellum", "modern-bert", "roberta-bpe", "jina-es", "jina-de", "jina-v2-es", "jina-v2-de"),
             *("jina-v1-en", "jina-v2-code"),
         ),
-        _GPT2_SPLITTING,
+        PreTokenizer((_GPT2,)),
     ),
     **dict.fromkeys(
         (*("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "lfm2", "midm-2.0"), "jina-v5-nano"),
-        _LLAMA3_SPLITTING,
+        PreTokenizer((_LLAMA3,), whole_words=True, add_bos=True),
     ),
     **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe"), PreTokenizer((_LLAMA3,))),
-    **dict.fromkeys(("glm4", "glm5"), _GLM4_SPLITTING),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "f2llmv2"), _QWEN2_SPLITTING),
-    **dict.fromkeys(("stablelm2", "megrez", "kormo", "hunyuan", "solar-open", "grok-2"), _QWEN2_AS_IS),
+    **dict.fromkeys(("glm4", "glm5"), PreTokenizer((_LLAMA3,), whole_words=True)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "f2llmv2"), PreTokenizer((_QWEN2,), nfc=True)),
+    **dict.fromkeys(("stablelm2", "megrez", "kormo", "hunyuan", "solar-open", "grok-2"), PreTokenizer((_QWEN2,))),
     "qwen35": PreTokenizer((_QWEN35,), nfc=True),
     **dict.fromkeys(
         (*("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b", "mellum2"),),
-        _DIGITS_SPLITTING,
+        PreTokenizer((r"\p{N}", _GPT2)),
     ),
     "tekken": PreTokenizer((_TEKKEN,), whole_words=True, add_bos=True),
-    **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "talkie", "minimax-m2"), _GPT4O_SPLITTING),
+    **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "talkie", "minimax-m2"), PreTokenizer((_GPT4O,))),
     "granite-embed-multi-97m": PreTokenizer((_GPT4O,), whole_words=True),
-    **dict.fromkeys(("deepseek-v3", "hunyuan-dense", "joyai-llm", "hy_v4"), _DEEPSEEK3_SPLITTING),
+    **dict.fromkeys(("deepseek-v3", "hunyuan-dense", "joyai-llm", "hy_v4"), PreTokenizer(_DEEPSEEK3)),
     "deepseek-llm": PreTokenizer(_DEEPSEEK_LLM),
     "deepseek-coder": PreTokenizer(_DEEPSEEK_CODER),
     "kimi-k2": PreTokenizer((_KIMI,)),
     "seed-coder": PreTokenizer((_SEED,)),
     "falcon": PreTokenizer((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, r"[0-9][0-9][0-9]")),
     "superbpe": PreTokenizer((r"\p{N}+", r"(?=(\d{3})+(?!\d))")),
-    **dict.fromkeys(("poro-chat", "bloom", "gpt3-finnish"), _BLOOM_SPLITTING),
+    **dict.fromkeys(("poro-chat", "bloom", "gpt3-finnish"), PreTokenizer((_BLOOM,))),
     "viking": PreTokenizer((_BLOOM, r"\p{N}")),
-    **dict.fromkeys(("bailingmoe", "bailingmoe2", "llada-moe"), _BAILING_SPLITTING),
-    **dict.fromkeys(("tiny_aya", "cohere2moe"), _TINY_AYA_SPLITTING),
+    **dict.fromkeys(("bailingmoe", "bailingmoe2", "llada-moe"), PreTokenizer((_BAILING,))),
+    **dict.fromkeys(("tiny_aya", "cohere2moe"), PreTokenizer((r"\d{1,3}(?=(?:\d{3})*\b)", _GPT4O))),
     "chameleon": PreTokenizer(
         (*("<sentinel:[0-9]+>", "IMGIMG[A-I]{1,4}Z", r"[\t\n]|    |  ", r"\p{N}", r"[\p{P}!-/:-@\[-`{-~]", _GPT2),),
         add_bos=True,
@@ -150,5 +137,5 @@ SPLITTINGS = {
     "ufakzeka": PreTokenizer((rf"{_WORDS}|\p{{N}}|{_REST}",)),
     "spark2_5": PreTokenizer(_SPARK),
 }
-# BPE of pieces, in which spaces are marks and texts are not cut: named as a rule of byte-level BPE by some files.
+# BPE that marks spaces and does not split text; some files name these as rules of byte-level BPE.
 PIECES = ("gemma4", "granite-embed-multi-311m", "sarvam-moe")

@@ -1,4 +1,4 @@
-"""The keys "{architecture}.rope.…" and the tensors of divisors -> the `rope_parameters` of config.json."""
+"""The keys "{architecture}.rope.…" and the tensors of divisors -> `rope_parameters` in config.json."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -14,21 +14,21 @@ from onward.errors import ConfigError
 from onward.models.fields import positive_number
 from onward.models.rope import Llama3, Unscaled, yarn_magnitude
 
-# The three numbers of every published model whose file has `rope_freqs` (Llama 3.1 to 3.3): the file does not say them.
+# These are the same in every published model with `rope_freqs` (Llama 3.1 to 3.3); the file does not contain them.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-# A divisor with which a pair turns by no angle that a float32 tells from none.
-_NEVER = 1e20
-# A list of divisors takes no memory that a file makes up.
-_WIDEST_HEAD = 2**16
-# llama.cpp's where a file does not say it.
+# A divisor with which float32 angles are effectively 0.
+_UNROTATED = 1e20
+# Bounds the memory for divisors: a file may claim any head width.
+_MAX_HEAD_DIM = 2**16
+# llama.cpp's default.
 BASE = 10000.0
 
 
 def rope_parameters(
     keys: Keys, tensors: Mapping[str, GgufTensor], head_dim: int | None, where: object
 ) -> dict[str, Any]:
-    """As llama.cpp reads them: a factor without a type is linear, `rope.scale_linear` is its older spelling, and
-    `rope.scaling.attn_factor` multiplies rotated queries and keys in every type."""
+    """Read the parameters like llama.cpp: a factor without a type is linear, `rope.scale_linear` is its old name, and
+    `rope.scaling.attn_factor` scales rotated queries and keys for every type."""
 
     def number(key: str) -> Any:
         return same_everywhere(keys.get(f"rope.{key}"), f"{where}: {keys.prefix}rope.{key}")
@@ -37,12 +37,12 @@ def rope_parameters(
     base, kind = number("freq_base"), number("scaling.type")
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": BASE if base is None else base}
     rope |= _share(number("dimension_count"), head_dim, f"{where}: {keys.prefix}rope.dimension_count")
-    original = number("scaling.original_context_length") or None  # 0 is the context, as in llama.cpp
+    original = number("scaling.original_context_length") or None  # 0 means the context length, as in llama.cpp
     factors = [number(key) for key in ("scaling.factor", "scale_linear")]
     factor = next((value for value in factors if value is not None), 1)
     factor = 1 if factor == 0 or kind == "none" else factor
     magnitude, mixed = number("scaling.attn_factor"), number("scaling.yarn_ext_factor")
-    # Below 0 is the default: 1 in YaRN, and 0 elsewhere.
+    # Negative means the default: 1 for YaRN, and 0 otherwise.
     if isinstance(mixed, int | float) and mixed >= 0 and mixed != (kind == "yarn"):
         raise ConfigError(
             f"{where}: {keys.prefix}rope.scaling.yarn_ext_factor is {mixed}, and only {int(kind == 'yarn')} is "
@@ -52,47 +52,50 @@ def rope_parameters(
         rope |= {"rope_type": kind, "factor": factor, "original_max_position_embeddings": original}
         rope |= _yarn(number, factor)
     elif kind not in (None, "none", "linear", "longrope") or (kind == "longrope" and not _has_factors(tensors)):
-        rope |= {"rope_type": kind, "factor": factor}  # refused where config.json is read
+        rope |= {"rope_type": kind, "factor": factor}  # refused when config.json is read
     if _has_factors(tensors):
         return rope | _longrope(tensors, factor, original, magnitude, keys.get("context_length"))
     if "rope_freqs.weight" in tensors:
         if kind not in (None, "none", "linear") or magnitude not in (None, 1):
-            raise ConfigError(f"{where}: rope_freqs beside {keys.prefix}rope.scaling is not supported")
+            raise ConfigError(f"{where}: rope_freqs with {keys.prefix}rope.scaling is not supported")
         divisors = _numbers(tensors["rope_freqs.weight"])
         divisors = divisors if factor == 1 else divisors * factor
-        return rope | _of_divisors(divisors, rope, head_dim, where)
+        base = positive_number(rope, "rope_theta", BASE)
+        return rope | (
+            _proportional(divisors) or _llama3(divisors, base, head_dim) or _listed(divisors, head_dim, where)
+        )
     if kind in (None, "linear") and factor != 1:
         rope |= {"rope_type": "linear", "factor": factor, "original_max_position_embeddings": original}
     if kind in (None, "none", "linear") and magnitude not in (None, 1):
-        if head_dim is not None and head_dim > _WIDEST_HEAD:
-            raise ConfigError(f"{where}: heads of {head_dim} numbers are wider than {_WIDEST_HEAD}")
-        rope |= _magnified(rope, factor, magnitude, head_dim)
+        if head_dim is not None and head_dim > _MAX_HEAD_DIM:
+            raise ConfigError(f"{where}: head_dim {head_dim} exceeds {_MAX_HEAD_DIM}")
+        pairs = int((head_dim or 0) * rope.get("partial_rotary_factor", 1.0)) // 2
+        rope |= _uniform_longrope([factor] * pairs, magnitude)
     return rope
 
 
 def _share(rotated: Any, head_dim: int | None, what: str) -> dict[str, float]:
-    """How much of a head turns: all of it where the file does not say."""
+    """The rotated share of a head, by default all of it."""
     if rotated is not None and type(rotated) is not int:
-        raise ConfigError(f"{what} must be a whole number; got {rotated!r}")
+        raise ConfigError(f"{what} must be an integer; got {rotated!r}")
     if not head_dim or (rotated is not None and rotated < 0):
         return {}
-    share = 1.0 if rotated is None else rotated / head_dim
-    return {"partial_rotary_factor": _at_least(share, head_dim, head_dim if rotated is None else rotated)}
+    rotated = head_dim if rotated is None else rotated
+    return {"partial_rotary_factor": _at_least(rotated / head_dim, head_dim, rotated)}
 
 
 def _at_least(share: float, whole: int, part: int) -> float:
-    """A share of which the whole makes the part, and not one fewer by rounding."""
+    """The share, rounded up if necessary so that share * whole is at least the part."""
     return math.nextafter(share, math.inf) if share * whole < part else share
 
 
 def _yarn(number: Callable[[str], Any], factor: Any) -> dict[str, Any]:
-    """What a file says of YaRN beside its factor: the attention_factor of the model's config.json, where it had one; or
-    a number by which llama.cpp multiplies the one that the factor means."""
-    named = {name: number(f"scaling.{key}") for name, key in YARN.items()}
+    """YaRN's other fields. The file has the attention_factor, or a multiple of the one that the factor implies."""
+    fields = {name: number(f"scaling.{key}") for name, key in YARN.items()}
     times = number("scaling.attn_factor")
-    if named["attention_factor"] is None and isinstance(times, int | float) and isinstance(factor, int | float):
-        named["attention_factor"] = times * yarn_magnitude(factor) if factor > 0 else times
-    return {name: value for name, value in named.items() if value is not None}
+    if fields["attention_factor"] is None and isinstance(times, int | float) and isinstance(factor, int | float):
+        fields["attention_factor"] = times * yarn_magnitude(factor) if factor > 0 else times
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def _has_factors(tensors: Mapping[str, GgufTensor]) -> bool:
@@ -103,13 +106,13 @@ def _check_divisors(tensors: Mapping[str, GgufTensor], where: object) -> None:
     names = [f"rope_factors_{length}.weight" for length in LENGTHS]
     present = [name for name in (*names, "rope_freqs.weight") if name in tensors]
     if present not in ([], names, ["rope_freqs.weight"]):
-        raise ConfigError(f"{where}: has {' and '.join(present)}; RoPE has {' and '.join(names)}, or rope_freqs.weight")
+        raise ConfigError(f"{where}: has {' and '.join(present)}; need {' and '.join(names)}, or rope_freqs.weight")
 
 
 def _longrope(
     tensors: Mapping[str, GgufTensor], factor: Any, original: Any, magnitude: Any, context: Any
 ) -> dict[str, Any]:
-    """LongRoPE's two lists. A factor divides every frequency once more."""
+    """LongRoPE's two lists. A factor further divides every frequency."""
     scale = factor if isinstance(factor, int | float) else 1
     lists = {f"{length}_factor": _numbers(tensors[f"rope_factors_{length}.weight"]) * scale for length in LENGTHS}
     rope: dict[str, Any] = {name: values.tolist() for name, values in lists.items()}
@@ -117,16 +120,14 @@ def _longrope(
     usual = 1.0
     if isinstance(original, int) and isinstance(context, int) and context > original > 1:
         usual = math.sqrt(1 + math.log(context / original) / math.log(original))
-    # The file has it in float32, and config.json means it where it says nothing.
+    # The file has a float32, and config.json implies the usual value.
     is_usual = isinstance(magnitude, int | float) and math.isclose(magnitude, usual, rel_tol=2**-20)
     return rope if magnitude is None or is_usual else rope | {"attention_factor": magnitude}
 
 
-def _magnified(rope: Mapping[str, Any], factor: Any, magnitude: Any, head_dim: int | None) -> dict[str, Any]:
-    """Linear RoPE whose queries and keys are multiplied. Of config.json's types LongRoPE alone says that: with one
-    divisor for all pairs."""
-    pairs = int((head_dim or 0) * rope.get("partial_rotary_factor", 1.0)) // 2
-    lists = {f"{length}_factor": [factor] * pairs for length in LENGTHS}
+def _uniform_longrope(divisors: list[Any], magnitude: Any) -> dict[str, Any]:
+    """A LongRoPE with the same divisors for every length: config.json can express them in no other way."""
+    lists = {f"{length}_factor": divisors for length in LENGTHS}
     return {"rope_type": "longrope", "factor": 1.0, "attention_factor": magnitude, **lists}
 
 
@@ -134,40 +135,31 @@ def _numbers(stored: GgufTensor) -> Tensor:
     return dequantized(stored.type, stored.rows).flatten()
 
 
-def _of_divisors(divisors: Tensor, rope: Mapping[str, Any], head_dim: int | None, where: object) -> dict[str, Any]:
-    base = positive_number(rope, "rope_theta", BASE)
-    return _proportional(divisors) or _llama3(divisors, base, head_dim) or _listed(divisors, head_dim, where)
-
-
 def _proportional(divisors: Tensor) -> dict[str, Any]:
-    """Where the first pairs turn as they do without divisors, and the others have such that they do not (Gemma 4)."""
-    turning = int((divisors == 1).sum())
-    if not turning or not bool((divisors[:turning] == 1).all() and (divisors[turning:] >= _NEVER).all()):
+    """Gemma 4: the first pairs rotate without divisors, and the others effectively do not rotate."""
+    rotated = int((divisors == 1).sum())
+    if not rotated or not bool((divisors[:rotated] == 1).all() and (divisors[rotated:] >= _UNROTATED).all()):
         return {}
-    share = _at_least(turning / len(divisors), len(divisors), turning)
+    share = _at_least(rotated / len(divisors), len(divisors), rotated)
     return {"rope_type": "proportional", "partial_rotary_factor": share}
 
 
 def _llama3(divisors: Tensor, base: float, head_dim: int | None) -> dict[str, Any]:
-    """Llama 3.1's scaling, where these divisors make its frequencies; they were rounded to float32 by the converter."""
+    """Llama 3.1's scaling, if it produces these divisors, which the converter rounded to float32."""
     factor = round(float(divisors.max()), 3)
     original = int(_LLAMA3["original_max_position_embeddings"])
     if 2 * len(divisors) == head_dim and factor >= 1:
         at = torch.zeros(1, 1, 1)  # any position
         plain = Unscaled().inverse_frequencies(head_dim, base, at, context=0)
         scaled = Llama3(factor, 1.0, 4.0, original).inverse_frequencies(head_dim, base, at, context=0)
-        # Both sides are a few float32 operations: they agree to some units in the last of 24 bits.
+        # Both sides are a few float32 operations, and agree to a few of 24 bits.
         if torch.allclose(plain / divisors, scaled, rtol=2**-18, atol=0.0):
             return {"rope_type": "llama3", "factor": factor, **_LLAMA3}
     return {}
 
 
 def _listed(divisors: Tensor, head_dim: int | None, where: object) -> dict[str, Any]:
-    """Any others, as LongRoPE's, which has the same at every length."""
     if 2 * len(divisors) != head_dim or not bool(((divisors > 0) & divisors.isfinite()).all()):
-        raise ConfigError(
-            f"{where}: rope_freqs.weight must be {(head_dim or 0) // 2} positive numbers, one for each pair; got "
-            f"{len(divisors)}"
-        )
-    lists = {f"{length}_factor": divisors.tolist() for length in LENGTHS}
-    return {"rope_type": "longrope", "factor": 1.0, "attention_factor": 1.0, **lists}
+        pairs = (head_dim or 0) // 2
+        raise ConfigError(f"{where}: rope_freqs.weight must be {pairs} positive numbers; got {len(divisors)}")
+    return _uniform_longrope(divisors.tolist(), 1.0)

@@ -1,8 +1,8 @@
-"""The tokenizer inside a GGUF file's metadata, rebuilt for the `tokenizers` library.
+"""The tokenizer in a GGUF file's metadata, rebuilt for the `tokenizers` library.
 
-Three kinds: "gpt2" (byte-level BPE; `tokenizer.ggml.pre` names the pre-tokenizer), "llama" (sentencepiece's BPE with
-byte fallback; its merges follow from the scores), and "gemma4" (the same, with merges). Which tokens end a text follows
-llama.cpp's rules: names of tokens count, whatever `eos_token_id` and their types say.
+There are three kinds: "gpt2" (byte-level BPE; `tokenizer.ggml.pre` names the pre-tokenizer), "llama" (sentencepiece BPE
+with byte fallback; merges follow from the scores), and "gemma4" (the same, with merges). As in llama.cpp, end-of-text
+tokens are recognized by their text, whatever `eos_token_id` and token types say.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -23,15 +23,15 @@ _ENDS = """
 _<EOT> [EOT] [EOS] <|end_of_text|> <end_of_utterance> <eos> <turn|> <|tool_response> <\uff5cend▁of▁sentence\uff5c> [e~[
 """
 ENDS = frozenset(_ENDS.split())
-# In Gemma 4 it ends text that is struck through.
-STRUCK = "</s>"
-# Of filling in the middle: the key before "_token_id" -> what the token is called where no key names it.
+# In Gemma 4 it ends struck-through text.
+STRIKETHROUGH = "</s>"
+# Fill-in-the-middle ends: the key before "_token_id" -> the token's text if no key names it.
 FIM_ENDS = {
     "fim_pad": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
     "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
     "fim_sep": ("<|file_sep|>",),
 }
-# Marks of filling in the middle, which end nothing.
+# Fill-in-the-middle marks that do not end text.
 _FIM_MARKS = """
 <|fim_prefix|> <fim-prefix> <fim_prefix> <\uff5cfim▁begin\uff5c> <PRE> ▁<PRE> <|code_prefix|> <|prefix|>
 <|fim_suffix|> <fim-suffix> <fim_suffix> <\uff5cfim▁hole\uff5c> <SUF> ▁<SUF> <|code_suffix|> <|suffix|>
@@ -41,59 +41,54 @@ FIM_MARKS = frozenset(_FIM_MARKS.split())
 
 
 def known_ends(tokens: Sequence[str], named: Mapping[str, int] | None = None) -> list[int]:
-    """The ids that end a text by what they are called. named: ids that keys name, by the key before "_token_id"."""
-    named = named or {}
     present = ENDS.intersection(tokens)
-    ids = set(ids_of(tokens, present - no_ends(present)))
-    for key, called in FIM_ENDS.items():
-        token = named.get(key, next(iter(ids_of(tokens, called)), None))
+    ids = set(ids_of(tokens, present - non_ends(present)))
+    for key, texts in FIM_ENDS.items():
+        token = (named or {}).get(key, next(iter(ids_of(tokens, texts)), None))
         ids |= set() if token is None else {token}
     return sorted(ids)
 
 
 def ids_of(tokens: Sequence[str], texts: Collection[str]) -> list[int]:
-    """The ids of the tokens with these texts. Few vocabularies have any: one look at all tells."""
+    """The ids of the tokens with these texts. Few vocabularies have any, so all are checked at once first."""
     present = set(texts).intersection(tokens)
     return [id for id, text in enumerate(tokens) if text in present] if present else []
 
 
-def no_ends(present: Collection[str]) -> set[str]:
-    """Those that mean something else beside others."""
-    none = set()
-    # Harmony (gpt-oss) and Solar end messages with <|end|>, and turns in other ways.
-    calls = "<|call|>" in present or "<|calls|>" in present
-    if calls and ("<|return|>" in present or "<|flush|>" in present):
-        none.add("<|end|>")
+def non_ends(present: Collection[str]) -> set[str]:
+    """Tokens that do not end text if certain others are present."""
+    texts = set()
+    # Harmony (gpt-oss) and Solar end messages with <|end|>, but turns with other tokens.
+    if {"<|call|>", "<|calls|>"}.intersection(present) and {"<|return|>", "<|flush|>"}.intersection(present):
+        texts.add("<|end|>")
     if "<|tool_response>" in present:
-        none.add(STRUCK)
-    return none
+        texts.add(STRIKETHROUGH)
+    return texts
 
 
 _PREFIX = "tokenizer.ggml."
 NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = range(1, 7)
-# Characters. The longest pieces in use are runs of some 128 spaces.
-_LONGEST_PIECE = 512
+# In characters. The longest pieces in use are runs of some 128 spaces.
+_MAX_PIECE_LENGTH = 512
 SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
-# Ids that end a text and have a key of their own.
+# Ids that end text and have a key.
 NAMED_ENDS = "eos", "eot", "eom"
-# Tokens of Phi-3 behind which whitespace stays.
+# Phi-3 tokens after which whitespace is kept.
 _PHI3_KEEPS_SPACES = ("<unk>", "<s>", "<|endoftext|>")
-# The tokens of single bytes among pieces.
-_FALLBACK = tuple(f"<0x{byte:02X}>" for byte in range(256))
-# Of the kind "llama", where the file names none.
-_USUAL = {"unk": 0, "bos": 1, "eos": 2}
+# Tokens for single bytes.
+_BYTE_TOKENS = tuple(f"<0x{byte:02X}>" for byte in range(256))
+# Default ids for the kind "llama".
+_LLAMA_IDS = {"unk": 0, "bos": 1, "eos": 2}
 
 
 class Vocabulary:
-    """`tokenizer.ggml.*` of a file, checked. `where` names the file in errors."""
+    """The validated `tokenizer.ggml.*` of a file. `where` is the file, for errors."""
 
     def __init__(self, metadata: Mapping[str, Any], where: Path) -> None:
         self._metadata, self._where = metadata, where
         self.kind = self._get("model", str)
         if self.kind not in _KINDS:
-            raise TokenizerError(
-                f"{where}: a tokenizer of kind {self.kind!r} is not supported; {', '.join(_KINDS)} are"
-            )
+            raise TokenizerError(f"{where}: tokenizer kind {self.kind!r} is not supported; {', '.join(_KINDS)} are")
         self.tokens: list[str] = self._get("tokens", list)
         if not self.tokens:
             raise TokenizerError(f"{where}: the tokenizer has no tokens")
@@ -106,40 +101,40 @@ class Vocabulary:
     def _special_id(self, name: str) -> int | None:
         key = f"{SPECIAL.get(name, name)}_token_id"
         token: int | None = self._get(key, int, optional=True)
-        usual = _USUAL.get(name, len(self.tokens)) if self.kind == "llama" else len(self.tokens)
+        default = _LLAMA_IDS.get(name, len(self.tokens)) if self.kind == "llama" else len(self.tokens)
         if token is not None and token >= len(self.tokens):
             warn(f"{self._where}: {_PREFIX}{key} is {token}, and there are {len(self.tokens)} tokens: it is ignored")
         if token is not None and 0 <= token < len(self.tokens):
             return token
-        return usual if usual < len(self.tokens) else None
+        return default if default < len(self.tokens) else None
 
     def _types(self, known: list[int]) -> list[int]:
-        """The file's, but that a token which ends texts by what it is called is a control token, whatever they say."""
+        """The file's token types, except that tokens whose text ends a text are control tokens."""
         stored = self._get_array("token_type", len(self.tokens))
         types = [NORMAL] * len(self.tokens) if stored is None else list(map(_whole, stored))
         if set(map(type, types)) != {int}:
-            raise TokenizerError(f"{self._where}: {_PREFIX}token_type must be whole numbers")
+            raise TokenizerError(f"{self._where}: {_PREFIX}token_type must be integers")
         for id in known:
             types[id] = CONTROL
-        for id in ids_of(self.tokens, no_ends(self.tokens)):
-            types[id] = NORMAL if self.tokens[id] == STRUCK and types[id] == CONTROL else types[id]
+        for id in ids_of(self.tokens, non_ends(self.tokens)):
+            types[id] = NORMAL if self.tokens[id] == STRIKETHROUGH and types[id] == CONTROL else types[id]
         for id in ids_of(self.tokens, FIM_MARKS):
             types[id] = USER if types[id] == USER else CONTROL
         return types
 
     @property
     def config(self) -> dict[str, Any]:
-        """tokenizer_config.json's fields."""
         texts = {f"{name}_token": self._special[name] for name in SPECIAL}
         named = {name: id for name, id in texts.items() if id is not None and id not in self._no_text}
         config: dict[str, Any] = {name: self.tokens[id] for name, id in named.items()}
         add_bos = self._get("add_bos_token", bool, optional=True)
-        # Converters wrote false into files of Gemma 4.
-        config["add_bos_token"] = self._adds_bos() if add_bos is None or self._splitting() == "gemma4" else add_bos
-        config["add_eos_token"] = self._get("add_eos_token", bool, optional=True) is True
-        if config["add_bos_token"] and "bos_token" not in config:
-            config["add_bos_token"] = False
-        return config
+        splitting = self._splitting()
+        # Converters wrote false for Gemma 4.
+        if add_bos is None or splitting == "gemma4":
+            rule = SPLITTINGS.get(splitting or "")
+            add_bos = splitting in (None, "gemma4") or (rule is not None and rule.add_bos)
+        add_eos = self._get("add_eos_token", bool, optional=True) is True
+        return config | {"add_bos_token": add_bos and "bos_token" in config, "add_eos_token": add_eos}
 
     def tokenizer(self) -> JsonTokenizer:
         with _named_errors(self._where), without_collections():
@@ -147,26 +142,20 @@ class Vocabulary:
             self._mark_added(inner)
         return JsonTokenizer(inner, self.config, self._where, self._spelling)
 
-    def _adds_bos(self) -> bool:
-        splitting = self._splitting()
-        return splitting == "gemma4" or splitting is None or (splitting in SPLITTINGS and SPLITTINGS[splitting].add_bos)
-
     def _splitting(self) -> str | None:
-        """The rule by which texts are cut; None for pieces whose merges follow from scores."""
+        """The pre-tokenization rule; None if merges follow from scores."""
         if self.kind != "gpt2":
             return "gemma4" if self.kind == "gemma4" else None
         name: str = self._get("pre", str, optional=True) or "default"
         if name not in SPLITTINGS and name not in PIECES:
-            raise TokenizerError(
-                f"{self._where}: the tokenizer cuts texts by the rule {name!r}, which is not known; known are "
-                f"{', '.join((*SPLITTINGS, *PIECES))}"
-            )
+            known = ", ".join((*SPLITTINGS, *PIECES))
+            raise TokenizerError(f"{self._where}: the pre-tokenizer {name!r} is not known; known are {known}")
         return name
 
     @cached_property
     def _ids(self) -> dict[str, int]:
-        """Token -> id; without those that no text has. Where a text is there more than once, the id that a key names is
-        taken, or else a special one, and of several the last, as in llama.cpp; but that pieces of bytes come first."""
+        """Token -> id, without unused tokens. Of duplicates, an id that a key names wins, then a special one (or piece,
+        if the special one is misread), then the last, as in llama.cpp."""
         ids: dict[str, int] = {}
         named = set(self._special.values())
 
@@ -180,7 +169,7 @@ class Vocabulary:
 
     @cached_property
     def _unused(self) -> frozenset[int]:
-        """The ids that no text has."""
+        """The ids of tokens that no text contains."""
         if self.kind != "gpt2" or UNUSED not in self.types:
             return self._no_text
         unused = [id for id, kind in enumerate(self.types) if kind == UNUSED]
@@ -188,31 +177,31 @@ class Vocabulary:
 
     @cached_property
     def _no_text(self) -> frozenset[int]:
-        """The ids of tokens that are bytes, but no UTF-8: no text has them."""
+        """The ids of tokens whose bytes are not UTF-8."""
         if not _has_surrogates("".join(self.tokens)):
             return frozenset()
         return frozenset(id for id, text in enumerate(self.tokens) if _has_surrogates(text))
 
     @cached_property
     def _merged_unused(self) -> frozenset[str]:
-        """The tokens of type unused of which texts have some all the same: single characters, and what merges make."""
+        """Tokens of type unused that do occur in text: single characters, and the results of merges."""
         unused = {text for text, kind in zip(self.tokens, self.types, strict=True) if kind == UNUSED}
         made = (merge[:1] + merge[1:].replace(" ", "", 1) for merge in self._get("merges", list))
         return frozenset(unused.intersection(made)) | {text for text in unused if len(text) == 1}
 
     @cached_property
     def _has_letters(self) -> bool:
-        """Whether pieces are spelled as letters that stand for bytes."""
+        """Whether tokens are spelled with letters that stand for bytes."""
         return self.kind == "gpt2" and self._splitting() not in PIECES
 
     def _is_misread(self, text: str) -> bool:
-        """Whether a decoder takes an added token's letters for bytes: "naïve" would be b"na\\xefve"."""
+        """Whether a decoder would decode an added token's letters as bytes: "naïve" would be b"na\\xefve"."""
         return self._has_letters and not text.isascii() and byte_level(text) != text.encode()
 
     @cached_property
     def _spelling(self) -> dict[int, tuple[int, ...]]:
-        """The ids that the tokenizer does not know, since another id has their text, or would decode wrongly: each with
-        the ids whose texts make its own; none where a decoded text leaves it out."""
+        """The ids that the tokenizer does not know, because another id has their text or they would decode wrongly:
+        each with ids whose texts make up its own; () if decoded text omits it."""
         return {**self._twins(), **self._raw()}
 
     def _twins(self) -> dict[int, tuple[int, ...]]:
@@ -221,30 +210,26 @@ class Vocabulary:
             return {}
         every = [id for id, text in enumerate(self.tokens) if text and id not in self._unused]
         twins = {id: ids[self.tokens[id]] for id in every if ids[self.tokens[id]] != id}
-        shown = {self.tokens[id] for id in (*twins, *twins.values()) if not self._is_special(id)}
-        # `_mark_added` adds a text that a plain token has, too, as a plain one.
-        hidden = [id for id in (*twins, *twins.values()) if self._is_special(id) and self.tokens[id] in shown]
-        nothing: tuple[int, ...] = ()
-        return {id: (same,) for id, same in twins.items()} | dict.fromkeys(hidden, nothing)
+        both = (*twins, *twins.values())
+        shown = {self.tokens[id] for id in both if not self._is_special(id)}
+        # `_mark_added` adds a text that a plain token shares as a plain one.
+        hidden: list[int] = [id for id in both if self._is_special(id) and self.tokens[id] in shown]
+        return {**{id: (same,) for id, same in twins.items()}, **dict.fromkeys(hidden, ())}
 
     def _raw(self) -> dict[int, tuple[int, ...]]:
-        """The ids whose bytes are their text as it stands: those of no UTF-8, and added tokens that are misread."""
+        """The ids whose bytes are their literal text: those that are not UTF-8, and misread added tokens."""
         added = [id for id, kind in enumerate(self.types) if kind == USER and id not in self._no_text]
         raw = {*self._no_text, *(id for id in added if self._is_misread(self.tokens[id]))}
-        of_byte = [self._ids.get(letter) for letter in (LETTERS if self._has_letters else _FALLBACK)]
+        by_byte = [self._ids.get(letter) for letter in (LETTERS if self._has_letters else _BYTE_TOKENS)]
         spelling: dict[int, tuple[int, ...]] = {}
         for id in sorted(raw):
             text = self.tokens[id].encode("utf-8", "surrogateescape")
-            # Spaces are marked in pieces.
+            # In other vocabularies "▁" marks spaces.
             text = text if self._has_letters or self.types[id] == USER else text.replace("▁".encode(), b" ")
-            parts = [of_byte[byte] for byte in text]
-            if self._is_special(id):
-                spelling[id] = ()
-            elif None in parts:
-                warn(f"{self._where}: token {id} is {text!r}, and not each of its bytes is a token: texts lack it")
-                spelling[id] = ()
-            else:
-                spelling[id] = tuple(part for part in parts if part is not None)
+            parts = [part for byte in text if (part := by_byte[byte]) is not None]
+            if len(parts) < len(text) and not self._is_special(id):
+                warn(f"{self._where}: token {id} is {text!r}, which byte tokens cannot spell: decoded text omits it")
+            spelling[id] = () if self._is_special(id) or len(parts) < len(text) else tuple(parts)
         return spelling
 
     def _is_special(self, id: int) -> bool:
@@ -255,11 +240,10 @@ class Vocabulary:
 
     def byte_level(self) -> tokenizers.Tokenizer:
         if self._get("pre", str, optional=True) is None:
-            warn(f"{self._where}: {_PREFIX}pre is missing: texts are cut by the default rule, which few models use")
+            warn(f"{self._where}: {_PREFIX}pre is missing: text is split by the default rule, which few models use")
         splitting = SPLITTINGS[self._splitting() or "default"]
         merges = self._pairs(self._get("merges", list))
-        model = self._bpe(merges, ignore_merges=splitting.whole_words)
-        tokenizer = tokenizers.Tokenizer(model)
+        tokenizer = tokenizers.Tokenizer(self._bpe(merges, ignore_merges=splitting.whole_words))
         if splitting.nfc:
             tokenizer.normalizer = normalizers.NFC()
         cuts = [pre_tokenizers.Split(Regex(text), "isolated") for text in splitting.expressions]
@@ -269,24 +253,22 @@ class Vocabulary:
         return tokenizer
 
     def sentencepiece(self) -> tokenizers.Tokenizer:
-        ids = self._ids
         scores = self._get_array("scores", len(self.tokens))
         prefix = self._get("add_space_prefix", bool, optional=True) is not False
-        said = self._get("merges", list, optional=True)  # where a score says too little of their order
-        if scores is None and said is None:
+        merges = self._get("merges", list, optional=True)  # present if scores do not determine their order
+        if scores is None and merges is None:
             raise TokenizerError(f"{self._where}: a tokenizer of kind 'llama' needs scores")
-        merges = list(merges_of(ids, scores, self.types)) if said is None else self._pairs(said)
-        return self._of_pieces(merges, prefix)
+        pairs = list(merges_of(self._ids, scores, self.types)) if merges is None else self._pairs(merges)
+        return self._pieces(pairs, prefix)
 
     def merged_pieces(self) -> tokenizers.Tokenizer:
-        return self._of_pieces(self._pairs(self._get("merges", list)), prefix=False)
+        return self._pieces(self._pairs(self._get("merges", list)), prefix=False)
 
-    def _of_pieces(self, merges: list[tuple[str, str]], prefix: bool) -> tokenizers.Tokenizer:
-        """BPE with spaces as marks, and bytes for what is no piece. prefix: whether a text gets a space in front."""
+    def _pieces(self, merges: list[tuple[str, str]], prefix: bool) -> tokenizers.Tokenizer:
+        """BPE with marked spaces and byte fallback. prefix: whether a space is prepended to text."""
         unknown = self._special["unk"]
         text = None if unknown is None else self.tokens[unknown]
-        model = self._bpe(merges, unk_token=text, fuse_unk=True, byte_fallback=True)
-        tokenizer = tokenizers.Tokenizer(model)
+        tokenizer = tokenizers.Tokenizer(self._bpe(merges, unk_token=text, fuse_unk=True, byte_fallback=True))
         steps = [normalizers.Prepend("▁")] if prefix else []
         tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])
         strip = [decoders.Strip(" ", 1, 0)] if prefix else []
@@ -296,58 +278,48 @@ class Vocabulary:
         return tokenizer
 
     def _bpe(self, merges: list[tuple[str, str]], **options: Any) -> models.BPE:
-        """Merges through a token that the vocabulary lacks are left out: the library has no id for what they make. Of
-        a pair that is there twice the first counts, as in llama.cpp."""
-        ids = self._ids
+        """Skip merges of unknown tokens, which the library rejects, and duplicates, as in llama.cpp."""
         if len(merges) != len(pairs := dict.fromkeys(merges)):
             merges = list(pairs)
         try:
-            return models.BPE(ids, merges, **options)
-        except Exception:  # the library has no class of its own for a merge that names no token
-            lost = [pair for pair in merges if not {*pair, "".join(pair)} <= ids.keys()]
-            if not lost:
+            return models.BPE(self._ids, merges, **options)
+        except Exception:  # the library has no specific class for a merge with an unknown token
+            skipped = dict.fromkeys(pair for pair in merges if not {*pair, "".join(pair)} <= self._ids.keys())
+            if not skipped:
                 raise
         warn(
-            f"{self._where}: {len(lost)} of {len(merges)} merges name a token that the vocabulary lacks, the first "
-            f"{' '.join(lost[0])!r}: they are left out, so texts may be cut in other tokens"
+            f"{self._where}: {len(skipped)} of {len(merges)} merges, such as {' '.join(next(iter(skipped)))!r}, use a "
+            "token that the vocabulary lacks: they are skipped, so text may be tokenized differently"
         )
-        left_out = set(lost)
-        return models.BPE(ids, [pair for pair in merges if pair not in left_out], **options)
+        return models.BPE(self._ids, [pair for pair in merges if pair not in skipped], **options)
 
     def _pairs(self, merges: list[str]) -> list[tuple[str, str]]:
-        """There are hundreds of thousands: one look at all, and another only where one is wrong."""
+        """Split merges. There are hundreds of thousands, so they are only checked one by one after a failure."""
         cuts = [merge.find(" ", 1) for merge in merges]  # a piece may begin with a space
         pairs = [(merge[: max(at, 0)], merge[at + 1 :]) for merge, at in zip(merges, cuts, strict=True)]
         if not all(map(all, pairs)):
             wrong = next(merge for merge, pair in zip(merges, pairs, strict=True) if not all(pair))
-            raise TokenizerError(f"{self._where}: the merge {wrong!r} is no pair of tokens")
+            raise TokenizerError(f"{self._where}: the merge {wrong!r} is not a pair of tokens")
         return pairs
 
     def _mark_added(self, tokenizer: tokenizers.Tokenizer) -> None:
-        """Tokens that are never merged from a text's pieces: those that mark turns, say."""
-        # Of a text that pieces make, too, the tokenizer knows the piece alone.
-        found = [id for id in range(len(self.tokens)) if self._is_added(id) and id not in self._no_text]
-        found = [
-            id for id in found if self._is_added(self._ids[self.tokens[id]]) or not self._is_misread(self.tokens[id])
-        ]
-        special = [self.tokens[id] for id in found if self._is_special(id)]
-        plain = [self.tokens[id] for id in found if self.types[id] == USER]
-        shown = {self.tokens[id] for id in found if self._spelling.get(id) == ()}
+        ids = [id for id in range(len(self.tokens)) if self._is_added(id) and id not in self._no_text]
+        # If pieces make the text too, the tokenizer knows only the piece.
+        ids = [id for id in ids if self._is_added(self._ids[self.tokens[id]]) or not self._is_misread(self.tokens[id])]
+        special = [self.tokens[id] for id in ids if self._is_special(id)]
+        plain = [self.tokens[id] for id in ids if self.types[id] == USER]
+        shown = {self.tokens[id] for id in ids if self._spelling.get(id) == ()}
         special, plain = [text for text in special if text not in shown], [*plain, *sorted(shown)]
 
         def added(texts: list[str], *, special: bool) -> list[AddedToken]:
-            return [
-                AddedToken(text, special=special, normalized=False, rstrip=self._takes_spaces(text))
-                for text in texts
-                if text
-            ]
+            options = {"special": special, "normalized": False}
+            return [AddedToken(text, rstrip=self._takes_spaces(text), **options) for text in texts if text]
 
         tokenizer.add_special_tokens(added(special, special=True))
         tokenizer.add_tokens(added(plain, special=False))
 
     def _takes_spaces(self, text: str) -> bool:
-        """Whether an added token takes the whitespace behind it with it. No key says that: llama.cpp knows Phi-3 by its
-        name."""
+        """Whether an added token absorbs the whitespace after it. Without a key, llama.cpp recognizes Phi-3 by name."""
         name = self._metadata.get("general.name")
         is_phi3 = isinstance(name, str) and any(part in name.lower() for part in ("phi-3", "phi3"))
         return is_phi3 and text not in _PHI3_KEEPS_SPACES
@@ -361,17 +333,15 @@ class Vocabulary:
         elif kind is int:
             value = _whole(value)
         if type(value) is not kind:
-            raise TokenizerError(
-                f"{self._where}: {_PREFIX}{name} must be a {kind.__name__}; got "
-                f"{'nothing' if value is None else type(value).__name__}"
-            )
+            got = "nothing" if value is None else type(value).__name__
+            raise TokenizerError(f"{self._where}: {_PREFIX}{name} must be a {kind.__name__}; got {got}")
         return value
 
     def _get_array(self, name: str, length: int) -> Any:
-        """A list of numbers, one for each token; None where there is none. As in llama.cpp there may be more."""
+        """A list with a number for each token, if present. As in llama.cpp, extra numbers are ignored."""
         value = self._metadata.get(_PREFIX + name)
         if value is not None and (not hasattr(value, "tolist") or len(value) < length):
-            raise TokenizerError(f"{self._where}: {_PREFIX}{name} must be {length} numbers, one for each token")
+            raise TokenizerError(f"{self._where}: {_PREFIX}{name} must have a number for each of {length} tokens")
         return None if value is None else value[:length].tolist()
 
 
@@ -391,13 +361,13 @@ def _has_surrogates(text: str) -> bool:
 
 
 def _whole(value: Any) -> Any:
-    """A number that is whole as an int, whatever type it is stored in."""
+    """Integral floats as ints, since files store integers in any type."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def merges_of(ids: Mapping[str, int], scores: list[float], types: list[int]) -> Iterator[tuple[str, str]]:
-    """The pairs of pieces that make a piece, best scores first: what sentencepiece merges, written as ranks."""
-    texts = {id: text for text, id in ids.items() if len(text) <= _LONGEST_PIECE}
+    """The pairs of pieces that make up a piece, best scores first: sentencepiece's merge order, as ranks."""
+    texts = {id: text for text, id in ids.items() if len(text) <= _MAX_PIECE_LENGTH}
     pieces = [id for id in texts if types[id] in (NORMAL, USER, UNUSED)]
     for id in sorted(pieces, key=lambda id: (-scores[id], id)):
         text = texts[id]

@@ -34,7 +34,7 @@ def test_heads_of_full_layers_are_those_of_either_form():
 
 def test_the_last_layers_keep_no_keys():
     decoder = read_config(tiny_config("gemma4", **SHARED))
-    assert [layer.mixer.reads for layer in decoder.layers] == [None, None, None, 2, 0]
+    assert [layer.mixer.kv_source_layer for layer in decoder.layers] == [None, None, None, 2, 0]
     assert len(decoder.cached) == 3
 
 

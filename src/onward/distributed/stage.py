@@ -109,7 +109,7 @@ def stage_of(architecture: Architecture, rank: int, world: int) -> Stage:
     """The part of a rank. Raises `RequestError`: a family that cannot be cut between layers, or more ranks than
     layers."""
     decoder = _cuttable(architecture)
-    shares = any(layer.mixer is not None and layer.mixer.reads is not None for layer in decoder.layers)
+    shares = any(layer.mixer is not None and layer.mixer.kv_source_layer is not None for layer in decoder.layers)
     if decoder.layer_embeddings is not None or shares:
         raise RequestError(
             "pipeline= cannot cut a model whose layers share keys, values or embeddings (Gemma 3n and 4)"

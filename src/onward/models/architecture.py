@@ -60,10 +60,10 @@ class WeightScope(NamedTuple):
         below = self.under(name)
         return Router(below.take("weight", out, into), below.take("bias", out) if bias else None)
 
-    def short_conv(self, name: str, channels: int, taps: int, bias: bool = False) -> ShortConv:
-        """The convolution `name`: weight [channels, 1, taps], and bias [channels] if it has one."""
+    def short_conv(self, name: str, channels: int, kernel_size: int, bias: bool = False) -> ShortConv:
+        """The convolution `name`: weight [channels, 1, kernel_size], and bias [channels] if it has one."""
         below = self.under(name)
-        return ShortConv(below.take("weight", channels, 1, taps), below.take("bias", channels) if bias else None)
+        return ShortConv(below.take("weight", channels, 1, kernel_size), below.take("bias", channels) if bias else None)
 
     def experts(self, name: str, count: int, out: int, into: int, bias: bool = False) -> ExpertLinear:
         """The linear layers `0.name` … of `count` experts: a weight [out, into] each, and `name`.bias [count, out]."""

@@ -43,7 +43,7 @@ def mamba_block(config: Mapping[str, Any], fields: CommonFields, *, inner: int |
         config, fields, heads=heads, head_dim=head_dim,
         groups=positive_int(config, "mamba_n_groups", 1),
         state_dim=positive_int(config, "mamba_d_state", 256),
-        taps=positive_int(config, "mamba_d_conv", 4),
+        kernel_size=positive_int(config, "mamba_d_conv", 4),
         conv_bias=flag(config, "mamba_conv_bias", default=True),
         in_bias=flag(config, "mamba_proj_bias"),
         **{"out_bias": flag(config, "mamba_proj_bias"), "limits": time_step_limit(config)} | changes,
@@ -58,7 +58,7 @@ def mamba2(
     head_dim: int,
     groups: int,
     state_dim: int,
-    taps: int,
+    kernel_size: int,
     **options: Any,
 ) -> Mamba2:
     """The mixer of these sizes, checked; by default with a norm of each group behind the gate.
@@ -75,7 +75,7 @@ def mamba2(
         )
     norm = RMSNorm(heads * head_dim, fields.rms_norm_eps, groups=groups)
     options = {"norm": norm} | options
-    return Mamba2(fields.hidden_size, heads, head_dim, groups, state_dim, taps, **options)
+    return Mamba2(fields.hidden_size, heads, head_dim, groups, state_dim, kernel_size, **options)
 
 
 def time_step_limit(config: Mapping[str, Any]) -> tuple[float, float]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from onward import ops
 from onward.cache import KVCache, LayerShape, PagedKVCache
 from onward.models.architecture import WeightScope
-from onward.models.blocks.norm import RMSNorm, over_rms
+from onward.models.blocks.norm import RMSNorm, rms_normalize
 from onward.models.blocks.positions import AttentionTemperature, Positions
 from onward.models.linear import Linear
 from onward.models.rope import RotarySchedule
@@ -59,7 +59,7 @@ class Attention:
     if they are as wide as one, else of the whole projection. query_growth: of queries. fused: whether the checkpoint
     has `qkv_proj`. output_gate: whether `q_proj` has beside each head's queries as many features of a gate, whose
     sigmoid multiplies the head's output. sinks: whether each head has a score of nothing beside those of the keys
-    (`ops.cached_attention`). v_norm: the eps of a norm of each head's values, which learns nothing. values_of_keys:
+    (`ops.cached_attention`). v_norm: the eps of a norm of each head's values, which learns nothing. k_eq_v:
     whether values are the projection of keys, before it is normalised and turned. reads: the place in the cache of the
     layer whose keys and values it attends to; None: its own.
     """
@@ -81,14 +81,14 @@ class Attention:
     output_gate: bool = False
     sinks: bool = False
     v_norm: float | None = None
-    values_of_keys: bool = False
-    reads: int | None = None
+    k_eq_v: bool = False
+    kv_source_layer: int | None = None
     names: AttentionNames = AttentionNames()
 
     @property
     def cached(self) -> LayerShape | None:
         """What it keeps of a token."""
-        if self.reads is not None:
+        if self.kv_source_layer is not None:
             return None
         return LayerShape(self.num_kv_heads, self.head_dim, self.head_dim, self.window)
 
@@ -103,15 +103,15 @@ class Attention:
             qkv_proj = scope.linear("qkv_proj", queries + keys + values, hidden, self.qkv_bias)
             return FusedAttentionParams(qkv_proj, *self._read_rest(scope))
         q_proj = scope.linear("q_proj", queries * (1 + self.output_gate), hidden, self.qkv_bias)
-        k_proj = scope.linear("k_proj", keys, hidden, self.qkv_bias) if self.reads is None else None
-        own_values = self.reads is None and not self.values_of_keys
+        k_proj = scope.linear("k_proj", keys, hidden, self.qkv_bias) if self.kv_source_layer is None else None
+        own_values = self.kv_source_layer is None and not self.k_eq_v
         v_proj = scope.linear("v_proj", values, hidden, self.qkv_bias) if own_values else None
         return AttentionParams(q_proj, k_proj, v_proj, *self._read_rest(scope))
 
     def _read_rest(self, scope: WeightScope) -> tuple[Linear, Tensor | None, Tensor | None, Tensor | None]:
         o_proj = scope.linear(self.names.o_proj, self.hidden_size, self.num_heads * self.head_dim, self.o_bias)
         q_norm = None if self.q_norm is None else self.q_norm.read(scope.under(self.names.q_norm))
-        own_norm = self.k_norm if self.reads is None else None
+        own_norm = self.k_norm if self.kv_source_layer is None else None
         k_norm = None if own_norm is None else own_norm.read(scope.under(self.names.k_norm))
         return o_proj, q_norm, k_norm, scope.take("sinks", self.num_heads) if self.sinks else None
 
@@ -129,7 +129,7 @@ class Attention:
         k_BGTE = None if k is None else self._heads(k, self.k_norm, params.k_norm)
         v_BGTE = None if v is None else self._heads(v, None, None)
         if v_BGTE is not None and self.v_norm is not None:
-            v_BGTE = over_rms(v_BGTE, self.v_norm)
+            v_BGTE = rms_normalize(v_BGTE, self.v_norm)
         if self.query_growth is not None:
             q_BHTE = positions.grown(q_BHTE, self.query_growth)
         if self.rope is not None:
@@ -137,7 +137,7 @@ class Attention:
             q_BHTE = ops.rotate(q_BHTE, cos, sin, interleaved=interleaved)
             k_BGTE = None if k_BGTE is None else ops.rotate(k_BGTE, cos, sin, interleaved=interleaved)
         mixed = cache.attend(
-            index if self.reads is None else self.reads,
+            index if self.kv_source_layer is None else self.kv_source_layer,
             q_BHTE,
             k_BGTE,
             v_BGTE,

@@ -74,7 +74,7 @@ class Decoder:
         """What a cache keeps of a token, for each of its layers."""
         shapes = tuple(shape for layer in self.layers if (shape := _attention_part(layer.cached)) is not None)
         for mixer in (layer.mixer for layer in self.layers):
-            if mixer is not None and (reads := mixer.reads) is not None:
+            if mixer is not None and (reads := mixer.kv_source_layer) is not None:
                 assert mixer.window == shapes[reads].window, "a layer sees as far as the one whose keys it reads"
         return shapes
 

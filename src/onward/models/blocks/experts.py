@@ -12,14 +12,14 @@ from torch import Tensor
 from onward import ops
 from onward.models.architecture import WeightScope
 from onward.models.blocks.feed_forward import FeedForward, FeedForwardParams, FusedFeedForwardParams, UngatedFeedForward
-from onward.models.blocks.norm import RMSNorm, over_rms
+from onward.models.blocks.norm import RMSNorm, rms_normalize
 from onward.models.linear import ExpertLinear, Linear, Router
 from onward.ops.experts import ExpertActivation
 
 
 class ExpertsParams(NamedTuple):
     """The weights of one layer's experts, and of the router that chooses among them. shared: as its block reads them.
-    into, out_of: the way into the latent space of experts, and out of it."""
+    latent_down, latent_up: the way into the latent space of experts, and out of it."""
 
     router: Router
     choice_bias: Tensor | None
@@ -28,8 +28,8 @@ class ExpertsParams(NamedTuple):
     down_proj: ExpertLinear
     shared: Any
     shared_gate: Router | None = None
-    into: Linear | None = None
-    out_of: Linear | None = None
+    latent_down: Linear | None = None
+    latent_up: Linear | None = None
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ class ExpertNames:
     down_proj: str = "down_proj"
     shared: str = "shared_experts"
     shared_gate: str = "shared_expert_gate"
-    into: str = "fc1_latent_proj"
-    out_of: str = "fc2_latent_proj"
+    latent_down: str = "fc1_latent_proj"
+    latent_up: str = "fc2_latent_proj"
 
 
 @dataclass(frozen=True)
@@ -102,8 +102,8 @@ class Experts:
             down_proj=below.experts(names.down_proj, count, width, inner, self.bias),
             shared=None if self.shared is None else self.shared.read(scope.under(names.shared)),
             shared_gate=scope.router(names.shared_gate, 1, hidden) if self.shared_gate else None,
-            into=scope.linear(names.into, width, hidden, self.latent_bias) if self.latent_dim else None,
-            out_of=scope.linear(names.out_of, hidden, width, self.latent_bias) if self.latent_dim else None,
+            latent_down=scope.linear(names.latent_down, width, hidden, self.latent_bias) if self.latent_dim else None,
+            latent_up=scope.linear(names.latent_up, hidden, width, self.latent_bias) if self.latent_dim else None,
         )
 
     @property
@@ -114,9 +114,9 @@ class Experts:
     def __call__(self, params: ExpertsParams, x: Tensor) -> Tensor:
         """float [..., D] -> [..., D]."""
         chosen, shares = self.routed(params, x)
-        mixed = self.mixed(params, x if params.into is None else params.into(x), chosen, shares)
-        if params.out_of is not None:
-            mixed = params.out_of(mixed)
+        mixed = self.mixed(params, x if params.latent_down is None else params.latent_down(x), chosen, shares)
+        if params.latent_up is not None:
+            mixed = params.latent_up(mixed)
         if self.shared is None or params.shared is None:
             return mixed
         shared = self.shared(params.shared, x)
@@ -189,7 +189,7 @@ class DenseAndExperts:
     def __call__(self, params: DenseAndExpertsParams, x: Tensor) -> Tensor:
         """float [..., D] -> [..., D]."""
         dense = self.dense(params.dense, self.norm(params.dense_norm, x))
-        direction = over_rms(x, self.norm.eps)
+        direction = rms_normalize(x, self.norm.eps)
         chosen, shares = self.experts.routed(params.experts, direction * params.router_scale * x.shape[-1] ** -0.5)
         scales = ops.embedding(chosen, params.expert_scale.unsqueeze(-1)).squeeze(-1)
         shares = shares * scales.to(torch.float32)

@@ -58,7 +58,7 @@ class GatedDelta:
     value_heads: int
     key_dim: int
     value_dim: int
-    taps: int
+    kernel_size: int
     norm: RMSNorm
     fused: bool = False
 
@@ -68,14 +68,16 @@ class GatedDelta:
         return self.key_heads * self.key_dim, self.value_heads * self.value_dim
 
     rope: ClassVar[None] = None
-    reads: ClassVar[None] = None
+    kv_source_layer: ClassVar[None] = None
     window: ClassVar[None] = None
 
     @property
     def cached(self) -> StateShape:
         """What it keeps of a text."""
         keys, values = self.widths
-        return StateShape(2 * keys + values, self.taps, self.value_heads, state_width(self.key_dim, self.value_dim))
+        return StateShape(
+            2 * keys + values, self.kernel_size, self.value_heads, state_width(self.key_dim, self.value_dim)
+        )
 
     def read(self, scope: WeightScope) -> GatedDeltaParams | FusedGatedDeltaParams:
         hidden, heads, (keys, values) = self.hidden_size, self.value_heads, self.widths
@@ -94,7 +96,7 @@ class GatedDelta:
     def _read_rest(self, scope: WeightScope) -> tuple[ShortConv, Tensor, Tensor, Tensor, Linear]:
         keys, values = self.widths
         return (
-            scope.short_conv("conv1d", 2 * keys + values, self.taps),
+            scope.short_conv("conv1d", 2 * keys + values, self.kernel_size),
             scope.take_float32("A_log", self.value_heads),
             scope.take_float32("dt_bias", self.value_heads),
             self.norm.read(scope.under("norm")),

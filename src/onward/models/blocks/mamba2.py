@@ -35,7 +35,7 @@ class Mamba2Params(NamedTuple):
 class Mamba2:
     """x, b and c go through a short convolution and the recurrence of `ops.ssd`, and what is read is gated by silu(z).
 
-    taps: of the convolution. conv_bias, in_bias, out_bias: whether it, `in_proj` and `out_proj` have biases. norm: of
+    kernel_size: of the convolution. conv_bias, in_bias, out_bias: whether it, `in_proj` and `out_proj` have biases. norm: of
     all heads, or of each group. norm_first: whether it is applied before the gate. limits: the least and the greatest
     dt. in_multiplier: of the input. multipliers: of z, x, b, c and dt.
     """
@@ -45,7 +45,7 @@ class Mamba2:
     head_dim: int
     groups: int
     state_dim: int
-    taps: int
+    kernel_size: int
     norm: RMSNorm | None
     conv_bias: bool = True
     in_bias: bool = False
@@ -62,20 +62,20 @@ class Mamba2:
         return inner, inner, keys, keys, self.num_heads
 
     rope: ClassVar[None] = None
-    reads: ClassVar[None] = None
+    kv_source_layer: ClassVar[None] = None
     window: ClassVar[None] = None
 
     @property
     def cached(self) -> StateShape:
         """What it keeps of a text."""
         width = ssd_state_width(self.num_heads // self.groups, self.state_dim, self.head_dim)
-        return StateShape(sum(self.widths[1:4]), self.taps, self.groups, width)
+        return StateShape(sum(self.widths[1:4]), self.kernel_size, self.groups, width)
 
     def read(self, scope: WeightScope) -> Mamba2Params:
         heads, inner = self.num_heads, self.widths[0]
         return Mamba2Params(
             in_proj=scope.linear("in_proj", sum(self.widths), self.hidden_size, self.in_bias),
-            conv=scope.short_conv("conv1d", sum(self.widths[1:4]), self.taps, self.conv_bias),
+            conv=scope.short_conv("conv1d", sum(self.widths[1:4]), self.kernel_size, self.conv_bias),
             log_rate=scope.take_float32("A_log", heads),
             step_bias=scope.take_float32("dt_bias", heads),
             skip=scope.take_float32("D", heads),

@@ -56,7 +56,7 @@ class LatentAttention:
     bias: bool = False
     query_growth: AttentionTemperature | None = None
 
-    reads: ClassVar[None] = None
+    kv_source_layer: ClassVar[None] = None
     window: ClassVar[None] = None
 
     @property

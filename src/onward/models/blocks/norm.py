@@ -34,11 +34,11 @@ class RMSNorm:
 
     def _by_group(self, weight: Tensor, x: Tensor) -> Tensor:
         wide = x.to(torch.float32) if self.after_cast is False else x
-        parts = over_rms(wide.reshape(*x.shape[:-1], self.groups, -1), self.eps)
+        parts = rms_normalize(wide.reshape(*x.shape[:-1], self.groups, -1), self.eps)
         return (parts.flatten(-2) * weight).to(x.dtype)
 
 
-def over_rms(x: Tensor, eps: float) -> Tensor:
+def rms_normalize(x: Tensor, eps: float) -> Tensor:
     """x / rms(x) over the last axis: a norm that has learned nothing."""
     return ops.rms_norm(x, x.new_ones(x.shape[-1]), eps=eps)
 

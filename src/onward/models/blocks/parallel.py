@@ -48,9 +48,9 @@ class ParallelMixer:
         return self.attention.rope
 
     @property
-    def reads(self) -> int | None:
+    def kv_source_layer(self) -> int | None:
         """That of the attention."""
-        return self.attention.reads
+        return self.attention.kv_source_layer
 
     @property
     def window(self) -> int | None:

@@ -25,26 +25,26 @@ class ShortConvMixerParams(NamedTuple):
 
 @dataclass(frozen=True)
 class ShortConvMixer:
-    """out_proj(c * conv(b * x)) with b, c and x from `in_proj`. taps: of the convolution of each feature. bias: of all
+    """out_proj(c * conv(b * x)) with b, c and x from `in_proj`. kernel_size: of the convolution of each feature. bias: of all
     three."""
 
     hidden_size: int
-    taps: int
+    kernel_size: int
     bias: bool = False
 
     rope: ClassVar[None] = None
-    reads: ClassVar[None] = None
+    kv_source_layer: ClassVar[None] = None
     window: ClassVar[None] = None
 
     @property
     def cached(self) -> StateShape:
         """What it keeps of a text: inputs of the convolution alone."""
-        return StateShape(self.hidden_size, self.taps, 0, 0)
+        return StateShape(self.hidden_size, self.kernel_size, 0, 0)
 
     def read(self, scope: WeightScope) -> ShortConvMixerParams:
         return ShortConvMixerParams(
             in_proj=scope.linear("in_proj", 3 * self.hidden_size, self.hidden_size, self.bias),
-            conv=scope.short_conv("conv", self.hidden_size, self.taps, self.bias),
+            conv=scope.short_conv("conv", self.hidden_size, self.kernel_size, self.bias),
             out_proj=scope.linear("out_proj", self.hidden_size, self.hidden_size, self.bias),
         )
 

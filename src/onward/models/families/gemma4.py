@@ -71,7 +71,7 @@ def _read_text(config: Mapping[str, Any]) -> Decoder:
     names = replace(NAMES, feed_forward="", feed_forward_norm="") if flag(config, "enable_moe_block") else NAMES
     return fields.decoder(
         (
-            _layer(config, fields, replace(attentions[kind], reads=source), given, names)
+            _layer(config, fields, replace(attentions[kind], kv_source_layer=source), given, names)
             for kind, source in zip(types, sources, strict=True)
         ),
         norm=fields.norm(after_cast=False),
@@ -93,7 +93,7 @@ def _layer(
     config: Mapping[str, Any], fields: CommonFields, attention: Attention, given: int, names: LayerNames
 ) -> DecoderLayer:
     norm = fields.norm(after_cast=False)
-    wide = flag(config, "use_double_wide_mlp") and attention.reads is not None
+    wide = flag(config, "use_double_wide_mlp") and attention.kv_source_layer is not None
     dense = fields.feed_forward(intermediate_size=fields.intermediate_size * (2 if wide else 1))
     has_experts = flag(config, "enable_moe_block")
     return DecoderLayer(
@@ -154,7 +154,7 @@ def _attentions(
             q_norm=norm,
             k_norm=norm,
             v_norm=fields.rms_norm_eps,
-            values_of_keys=shared and kind == _FULL,
+            k_eq_v=shared and kind == _FULL,
         )
     return attentions
 

@@ -177,7 +177,7 @@ def _mamba(config: Mapping[str, Any], fields: CommonFields) -> Mamba2:
         head_dim=positive_int(config, "mamba_head_dim", 64),
         groups=positive_int(config, "n_groups", 8),
         state_dim=positive_int(config, "ssm_state_size", 128),
-        taps=positive_int(config, "conv_kernel", 4),
+        kernel_size=positive_int(config, "conv_kernel", 4),
         conv_bias=flag(config, "use_conv_bias", default=True),
         in_bias=bias,
         out_bias=bias,

@@ -171,7 +171,7 @@ def _delta(config: Mapping[str, Any], fields: CommonFields, fused: bool) -> Gate
         value_heads=value_heads,
         key_dim=positive_int(config, "linear_key_head_dim", 128, most=256),
         value_dim=value_dim,
-        taps=positive_int(config, "linear_conv_kernel_dim", 4),
+        kernel_size=positive_int(config, "linear_conv_kernel_dim", 4),
         norm=fields.norm(value_dim),
         fused=fused,
     )

@@ -4,12 +4,4 @@ from onward.models.adapters.adapter import Adapter, Update
 from onward.models.adapters.merge import grown, merged_model, merged_params
 from onward.models.adapters.registry import Adapters, LoadedAdapter
 
-__all__ = [
-    "Adapter",
-    "Adapters",
-    "LoadedAdapter",
-    "Update",
-    "grown",
-    "merged_model",
-    "merged_params",
-]
+__all__ = ["Adapter", "Adapters", "LoadedAdapter", "Update", "grown", "merged_model", "merged_params"]

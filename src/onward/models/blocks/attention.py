@@ -1,6 +1,6 @@
-"""Attention with grouped heads over a cache (arXiv 1706.03762, 2305.13245).
+"""Grouped-query attention over a KV cache (arXiv 1706.03762, 2305.13245).
 
-Shapes: B rows, T new tokens, D hidden_size, H heads, G key/value heads, E head_dim.
+Shapes: B rows, T new tokens, D hidden_size, H query heads, G key/value heads, E head_dim.
 """
 
 from dataclasses import dataclass
@@ -10,17 +10,17 @@ import torch
 from torch import Tensor
 
 from onward import ops
-from onward.cache import KVCache, LayerShape, PagedKVCache
+from onward.cache import LayerShape
 from onward.models.architecture import WeightScope
-from onward.models.blocks.norm import RMSNorm, rms_normalize
+from onward.models.blocks.layer import LayerCache
+from onward.models.blocks.norm import RMSNorm, read_norm, rms_normalize
 from onward.models.blocks.positions import AttentionTemperature, Positions
 from onward.models.linear import Linear
 from onward.models.rope import RotarySchedule
 
 
 class AttentionParams(NamedTuple):
-    """The weights of one layer's attention. None: norms and sinks in families without them; projections of keys and
-    values that come from elsewhere."""
+    """The weights of one layer's attention. k_proj and v_proj are None where another layer's or the keys serve."""
 
     q_proj: Linear
     k_proj: Linear | None
@@ -32,7 +32,7 @@ class AttentionParams(NamedTuple):
 
 
 class FusedAttentionParams(NamedTuple):
-    """The same where a checkpoint has queries, keys and values in one matrix, one below the other."""
+    """The same with queries, keys and values in one matrix."""
 
     qkv_proj: Linear
     o_proj: Linear
@@ -43,7 +43,7 @@ class FusedAttentionParams(NamedTuple):
 
 @dataclass(frozen=True)
 class AttentionNames:
-    """What a checkpoint calls the parts. Projections of queries, keys and values have one name everywhere."""
+    """The names of an attention's weights in a checkpoint."""
 
     o_proj: str = "o_proj"
     q_norm: str = "q_norm"
@@ -52,16 +52,15 @@ class AttentionNames:
 
 @dataclass(frozen=True)
 class Attention:
-    """Attention of new tokens over a cache.
+    """Attention of new tokens over a KV cache.
 
-    rope: None in a layer that turns nothing (NoPE). window: how many positions a token sees; None: all. scale: of the
-    products; head_dim ** -0.5 by default. softcap: of the scores (`ops.cached_attention`). q_norm, k_norm: of each head
-    if they are as wide as one, else of the whole projection. query_growth: of queries. fused: whether the checkpoint
-    has `qkv_proj`. output_gate: whether `q_proj` has beside each head's queries as many features of a gate, whose
-    sigmoid multiplies the head's output. sinks: whether each head has a score of nothing beside those of the keys
-    (`ops.cached_attention`). v_norm: the eps of a norm of each head's values, which learns nothing. k_eq_v:
-    whether values are the projection of keys, before it is normalised and turned. reads: the place in the cache of the
-    layer whose keys and values it attends to; None: its own.
+    rope: None for no rotation (NoPE). window: the positions that a token sees; None: all. scale: of the scores;
+    head_dim ** -0.5 by default. softcap: of the scores (`ops.cached_attention`). q_norm, k_norm: of each head if as
+    wide as a head, else of the whole projection. query_growth: a factor of queries by position. fused: the checkpoint
+    has one `qkv_proj`. output_gate: `q_proj` has a gate beside each head's queries, whose sigmoid multiplies the head's
+    output. sinks: each head has an extra score without a value (`ops.cached_attention`). v_norm: the eps of a norm of
+    each head's values without weights. k_eq_v: values are the output of `k_proj`, before norm and RoPE.
+    kv_source_layer: the cache index of the layer whose keys and values are shared; None: its own.
     """
 
     hidden_size: int
@@ -87,14 +86,13 @@ class Attention:
 
     @property
     def cached(self) -> LayerShape | None:
-        """What it keeps of a token."""
         if self.kv_source_layer is not None:
             return None
         return LayerShape(self.num_kv_heads, self.head_dim, self.head_dim, self.window)
 
     @property
     def widths(self) -> tuple[int, int, int]:
-        """How many features queries, keys and values have."""
+        """The number of features of queries, keys and values."""
         return self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim, self.num_kv_heads * self.head_dim
 
     def read(self, scope: WeightScope) -> AttentionParams | FusedAttentionParams:
@@ -110,9 +108,9 @@ class Attention:
 
     def _read_rest(self, scope: WeightScope) -> tuple[Linear, Tensor | None, Tensor | None, Tensor | None]:
         o_proj = scope.linear(self.names.o_proj, self.hidden_size, self.num_heads * self.head_dim, self.o_bias)
-        q_norm = None if self.q_norm is None else self.q_norm.read(scope.under(self.names.q_norm))
+        q_norm = read_norm(self.q_norm, scope.under(self.names.q_norm))
         own_norm = self.k_norm if self.kv_source_layer is None else None
-        k_norm = None if own_norm is None else own_norm.read(scope.under(self.names.k_norm))
+        k_norm = read_norm(own_norm, scope.under(self.names.k_norm))
         return o_proj, q_norm, k_norm, scope.take("sinks", self.num_heads) if self.sinks else None
 
     def __call__(
@@ -120,10 +118,9 @@ class Attention:
         params: AttentionParams | FusedAttentionParams,
         x_BTD: Tensor,
         positions: Positions,
-        cache: KVCache | PagedKVCache,
+        cache: LayerCache,
         index: int,
     ) -> Tensor:
-        """index: the layer's place in the cache."""
         q, k, v, gate = self._projected(params, x_BTD)
         q_BHTE = self._heads(q, self.q_norm, params.q_norm)
         k_BGTE = None if k is None else self._heads(k, self.k_norm, params.k_norm)
@@ -131,7 +128,7 @@ class Attention:
         if v_BGTE is not None and self.v_norm is not None:
             v_BGTE = rms_normalize(v_BGTE, self.v_norm)
         if self.query_growth is not None:
-            q_BHTE = positions.grown(q_BHTE, self.query_growth)
+            q_BHTE = positions.scaled_by_position(q_BHTE, self.query_growth)
         if self.rope is not None:
             (cos, sin), interleaved = positions.angles(self.rope), self.rope.interleaved
             q_BHTE = ops.rotate(q_BHTE, cos, sin, interleaved=interleaved)
@@ -153,7 +150,7 @@ class Attention:
     def _projected(
         self, params: AttentionParams | FusedAttentionParams, x_BTD: Tensor
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-        """Queries, keys and values [B, T, heads * E], and the gate of the output. None: there are none."""
+        """Queries, keys and values [B, T, heads * E], and the gate of the output; None where absent."""
         if isinstance(params, FusedAttentionParams):
             q, k, v = torch.split(params.qkv_proj(x_BTD), list(self.widths), dim=-1)
             return q, k, v, None
@@ -166,7 +163,7 @@ class Attention:
         return q, keys, values, gate
 
     def _heads(self, x: Tensor, norm: RMSNorm | None, weight: Tensor | None) -> Tensor:
-        """[B, T, heads * E] -> [B, heads, T, E], each head or all of them together normalised if there is a norm."""
+        """[B, T, heads * E] -> [B, heads, T, E], normalised by head or as a whole."""
         if norm is not None and weight is not None and norm.width != self.head_dim:
             x = norm(weight, x)
         heads = x.view(*x.shape[:-1], -1, self.head_dim)

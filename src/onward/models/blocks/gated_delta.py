@@ -1,4 +1,4 @@
-"""Gated DeltaNet (arXiv 2412.06464): a mixer that keeps a state of a fixed size instead of keys and values.
+"""Gated DeltaNet (arXiv 2412.06464), which caches a recurrent state of fixed size instead of keys and values.
 
 Shapes: B rows, T new tokens, D hidden_size, G key heads of K features, H value heads of V features.
 """
@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from onward import ops
-from onward.cache import KVCache, PagedKVCache, StateShape
+from onward.cache import StateShape
 from onward.models.architecture import WeightScope
+from onward.models.blocks.layer import LayerCache
 from onward.models.blocks.norm import RMSNorm
 from onward.models.blocks.positions import Positions
 from onward.models.linear import Linear, ShortConv
@@ -33,7 +34,7 @@ class GatedDeltaParams(NamedTuple):
 
 
 class FusedGatedDeltaParams(NamedTuple):
-    """The same where a checkpoint has the projections in two matrices."""
+    """The same with the projections in two matrices."""
 
     qkvz_proj: Linear
     beta_decay_proj: Linear
@@ -46,11 +47,10 @@ class FusedGatedDeltaParams(NamedTuple):
 
 @dataclass(frozen=True)
 class GatedDelta:
-    """Queries, keys and values go through a short convolution and the gated delta rule. What is read from the state is
-    normalised by head and multiplied by silu(z).
+    """Queries, keys and values go through a short convolution and the gated delta rule. The output is normalised by
+    head and gated by silu(z).
 
-    norm: of a value head. fused: whether the checkpoint has `in_proj_qkvz` and `in_proj_ba`, in which the parts of a
-    key head lie together.
+    norm: of a value head. fused: the checkpoint has `in_proj_qkvz` and `in_proj_ba`, grouped by key head.
     """
 
     hidden_size: int
@@ -64,7 +64,7 @@ class GatedDelta:
 
     @property
     def widths(self) -> tuple[int, int]:
-        """How many features all queries have, as all keys do, and all values."""
+        """The number of features of all queries (and of all keys), and of all values."""
         return self.key_heads * self.key_dim, self.value_heads * self.value_dim
 
     rope: ClassVar[None] = None
@@ -73,7 +73,6 @@ class GatedDelta:
 
     @property
     def cached(self) -> StateShape:
-        """What it keeps of a text."""
         keys, values = self.widths
         return StateShape(
             2 * keys + values, self.kernel_size, self.value_heads, state_width(self.key_dim, self.value_dim)
@@ -108,29 +107,28 @@ class GatedDelta:
         params: GatedDeltaParams | FusedGatedDeltaParams,
         x_BTD: Tensor,
         positions: Positions,
-        cache: KVCache | PagedKVCache,
+        cache: LayerCache,
         index: int,
     ) -> Tensor:
-        """index: the layer's place among the recurrent layers of the cache."""
         if isinstance(params, FusedGatedDeltaParams):
-            qkv, z, decay, beta = self._taken_apart(params.qkvz_proj(x_BTD), params.beta_decay_proj(x_BTD))
+            qkv, z, decay, beta = self._split(params.qkvz_proj(x_BTD), params.beta_decay_proj(x_BTD))
         else:
             qkv, z = params.qkv_proj(x_BTD), params.z_proj(x_BTD)
             decay, beta = params.decay_proj(x_BTD), params.beta_proj(x_BTD)
-        kept = cache.state(index)
-        where = kept.held, positions.offsets, kept.rows
-        mixed = ops.short_conv(qkv, params.conv.by_tap, kept.inputs, *where)
+        state = cache.state(index)
+        rows = state.held, positions.offsets, state.rows
+        mixed = ops.short_conv(qkv, params.conv.by_tap, state.inputs, *rows)
         out_BTHV = ops.gated_delta(
-            mixed, decay, beta, params.log_rate, params.decay_bias, kept.state, *where,
+            mixed, decay, beta, params.log_rate, params.decay_bias, state.state, *rows,
             key_heads=self.key_heads, key_dim=self.key_dim,
         )  # fmt: skip
         return params.out_proj(ops.swiglu(z, self.norm(params.norm, out_BTHV).flatten(2)))
 
-    def _taken_apart(self, qkvz: Tensor, beta_decay: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The parts of the fused projections, in which those of a key head lie together."""
-        of_group = self.value_heads // self.key_heads
-        widths = [self.key_dim, self.key_dim, of_group * self.value_dim, of_group * self.value_dim]
+    def _split(self, qkvz: Tensor, beta_decay: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The parts of the fused projections, which are grouped by key head."""
+        ratio = self.value_heads // self.key_heads
+        widths = [self.key_dim, self.key_dim, ratio * self.value_dim, ratio * self.value_dim]
         qkvz, beta_decay = (x.view(*x.shape[:2], self.key_heads, -1) for x in (qkvz, beta_decay))
         q, k, v, z = (x.flatten(2) for x in torch.split(qkvz, widths, -1))
-        beta, decay = (x.flatten(2) for x in torch.split(beta_decay, of_group, -1))
+        beta, decay = (x.flatten(2) for x in torch.split(beta_decay, ratio, -1))
         return torch.cat([q, k, v], -1), z, decay, beta

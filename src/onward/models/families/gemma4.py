@@ -138,10 +138,7 @@ def _attentions(
     bias, shared = flag(config, "attention_bias"), flag(config, "attention_k_eq_v")
     full_dim, full_heads = _full_heads(config, fields, types, shared)
     attentions = {}
-    for kind, head_dim, kv_heads in (
-        (_SLIDING, fields.head_dim, fields.num_kv_heads),
-        (_FULL, full_dim, full_heads),
-    ):
+    for kind, head_dim, kv_heads in ((_SLIDING, fields.head_dim, fields.num_kv_heads), (_FULL, full_dim, full_heads)):
         norm = fields.norm(head_dim, after_cast=False)
         attentions[kind] = fields.attention(
             head_dim=head_dim,

@@ -20,10 +20,7 @@ from onward.models.rope_config import rotary_schedule
 
 _DEFAULTS = {"rms_norm_eps": 1e-5}
 _BASE = 500_000.0  # of OLMo 3
-_NAMES = LayerNames(
-    mixer_post_norm="post_attention_layernorm",
-    feed_forward_post_norm="post_feedforward_layernorm",
-)
+_NAMES = LayerNames(mixer_post_norm="post_attention_layernorm", feed_forward_post_norm="post_feedforward_layernorm")
 
 
 def _read_olmo2(config: Mapping[str, Any]) -> Decoder:
@@ -101,8 +98,4 @@ def _decoder(fields: CommonFields, attentions: Iterable[Attention], norm: RMSNor
     )
 
 
-ARCHITECTURES = {
-    "Exaone4ForCausalLM": _read_exaone4,
-    "Olmo2ForCausalLM": _read_olmo2,
-    "Olmo3ForCausalLM": _read_olmo3,
-}
+ARCHITECTURES = {"Exaone4ForCausalLM": _read_exaone4, "Olmo2ForCausalLM": _read_olmo2, "Olmo3ForCausalLM": _read_olmo3}

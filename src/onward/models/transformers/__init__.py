@@ -6,7 +6,4 @@ transformers is an extra, and is imported when a model is first loaded through i
 from onward.models.transformers.host import host
 from onward.models.transformers.step import library
 
-__all__ = [
-    "host",
-    "library",
-]
+__all__ = ["host", "library"]

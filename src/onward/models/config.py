@@ -1,4 +1,4 @@
-"""What families read from config.json in the same way, checked, and the blocks that follow from it."""
+"""The config.json fields that most families share, checked, and the common blocks built from them."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,16 +12,16 @@ from onward.models.fields import FieldOverlay, TrackedFields, flag, json_object,
 from onward.models.rope import RotarySchedule
 from onward.models.rope_config import rotary_schedule
 
-# Far more than any model has, yet a tuple of so many layers still fits in memory.
-MOST_LAYERS = 10_000
+# Far more than any model has, but a tuple of this size still fits in memory.
+MAX_LAYERS = 10_000
 _LAYER_TYPES = "full_attention", "sliding_attention"
 
 
 @dataclass(frozen=True)
 class CommonFields:
-    """What nearly every family's config.json has, and the blocks that follow from it.
+    """The fields of nearly every config.json, and the blocks built from them.
 
-    intermediate_size: of the feed-forward block. head_dim: of queries, keys and values alike.
+    intermediate_size: of the feed-forward block. head_dim: of queries, keys and values.
     """
 
     vocab_size: int
@@ -38,30 +38,29 @@ class CommonFields:
     activation: Activation
 
     def norm(self, width: int | None = None, **changes: Any) -> RMSNorm:
-        """A norm of the stream, or of another width. changes: fields of `RMSNorm` that differ."""
+        """A norm of the residual stream, or of another width. changes: other fields of `RMSNorm`."""
         return replace(RMSNorm(width or self.hidden_size, self.rms_norm_eps), **changes)
 
     def attention(self, **changes: Any) -> Attention:
-        """The attention of a layer. changes: fields of `Attention` that differ from the common ones."""
+        """The attention of a layer. changes: other fields of `Attention`."""
         attention = Attention(self.hidden_size, self.num_heads, self.num_kv_heads, self.head_dim, self.rope)
         return replace(attention, **changes)
 
     def feed_forward(self, **changes: Any) -> FeedForward:
-        """The feed-forward block of a layer. changes: as for `attention`."""
+        """The feed-forward block of a layer. changes: other fields of `FeedForward`."""
         return replace(FeedForward(self.hidden_size, self.intermediate_size, self.activation), **changes)
 
     def layer(self, mixer: Mixer, feed_forward: TokenBlock, **changes: Any) -> DecoderLayer:
-        """A layer with a norm before each of its blocks. changes: fields of `DecoderLayer` that differ."""
+        """A layer with a norm before each of its blocks. changes: other fields of `DecoderLayer`."""
         norm = self.norm()
-        layer = DecoderLayer(mixer, feed_forward, mixer_norm=norm, feed_forward_norm=norm)
-        return replace(layer, **changes)
+        return replace(DecoderLayer(mixer, feed_forward, mixer_norm=norm, feed_forward_norm=norm), **changes)
 
     def windowed(self, attention: Attention, windows: Iterable[int | None]) -> list[DecoderLayer]:
-        """A layer for each window, all with this attention but for that."""
+        """A layer for each window, equal otherwise."""
         return [self.layer(replace(attention, window=window), self.feed_forward()) for window in windows]
 
     def decoder(self, layers: Iterable[DecoderLayer], **changes: Any) -> Decoder:
-        """The decoder of these layers. changes: fields of `Decoder` that differ from the common ones."""
+        """The decoder of these layers. changes: other fields of `Decoder`."""
         decoder = Decoder(
             vocab_size=self.vocab_size,
             hidden_size=self.hidden_size,
@@ -96,14 +95,13 @@ def common_fields(
     interleaved: bool = False,
     rope_also: Sequence[str] = (),
 ) -> CommonFields:
-    """The fields that families read the same way, checked against each other.
+    """The common fields, checked for consistency.
 
     Args:
-        default_head_dim: of a config without `head_dim`; hidden_size / num_attention_heads by default.
-        activations: the values of `activation_field` that the family may have; the first is the default.
-        default_tie: of a config without `tie_word_embeddings`.
-        default_eps: of a config without `rms_norm_eps`.
-        default_base, partial_rotary, interleaved, rope_also: as `base`, `partial`, `interleaved` and `also` of
+        default_head_dim: hidden_size / num_attention_heads by default.
+        activations: the supported values of `activation_field`; the first one is the default.
+        default_tie, default_eps: of `tie_word_embeddings` and `rms_norm_eps`.
+        default_base, partial_rotary, interleaved, rope_also: `base`, `partial`, `interleaved` and `also` of
             `rotary_schedule`.
     """
     activation = config.get(activation_field, activations[0])
@@ -126,7 +124,7 @@ def common_fields(
         vocab_size=positive_int(config, "vocab_size"),
         hidden_size=hidden_size,
         intermediate_size=positive_int(config, "intermediate_size"),
-        num_layers=positive_int(config, "num_hidden_layers", most=MOST_LAYERS),
+        num_layers=positive_int(config, "num_hidden_layers", most=MAX_LAYERS),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
@@ -147,9 +145,9 @@ def common_fields(
 
 
 def sliding_window(config: Mapping[str, Any], default: int | None = 4096) -> int | None:
-    """How many positions a windowed layer sees; None for all, which the config writes as null.
+    """The window of sliding layers; None: all positions (null in the config).
 
-    default: of a config without the field, as in transformers.
+    default: of an absent field, as in transformers.
     """
     if config.get("sliding_window", default) is None:
         return None
@@ -157,7 +155,7 @@ def sliding_window(config: Mapping[str, Any], default: int | None = 4096) -> int
 
 
 def layer_types(config: Mapping[str, Any], default: Sequence[str]) -> tuple[str, ...]:
-    """The type of each layer: `layer_types`, or without it the family's own."""
+    """The type of each layer: `layer_types`, or the family's default."""
     types = config.get("layer_types")
     types = list(default) if types is None else types
     check_layer_types(types, len(default))
@@ -165,23 +163,23 @@ def layer_types(config: Mapping[str, Any], default: Sequence[str]) -> tuple[str,
 
 
 def every_nth_full(interval: int, num_layers: int) -> list[str]:
-    """Types of layers, of which every `interval`-th one sees all positions and the others have a window."""
+    """Layer types: every `interval`-th layer has full attention, the others have a window."""
     return ["sliding_attention" if (i + 1) % interval else "full_attention" for i in range(num_layers)]
 
 
 def layer_windows(types: Sequence[str], window: int | None, *, has_switch: bool = False) -> tuple[int | None, ...]:
-    """The window of each layer, by the layers' types. has_switch: whether the family has `use_sliding_window`."""
+    """The window of each layer, by its type. has_switch: whether the family has `use_sliding_window`."""
     if window is None and "sliding_attention" in types:
-        given = "use_sliding_window and sliding_window give" if has_switch else "sliding_window gives"
+        fields = "use_sliding_window and sliding_window give" if has_switch else "sliding_window gives"
         raise ConfigError(
-            f"config.json: layer_types names 'sliding_attention', but {given} no window: set "
+            f"config.json: layer_types names 'sliding_attention', but {fields} no window: set "
             f"{'both' if has_switch else 'it'}, or make every layer 'full_attention'"
         )
     return tuple(window if kind == "sliding_attention" else None for kind in types)
 
 
 def ropes_by_type(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """`rope_parameters` where it has an object for each type of layer (transformers 5); empty for older configs."""
+    """`rope_parameters` with an object for each layer type (transformers 5); empty for older configs."""
     by_type = json_object(config, "rope_parameters")
     if unknown := [name for name in by_type if name not in _LAYER_TYPES]:
         raise ConfigError(
@@ -197,16 +195,16 @@ def ropes_by_type(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def only(config: Mapping[str, Any], **fields: Any) -> None:
-    """Raise unless each field is absent, or has the value (one of a tuple of values) that the family computes."""
-    for name, wanted in fields.items():
-        value, values = config.get(name), wanted if isinstance(wanted, tuple) else (wanted,)
+    """Raise unless each field is absent or has the value (one of a tuple of values) that the family supports."""
+    for name, supported in fields.items():
+        value, values = config.get(name), supported if isinstance(supported, tuple) else (supported,)
         if value is not None and value not in values:
             has = " or ".join(map(repr, values))
             raise ConfigError(f"config.json: {name} {value!r} is not supported; this family has {has}")
 
 
 def ignore(config: Mapping[str, Any], *names: str) -> None:
-    """Count fields that change nothing among those that were read."""
+    """Mark fields without effect as read."""
     for name in names:
         config.get(name)
 
@@ -224,10 +222,8 @@ def check_layer_types(
 
 
 def check_attends(types: Sequence[str], *, name: str = "layer_types") -> None:
-    """Raise where no layer is of full attention: texts are kept with the keys and values of one at least.
-
-    name: the field that says the types.
-    """
+    """Raise unless a layer has full attention: a cache needs at least one layer's keys and values. name: the field with
+    the types."""
     if "full_attention" not in types:
         raise ConfigError(
             f"config.json: at least one layer of this family must be 'full_attention'; {name} makes none so"
@@ -235,7 +231,6 @@ def check_attends(types: Sequence[str], *, name: str = "layer_types") -> None:
 
 
 def _default_head_dim(config: Mapping[str, Any], hidden_size: int, num_heads: int) -> int | None:
-    """hidden_size / num_heads: the head_dim of a config that names none."""
     if hidden_size % num_heads and config.get("head_dim") is None:
         raise ConfigError(
             f"config.json: hidden_size ({hidden_size}) must be a multiple of num_attention_heads ({num_heads}), "
@@ -246,7 +241,7 @@ def _default_head_dim(config: Mapping[str, Any], hidden_size: int, num_heads: in
 
 # ── multimodal checkpoints ───────────────────────────────────────────────────────────────────────────────────
 
-# What config.json itself may say of the text part; elsewhere it stands in `text_config`.
+# Fields of the text part that config.json may have itself; others are in `text_config`.
 _SHARED = ("tie_word_embeddings",)
 
 
@@ -256,25 +251,24 @@ def read_text_part(
     other_fields: Sequence[str],
     unread: Sequence[str],
 ) -> Decoder:
-    """The decoder that `text_config` describes, and one warning that the rest of the model is left out.
+    """The decoder that `text_config` describes, with one warning that the rest of the model is skipped.
 
     Args:
         config: of the whole checkpoint.
         read: reads the config of a text model.
-        other_fields: fields of config.json that speak of the other parts.
-        unread: how the names of their weights begin.
+        other_fields: fields of config.json for the other parts.
+        unread: prefixes of the names of their weights.
 
     Raises:
-        ConfigError: there is no `text_config`, or it has a field that nobody knows.
+        ConfigError: `text_config` is missing, or has an unknown field.
     """
     (name,) = config["architectures"]
     text = json_object(config, "text_config")
     if not text:
         raise ConfigError(
-            f"config.json: {name} wants a 'text_config', which describes the model of its text; it has none"
+            f"config.json: {name} needs a 'text_config', which describes the model of its text; it has none"
         )
-    for field in (*other_fields, *_SHARED):
-        config.get(field)
+    ignore(config, *other_fields, *_SHARED)
     fields = TrackedFields(text)
     shared = {field: config[field] for field in _SHARED if config.get(field) is not None}
     decoder = read(FieldOverlay(shared, fields))

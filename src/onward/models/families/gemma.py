@@ -1,7 +1,7 @@
-"""Gemma 2 (arXiv 2408.00118): four norms a layer, a window in every other layer, capped scores and logits.
-Gemma 3 (arXiv 2503.19786): norms of heads instead of caps, and layers with a window that turn faster.
+"""Gemma 2 (arXiv 2408.00118): four norms per layer, a window in every other layer, soft caps on scores and logits.
+Gemma 3 (arXiv 2503.19786): norms of heads instead of caps, and a smaller RoPE base in layers with a window.
 
-Of multimodal checkpoints the text part is loaded.
+Only the text part of multimodal checkpoints is loaded.
 """
 
 from collections.abc import Iterable, Mapping
@@ -19,10 +19,10 @@ from onward.models.config import (
     ropes_by_type,
     sliding_window,
 )
-from onward.models.fields import FieldOverlay, flag, positive_int, positive_number, softcap
+from onward.models.fields import FieldOverlay, flag, positive_int, positive_number, softcap, words
 from onward.models.rope_config import rotary_schedule
 
-# What a config that does not name a field means. Files of the hub leave most of them out.
+# The defaults of fields, which most files on the hub omit.
 DEFAULTS = {
     "vocab_size": 256_000,
     "num_attention_heads": 8,
@@ -42,10 +42,10 @@ NAMES = LayerNames(
     feed_forward_norm="pre_feedforward_layernorm",
     feed_forward_post_norm="post_feedforward_layernorm",
 )
-_IMAGES = (
-    *("vision_config", "mm_tokens_per_image", "boi_token_index", "eoi_token_index", "image_token_index"),
-    *("boi_token_id", "eoi_token_id", "image_token_id"),
-)
+_IMAGES = words("""
+    vision_config mm_tokens_per_image boi_token_index eoi_token_index image_token_index boi_token_id eoi_token_id
+    image_token_id
+""")
 
 
 def _read_gemma2(config: Mapping[str, Any]) -> Decoder:
@@ -75,7 +75,7 @@ def _read_gemma3(config: Mapping[str, Any]) -> Decoder:
 def _decoder(
     config: Mapping[str, Any], fields: CommonFields, attentions: Iterable[Attention], cap: float | None
 ) -> Decoder:
-    """Norms before and after each block, all of them with weights that are added to 1. cap: of the logits."""
+    """Norms before and after each block, with weights added to 1. cap: of the logits."""
     bias, scale = flag(config, "attention_bias"), positive_number(config, "query_pre_attn_scalar") ** -0.5
     norm = fields.norm(offset=1.0)
     mixers = (replace(attention, qkv_bias=bias, o_bias=bias, scale=scale) for attention in attentions)

@@ -19,7 +19,7 @@ _LATENT = {
 
 
 def _read_glm(config: Mapping[str, Any], *, has_post_norms: bool = False) -> Decoder:
-    """Half of each head turns, as neighbouring pairs; gate and up in one matrix."""
+    """Half of each head is rotated, in interleaved pairs; gate and up in one matrix."""
     config = FieldOverlay(config, _DEFAULTS)
     fields = common_fields(config, partial_rotary=0.5, interleaved=True)
     norm = fields.norm()
@@ -29,14 +29,13 @@ def _read_glm(config: Mapping[str, Any], *, has_post_norms: bool = False) -> Dec
 
 
 def _read_glm4_moe(config: Mapping[str, Any]) -> Decoder:
-    """Half of each head turns; experts with DeepSeek-V3's router (arXiv 2412.19437)."""
+    """Half of each head is rotated; experts with DeepSeek-V3's router (arXiv 2412.19437)."""
     fields = common_fields(config, partial_rotary=0.5, default_eps=1e-5)
     norm = fields.norm(fields.head_dim) if flag(config, "use_qk_norm") else None
     attention = fields.attention(qkv_bias=flag(config, "attention_bias"), q_norm=norm, k_norm=norm)
     experts = deepseek_experts(config, fields, count=128, inner=1408, scale=1.0)
-    return fields.decoder(
-        dense_then_sparse(config, fields, attention, experts, 1), unread=layers_ahead(config, fields.num_layers)
-    )
+    layers = dense_then_sparse(config, fields, attention, experts, 1)
+    return fields.decoder(layers, unread=layers_ahead(config, fields.num_layers))
 
 
 def _read_glm4_moe_lite(config: Mapping[str, Any]) -> Decoder:
@@ -44,17 +43,13 @@ def _read_glm4_moe_lite(config: Mapping[str, Any]) -> Decoder:
     only(config, topk_method="noaux_tc")
     fields, attention = latent_attention(config, _LATENT, default_eps=1e-5)
     experts = deepseek_experts(config, fields, count=64, inner=1536, scale=1.8, chosen=4)
-    return fields.decoder(
-        (
-            fields.layer(attention, experts if kind == "sparse" else fields.feed_forward())
-            for kind in _types(config, fields.num_layers)
-        ),
-        unread=layers_ahead(config, fields.num_layers),
-    )
+    types = _types(config, fields.num_layers)
+    layers = (fields.layer(attention, experts if kind == "sparse" else fields.feed_forward()) for kind in types)
+    return fields.decoder(layers, unread=layers_ahead(config, fields.num_layers))
 
 
 def _types(config: Mapping[str, Any], num_layers: int) -> list[str]:
-    """Which layers have experts: "sparse" ones; all but the first, unless the config says otherwise."""
+    """The type of each layer, "dense" or "sparse" (with experts); by default all but the first are sparse."""
     first, types = num_dense_layers(config, 1), config.get("mlp_layer_types")
     by_number = ["dense" if index < first else "sparse" for index in range(num_layers)]
     if types is None:

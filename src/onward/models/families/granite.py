@@ -1,5 +1,5 @@
-"""Granite 3 (arXiv 2405.04324): Llama with factors on embedding, residual branches, scores and logits; with experts, of
-which newer models have a block of all tokens beside them. Granite 4: Mamba2 (arXiv 2405.21060) in most layers."""
+"""Granite 3 (arXiv 2405.04324): Llama with factors on embedding, residual branches, scores and logits; optionally with
+experts, and in newer models a dense block beside them. Granite 4: Mamba2 (arXiv 2405.21060) in most layers."""
 
 from collections.abc import Iterable, Mapping
 from functools import partial
@@ -19,7 +19,7 @@ def _read_granite(config: Mapping[str, Any]) -> Decoder:
 
 
 def _read_moe(config: Mapping[str, Any], *, has_shared: bool = False) -> Decoder:
-    """Shares of experts by softmax of the chosen."""
+    """Experts weighted by the softmax of the chosen ones."""
     fields = common_fields(config)
     has_shared = has_shared and bool(config.get("shared_intermediate_size"))
     experts = _experts(config, fields, _shared_block(config, fields) if has_shared else None)
@@ -28,19 +28,19 @@ def _read_moe(config: Mapping[str, Any], *, has_shared: bool = False) -> Decoder
 
 
 def _read_hybrid(config: Mapping[str, Any]) -> Decoder:
-    """Mamba2 in most layers, attention without positions in the others; experts, or dense."""
-    fields = common_fields(FieldOverlay(config, {"intermediate_size": 1}))  # of experts, which a dense model has not
+    """Mamba2 in most layers, attention without RoPE in the others; experts, or dense."""
+    fields = common_fields(FieldOverlay(config, {"intermediate_size": 1}))  # of experts; absent in dense models
     only(config, position_embedding_type=("rope", "nope"), normalization_function="rmsnorm")
     dense = config.get("num_local_experts") == 0
     ignore(config, "init_method", *(["num_experts_per_tok"] if dense else []))
     shared = _shared_block(config, fields)
     block = shared if dense else _experts(config, fields, shared)
-    turns = config.get("position_embedding_type") == "rope"
     types = hybrid_types(config, "layer_types", fields.num_layers, default=[LINEAR] * fields.num_layers)
-    mixers: dict[str, Mixer] = {FULL: _attention(config, fields, rope=fields.rope if turns else None)}
+    rope = fields.rope if config.get("position_embedding_type") == "rope" else None
+    mixers: dict[str, Mixer] = {FULL: _attention(config, fields, rope=rope)}
     if LINEAR in types:
         mixers[LINEAR] = mamba_block(config, fields)
-    # Files have these without such layers too.
+    # Files have these even without such layers.
     ignore(config, *(name for name in config if name.startswith(("mamba_", "time_step_"))))
     names = {
         kind: LayerNames(mixer="self_attn" if kind == FULL else "mamba", feed_forward="shared_mlp" if dense else "")
@@ -55,7 +55,6 @@ def _attention(config: Mapping[str, Any], fields: CommonFields, **changes: Any) 
 
 
 def _shared_block(config: Mapping[str, Any], fields: CommonFields) -> FeedForward:
-    """The feed-forward block of all tokens."""
     return fields.feed_forward(
         intermediate_size=positive_int(config, "shared_intermediate_size", 1024),
         fused=True,

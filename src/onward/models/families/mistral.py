@@ -1,5 +1,5 @@
-"""Mistral (arXiv 2310.06825), Mixtral (arXiv 2401.04088), Ministral, and the text parts of Mistral's models that read
-images: Mistral Small 3.1 and later, Ministral 3, Mistral Small 4."""
+"""Mistral (arXiv 2310.06825), Mixtral (arXiv 2401.04088), Ministral, and the text parts of multimodal models: Mistral
+Small 3.1 and later, Ministral 3, Mistral Small 4."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -17,18 +17,18 @@ from onward.models.config import (
 )
 from onward.models.families.deepseek import deepseek_experts, dense_then_sparse, latent_attention
 from onward.models.family_fields import routed_experts
-from onward.models.fields import FieldOverlay, json_object, positive_int, positive_number
+from onward.models.fields import FieldOverlay, json_object, positive_int, positive_number, words
 from onward.models.rope import RotarySchedule
 from onward.models.rope_config import rope_fields
 
-_IMAGES = (
-    *("vision_config", "image_token_index", "image_token_id", "projector_hidden_act", "vision_feature_layer"),
-    *("multimodal_projector_bias", "spatial_merge_size"),
-)
+_IMAGES = words("""
+    vision_config image_token_index image_token_id projector_hidden_act vision_feature_layer
+    multimodal_projector_bias spatial_merge_size
+""")
 _LATENT = {
     "q_lora_rank": 1024, "kv_lora_rank": 256, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 128,
 }  # fmt: skip
-# Of a Mistral 4 config without an object of RoPE fields.
+# The default RoPE fields of Mistral 4.
 _ROPE = {
     "rope_type": "yarn", "rope_theta": 10000.0, "factor": 128.0, "original_max_position_embeddings": 8192,
     "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
@@ -36,7 +36,7 @@ _ROPE = {
 
 
 def _read_mistral(config: Mapping[str, Any]) -> Decoder:
-    """A sliding window in every layer, or in those that `layer_types` names."""
+    """A sliding window in every layer, or in those of `layer_types`."""
     fields = common_fields(config)
     window = sliding_window(config)
     kind = "full_attention" if window is None else "sliding_attention"
@@ -66,14 +66,14 @@ def _read_ministral(config: Mapping[str, Any]) -> Decoder:
 
 
 def _read_ministral3(config: Mapping[str, Any]) -> Decoder:
-    """YaRN, with queries that grow with the position."""
+    """YaRN, and queries scaled by position."""
     fields = common_fields(config, default_head_dim=128, default_eps=1e-5, rope_also=("llama_4_scaling_beta",))
     attention = fields.attention(query_growth=_query_growth(config, fields.rope), window=sliding_window(config, None))
     return fields.decoder([fields.layer(attention, fields.feed_forward())] * fields.num_layers)
 
 
 def _read_mistral4(config: Mapping[str, Any]) -> Decoder:
-    """DeepSeek's latent attention (arXiv 2405.04434), Ministral 3's growing queries, experts by softmax."""
+    """DeepSeek's latent attention (arXiv 2405.04434), Ministral 3's query scaling, experts chosen by softmax."""
     if not any(json_object(config, name) for name in ("rope_parameters", "rope_scaling")):
         config = FieldOverlay({"rope_parameters": _ROPE}, config)
     fields, attention = latent_attention(config, _LATENT, rope_also=("llama_4_scaling_beta",))
@@ -86,12 +86,12 @@ def _read_mistral4(config: Mapping[str, Any]) -> Decoder:
 
 
 def _query_growth(config: Mapping[str, Any], rope: RotarySchedule) -> AttentionTemperature | None:
-    """The growth of queries that the RoPE object names, if any."""
+    """The query scaling of the RoPE object, if any."""
     name = "llama_4_scaling_beta"
     beta = rope_fields(config).get(name)
-    return (
-        AttentionTemperature(positive_number({name: beta}, name), rope.scaling.original_max_position) if beta else None
-    )
+    if not beta:
+        return None
+    return AttentionTemperature(positive_number({name: beta}, name), rope.scaling.original_max_position)
 
 
 def _read_mistral3(config: Mapping[str, Any]) -> Decoder:

@@ -1,7 +1,6 @@
 """Qwen2 and 2.5 (arXiv 2407.10671), Qwen3 (arXiv 2505.09388), Qwen3-Next, Qwen3.5 and 3.6; dense, and with experts.
 
-Layers that predict several tokens (`mtp.*`) are no part of these forwards. Checkpoints of Qwen3.5 and 3.6 come with a
-vision tower too (`model.visual.*`), of which nothing is read.
+Multi-token prediction layers (`mtp.*`) are not used, nor is the vision tower of Qwen3.5 and 3.6 (`model.visual.*`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,18 +21,18 @@ from onward.models.config import (
     sliding_window,
 )
 from onward.models.family_fields import FULL, LINEAR, layers_with_experts, qwen_expert_count, routed_experts
-from onward.models.fields import FieldOverlay, flag, positive_int
+from onward.models.fields import FieldOverlay, flag, positive_int, words
 
-# Fields of Qwen3-Next's experts and of the block beside them.
-_EXPERTS = (
-    *("num_experts_per_tok", "norm_topk_prob", "moe_intermediate_size", "shared_expert_intermediate_size"),
-    *("num_experts", "num_local_experts"),
-)
-_VISION = ("vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
-# What some files of Qwen3.5 say and no forward of this family asks, for it is always so.
-_ALWAYS = {"attn_output_gate": True, "norm_topk_prob": True, "decoder_sparse_step": 1}
-# Of layers that predict several tokens, and of states, which are float32.
-_NO_SAY = ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype")
+# Fields of Qwen3-Next's experts, shared ones included.
+_EXPERTS = words("""
+    num_experts_per_tok norm_topk_prob moe_intermediate_size shared_expert_intermediate_size num_experts
+    num_local_experts
+""")
+_VISION = words("vision_config image_token_id video_token_id vision_start_token_id vision_end_token_id")
+# Fields of some Qwen3.5 files whose value is fixed.
+_FIXED = {"attn_output_gate": True, "norm_topk_prob": True, "decoder_sparse_step": 1}
+# Fields of multi-token prediction, and of recurrent states, which are always float32.
+_NO_EFFECT = words("mtp_num_hidden_layers mtp_use_dedicated_embeddings mamba_ssm_dtype")
 
 
 def _read_qwen2(config: Mapping[str, Any]) -> Decoder:
@@ -44,14 +43,13 @@ def _read_qwen2(config: Mapping[str, Any]) -> Decoder:
 
 def _read_qwen3(config: Mapping[str, Any]) -> Decoder:
     """A norm on every query and key head, no biases."""
-    # A Qwen3 config without head_dim means 128, not hidden_size / heads.
+    # head_dim defaults to 128, not hidden_size / heads.
     fields = common_fields(config, default_head_dim=128)
     return fields.decoder(fields.windowed(_attention(config, fields), _windows(config, fields.num_layers)))
 
 
 def _windows(config: Mapping[str, Any], num_layers: int) -> tuple[int | None, ...]:
-    """The window of each layer; none without `use_sliding_window`. By default those from `max_window_layers` on have
-    one."""
+    """The window of each layer, if `use_sliding_window` is set; by default from layer `max_window_layers` on."""
     window = sliding_window(config) if flag(config, "use_sliding_window") else None
     types = config.get("layer_types")
     if types is None:
@@ -62,14 +60,14 @@ def _windows(config: Mapping[str, Any], num_layers: int) -> tuple[int | None, ..
 
 
 def _read_qwen3_moe(config: Mapping[str, Any]) -> Decoder:
-    """Qwen3's attention, and experts in all layers or some."""
+    """Qwen3's attention, and experts in all or some layers."""
     fields = common_fields(config)
     window = sliding_window(config) if flag(config, "use_sliding_window") else None
     attention = _attention(config, fields, window=window)
-    inner = positive_int(config, "moe_intermediate_size", 768)
-    normalize = flag(config, "norm_topk_prob")
-    count = qwen_expert_count(config, 128)
-    experts = routed_experts(config, fields, count, 8, intermediate_size=inner, normalize=normalize)
+    experts = routed_experts(
+        config, fields, qwen_expert_count(config, 128), 8, normalize=flag(config, "norm_topk_prob"),
+        intermediate_size=positive_int(config, "moe_intermediate_size", 768),
+    )  # fmt: skip
     return fields.decoder(
         fields.layer(attention, experts if sparse else fields.feed_forward())
         for sparse in layers_with_experts(config, fields.num_layers)
@@ -77,20 +75,17 @@ def _read_qwen3_moe(config: Mapping[str, Any]) -> Decoder:
 
 
 def _attention(config: Mapping[str, Any], fields: CommonFields, offset: float = 0.0, **changes: Any) -> Attention:
-    """offset: of the norms of heads. changes: fields of `Attention` that differ."""
+    """offset: of the norms of heads. changes: other fields of `Attention`."""
     bias, norm = flag(config, "attention_bias"), fields.norm(fields.head_dim, offset=offset)
     return fields.attention(qkv_bias=bias, o_bias=bias, q_norm=norm, k_norm=norm, **changes)
 
 
-# ── Gated DeltaNet ────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def _read_qwen3_next(config: Mapping[str, Any]) -> Decoder:
-    """Three layers of Gated DeltaNet (arXiv 2412.06464) to one of attention with an output gate; experts."""
+    """Three Gated DeltaNet layers (arXiv 2412.06464) to one of attention with an output gate; experts."""
     fields = _hybrid_fields(config)
     sparse = layers_with_experts(config, fields.num_layers)
     if config.get("num_experts") == 0:
-        ignore(config, *_EXPERTS)  # which no layer has
+        ignore(config, *_EXPERTS)
         blocks: list[TokenBlock] = [fields.feed_forward()] * fields.num_layers
     else:
         experts = _gated_experts(config, fields, 512, 10, flag(config, "norm_topk_prob", default=True))
@@ -99,19 +94,19 @@ def _read_qwen3_next(config: Mapping[str, Any]) -> Decoder:
 
 
 def _read_qwen3_5(config: Mapping[str, Any], *, sparse: bool = False) -> Decoder:
-    """Qwen3-Next's layers with the projections of Gated DeltaNet apart; dense, or with experts in all layers."""
-    for field, value in _ALWAYS.items():
+    """Qwen3-Next's layers with separate projections in Gated DeltaNet; dense, or with experts in all layers."""
+    for field, value in _FIXED.items():
         if config.get(field) not in (None, value):
             raise ConfigError(f"config.json: {field} must be {value!r} in this family; got {config[field]!r}")
-    ignore(config, *_VISION, *_NO_SAY)
-    # No layer is dense where there are experts, so files leave the size of a dense block out.
+    ignore(config, *_VISION, *_NO_EFFECT)
+    # With experts no layer is dense, so files omit the size of the dense block.
     fields = _hybrid_fields(FieldOverlay(config, {"intermediate_size": 1}) if sparse else config)
     block: TokenBlock = _gated_experts(config, fields, 256, 8, True) if sparse else fields.feed_forward()
     return _hybrid_decoder(config, fields, [block] * fields.num_layers, fused=False)
 
 
 def _read_qwen3_5_with_vision(config: Mapping[str, Any], *, sparse: bool = False) -> Decoder:
-    ignore(config, *_NO_SAY)
+    ignore(config, *_NO_EFFECT)
     return read_text_part(config, partial(_read_qwen3_5, sparse=sparse), _VISION, ("model.visual.", "mtp."))
 
 
@@ -122,18 +117,13 @@ def _hybrid_fields(config: Mapping[str, Any]) -> CommonFields:
 def _gated_experts(
     config: Mapping[str, Any], fields: CommonFields, count: int, chosen: int, normalize: bool
 ) -> Experts:
-    """Experts beside a block that all tokens go through, which has a gate. count, chosen: by default."""
+    """Experts, and a shared expert with a gate. count, chosen: the default numbers."""
     return routed_experts(
-        config,
-        fields,
-        qwen_expert_count(config, count),
-        chosen,
-        intermediate_size=positive_int(config, "moe_intermediate_size", 512),
-        normalize=normalize,
+        config, fields, qwen_expert_count(config, count), chosen,
+        intermediate_size=positive_int(config, "moe_intermediate_size", 512), normalize=normalize,
         shared=fields.feed_forward(intermediate_size=positive_int(config, "shared_expert_intermediate_size", 512)),
-        shared_gate=True,
-        names=ExpertNames(shared="shared_expert"),
-    )
+        shared_gate=True, names=ExpertNames(shared="shared_expert"),
+    )  # fmt: skip
 
 
 def _hybrid_decoder(
@@ -142,15 +132,11 @@ def _hybrid_decoder(
     """blocks: the feed-forward block or experts of each layer. fused: as in `GatedDelta`."""
     norm = fields.norm(offset=1.0)
     attention = _attention(config, fields, offset=1.0, output_gate=True)
-    delta, linear = _delta(config, fields, fused), LayerNames(mixer="linear_attn")
+    delta, linear_names = _delta(config, fields, fused), LayerNames(mixer="linear_attn")
     layers = [
-        fields.layer(
-            attention if kind == FULL else delta,
-            block,
-            mixer_norm=norm,
-            feed_forward_norm=norm,
-            names=LayerNames() if kind == FULL else linear,
-        )
+        fields.layer(attention, block, mixer_norm=norm, feed_forward_norm=norm)
+        if kind == FULL
+        else fields.layer(delta, block, mixer_norm=norm, feed_forward_norm=norm, names=linear_names)
         for kind, block in zip(_layer_types(config, fields.num_layers), blocks, strict=True)
     ]
     return fields.decoder(layers, norm=norm, unread=("mtp.",))
@@ -178,7 +164,7 @@ def _delta(config: Mapping[str, Any], fields: CommonFields, fused: bool) -> Gate
 
 
 def _layer_types(config: Mapping[str, Any], num_layers: int) -> list[str]:
-    """What each layer mixes with: every fourth attends, unless the config says otherwise."""
+    """The mixer of each layer: by default attention in every fourth."""
     interval = positive_int(config, "full_attention_interval", 4)
     types = config.get("layer_types")
     if types is None:

@@ -1,6 +1,6 @@
 """The config.json fields that most families share, checked, and the common blocks built from them."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -8,7 +8,7 @@ from onward.errors import ConfigError, warn_once
 from onward.models.blocks import Attention, Decoder, DecoderLayer, DecoderNames, FeedForward, RMSNorm
 from onward.models.blocks.feed_forward import Activation
 from onward.models.blocks.layer import Mixer, TokenBlock
-from onward.models.fields import FieldOverlay, TrackedFields, flag, json_object, positive_int, positive_number
+from onward.models.fields import Config, FieldOverlay, TrackedFields, flag, json_object, positive_int, positive_number
 from onward.models.rope import RotarySchedule
 from onward.models.rope_config import rotary_schedule
 
@@ -83,7 +83,7 @@ _ACTIVATIONS: dict[str, Activation] = {
 
 
 def common_fields(
-    config: Mapping[str, Any],
+    config: Config,
     *,
     default_head_dim: int | None = None,
     activations: Sequence[str] = ("silu",),
@@ -144,7 +144,7 @@ def common_fields(
     )
 
 
-def sliding_window(config: Mapping[str, Any], default: int | None = 4096) -> int | None:
+def sliding_window(config: Config, default: int | None = 4096) -> int | None:
     """The window of sliding layers; None: all positions (null in the config).
 
     default: of an absent field, as in transformers.
@@ -154,7 +154,7 @@ def sliding_window(config: Mapping[str, Any], default: int | None = 4096) -> int
     return positive_int(config, "sliding_window", default)
 
 
-def layer_types(config: Mapping[str, Any], default: Sequence[str]) -> tuple[str, ...]:
+def layer_types(config: Config, default: Sequence[str]) -> tuple[str, ...]:
     """The type of each layer: `layer_types`, or the family's default."""
     types = config.get("layer_types")
     types = list(default) if types is None else types
@@ -178,7 +178,7 @@ def layer_windows(types: Sequence[str], window: int | None, *, has_switch: bool 
     return tuple(window if kind == "sliding_attention" else None for kind in types)
 
 
-def ropes_by_type(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def ropes_by_type(config: Config) -> dict[str, dict[str, Any]]:
     """`rope_parameters` with an object for each layer type (transformers 5); empty for older configs."""
     by_type = json_object(config, "rope_parameters")
     if unknown := [name for name in by_type if name not in _LAYER_TYPES]:
@@ -194,7 +194,7 @@ def ropes_by_type(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     return {name: json_object(by_type, name) for name in by_type}
 
 
-def only(config: Mapping[str, Any], **fields: Any) -> None:
+def only(config: Config, **fields: Any) -> None:
     """Raise unless each field is absent or has the value (one of a tuple of values) that the family supports."""
     for name, supported in fields.items():
         value, values = config.get(name), supported if isinstance(supported, tuple) else (supported,)
@@ -203,7 +203,7 @@ def only(config: Mapping[str, Any], **fields: Any) -> None:
             raise ConfigError(f"config.json: {name} {value!r} is not supported; this family has {has}")
 
 
-def ignore(config: Mapping[str, Any], *names: str) -> None:
+def ignore(config: Config, *names: str) -> None:
     """Mark fields without effect as read."""
     for name in names:
         config.get(name)
@@ -230,7 +230,7 @@ def check_attends(types: Sequence[str], *, name: str = "layer_types") -> None:
         )
 
 
-def _default_head_dim(config: Mapping[str, Any], hidden_size: int, num_heads: int) -> int | None:
+def _default_head_dim(config: Config, hidden_size: int, num_heads: int) -> int | None:
     if hidden_size % num_heads and config.get("head_dim") is None:
         raise ConfigError(
             f"config.json: hidden_size ({hidden_size}) must be a multiple of num_attention_heads ({num_heads}), "
@@ -246,10 +246,7 @@ _SHARED = ("tie_word_embeddings",)
 
 
 def read_text_part(
-    config: Mapping[str, Any],
-    read: Callable[[Mapping[str, Any]], Decoder],
-    other_fields: Sequence[str],
-    unread: Sequence[str],
+    config: Config, read: Callable[[Config], Decoder], other_fields: Sequence[str], unread: Sequence[str]
 ) -> Decoder:
     """The decoder that `text_config` describes, with one warning that the rest of the model is skipped.
 

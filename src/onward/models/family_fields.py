@@ -1,13 +1,13 @@
 """The config.json fields of experts and Mamba2, checked, and the blocks built from them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from onward.errors import ConfigError
 from onward.models.blocks import Experts, Mamba2, RMSNorm
 from onward.models.config import MAX_LAYERS, CommonFields, check_attends, check_layer_types, ignore
-from onward.models.fields import flag, number_or_infinity, positive_int, words
+from onward.models.fields import Config, flag, number_or_infinity, positive_int, words
 from onward.ops.ssd import WIDEST
 
 FULL, LINEAR = "full_attention", "linear_attention"
@@ -20,7 +20,7 @@ MAMBA_FIELDS = words("""
 """)
 
 
-def mamba_block(config: Mapping[str, Any], fields: CommonFields, *, inner: int | None = None, **changes: Any) -> Mamba2:
+def mamba_block(config: Config, fields: CommonFields, *, inner: int | None = None, **changes: Any) -> Mamba2:
     """The Mamba2 mixer of a config with fields such as `mamba_n_heads`.
 
     inner: the features of all heads; by default `mamba_expand` times hidden_size. changes: other fields of `Mamba2`.
@@ -48,7 +48,7 @@ def mamba_block(config: Mapping[str, Any], fields: CommonFields, *, inner: int |
 
 
 def mamba2(
-    config: Mapping[str, Any],
+    config: Config,
     fields: CommonFields,
     *,
     heads: int,
@@ -74,7 +74,7 @@ def mamba2(
     return Mamba2(fields.hidden_size, heads, head_dim, groups, state_dim, kernel_size, **options)
 
 
-def time_step_limit(config: Mapping[str, Any]) -> tuple[float, float]:
+def time_step_limit(config: Config) -> tuple[float, float]:
     """The minimum and maximum of dt; unlimited by default."""
     limit = config.get("time_step_limit")
     if limit is None:
@@ -88,7 +88,7 @@ def time_step_limit(config: Mapping[str, Any]) -> tuple[float, float]:
 
 
 def hybrid_types(
-    config: Mapping[str, Any], name: str, num_layers: int, default: Sequence[str] = (), also: Sequence[str] = ()
+    config: Config, name: str, num_layers: int, default: Sequence[str] = (), also: Sequence[str] = ()
 ) -> list[str]:
     """The type of each layer, from the field `name`: FULL, LINEAR, or one of `also`."""
     types = config.get(name)
@@ -99,7 +99,7 @@ def hybrid_types(
     return list(types)
 
 
-def layers_by_index(config: Mapping[str, Any], name: str, num_layers: int, other: str) -> list[str]:
+def layers_by_index(config: Config, name: str, num_layers: int, other: str) -> list[str]:
     """The type of each layer, from a field that lists the attention layers. other: the type of the rest."""
     attending = config.get(name)
     attending = [] if attending is None else attending
@@ -111,7 +111,7 @@ def layers_by_index(config: Mapping[str, Any], name: str, num_layers: int, other
 # ── experts ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def qwen_expert_count(config: Mapping[str, Any], default: int) -> int:
+def qwen_expert_count(config: Config, default: int) -> int:
     """The number of experts. Files of transformers 5 may have num_local_experts instead of Qwen's num_experts."""
     count, other = config.get("num_experts"), config.get("num_local_experts")
     if None not in (count, other) and count != other:
@@ -119,7 +119,7 @@ def qwen_expert_count(config: Mapping[str, Any], default: int) -> int:
     return positive_int(config, "num_local_experts" if count is None else "num_experts", default)
 
 
-def layers_with_experts(config: Mapping[str, Any], num_layers: int) -> list[bool]:
+def layers_with_experts(config: Config, num_layers: int) -> list[bool]:
     """Whether each layer has experts: every `decoder_sparse_step`-th one except `mlp_only_layers`."""
     step, dense = positive_int(config, "decoder_sparse_step", 1), config.get("mlp_only_layers") or []
     if not isinstance(dense, list) or any(isinstance(i, bool) or not isinstance(i, int) for i in dense):
@@ -127,13 +127,13 @@ def layers_with_experts(config: Mapping[str, Any], num_layers: int) -> list[bool
     return [index not in dense and (index + 1) % step == 0 for index in range(num_layers)]
 
 
-def routed_experts(config: Mapping[str, Any], fields: CommonFields, count: int, chosen: int, **changes: Any) -> Experts:
+def routed_experts(config: Config, fields: CommonFields, count: int, chosen: int, **changes: Any) -> Experts:
     """The `count` experts of a layer. chosen: the default number per token. changes: other fields of `Experts`."""
     chosen = positive_int(config, "num_experts_per_tok", min(chosen, count), most=count)
     return replace(Experts(fields.hidden_size, fields.intermediate_size, count, chosen), **changes)
 
 
-def grouped_experts(config: Mapping[str, Any], experts: Experts, default: tuple[int, int] = (1, 1)) -> Experts:
+def grouped_experts(config: Config, experts: Experts, default: tuple[int, int] = (1, 1)) -> Experts:
     """Experts in DeepSeek's groups. default: the number of groups, and of groups per token."""
     count, chosen = experts.num_experts, experts.num_chosen
     groups = positive_int(config, "n_group", default[0], most=count)
@@ -146,13 +146,13 @@ def grouped_experts(config: Mapping[str, Any], experts: Experts, default: tuple[
     return replace(experts, groups=groups, kept_groups=kept)
 
 
-def num_dense_layers(config: Mapping[str, Any], default: int, name: str = "first_k_dense_replace") -> int:
+def num_dense_layers(config: Config, default: int, name: str = "first_k_dense_replace") -> int:
     """The number of leading layers without experts."""
     value = config.get(name)
     return 0 if value == 0 or (value is None and default == 0) else positive_int(config, name, default)
 
 
-def layers_ahead(config: Mapping[str, Any], num_layers: int) -> tuple[str, ...]:
+def layers_ahead(config: Config, num_layers: int) -> tuple[str, ...]:
     """The prefixes of multi-token prediction weights (arXiv 2412.19437): layers past the last one, not read here."""
     count = 0
     for name in ("num_nextn_predict_layers", "num_mtp_layers"):  # the latter in transformers 5

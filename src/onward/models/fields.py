@@ -10,6 +10,8 @@ import torch
 from onward.errors import ConfigError
 from onward.util.checks import is_finite
 
+Config = Mapping[str, Any]
+
 
 def words(text: str) -> tuple[str, ...]:
     """The names in a text, split at whitespace."""
@@ -37,7 +39,7 @@ GENERATION_FIELDS = frozenset(
 _NESTED = ("decoder", "generator", "text_config")
 
 
-def generation_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+def generation_fields(config: Config) -> dict[str, Any]:
     """The generation settings of a config.json: its own fields, then those of its nested decoder config
     (`text_config`) for fields that are absent or null, like `transformers.GenerationConfig.from_model_config`."""
     nested: Any = next((part for name in _NESTED if (part := config.get(name))), {})
@@ -53,7 +55,7 @@ _FLOAT = torch.finfo(torch.float32)
 
 
 def positive_int(
-    fields: Mapping[str, Any], name: str, default: Any = REQUIRED, *, where: str = "config.json", most: int = LARGEST
+    fields: Config, name: str, default: Any = REQUIRED, *, where: str = "config.json", most: int = LARGEST
 ) -> int:
     """A whole number from 1 to `most`, required without a default. null counts as absent."""
     value = _value_or_default(fields, name, default, where)
@@ -62,9 +64,7 @@ def positive_int(
     return value
 
 
-def positive_number(
-    fields: Mapping[str, Any], name: str, default: Any = REQUIRED, *, where: str = "config.json"
-) -> float:
+def positive_number(fields: Config, name: str, default: Any = REQUIRED, *, where: str = "config.json") -> float:
     """A positive number within the range of float32, required without a default. null counts as absent."""
     value = _value_or_default(fields, name, default, where)
     if not isinstance(value, int | float) or isinstance(value, bool) or not _FLOAT.tiny <= value <= _FLOAT.max:
@@ -75,7 +75,7 @@ def positive_number(
     return float(value)
 
 
-def number(fields: Mapping[str, Any], name: str, default: Any = REQUIRED, *, where: str = "config.json") -> float:
+def number(fields: Config, name: str, default: Any = REQUIRED, *, where: str = "config.json") -> float:
     """A number within the range of float32, required without a default. null counts as absent."""
     value = _value_or_default(fields, name, default, where)
     if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) <= _FLOAT.max:
@@ -93,7 +93,7 @@ def number_or_infinity(value: Any, name: str) -> float:
     return float(word)
 
 
-def flag(fields: Mapping[str, Any], name: str, default: bool = False) -> bool:
+def flag(fields: Config, name: str, default: bool = False) -> bool:
     """true or false; an absent field means the default. null means false, and is an error if the default is true."""
     value = fields.get(name, default)
     if not isinstance(value, bool) and (value is not None or default):
@@ -101,7 +101,7 @@ def flag(fields: Mapping[str, Any], name: str, default: bool = False) -> bool:
     return bool(value)
 
 
-def json_object(fields: Mapping[str, Any], name: str) -> dict[str, Any]:
+def json_object(fields: Config, name: str) -> dict[str, Any]:
     """An object; null and absent mean an empty one."""
     value = fields.get(name)
     if value is not None and not isinstance(value, Mapping):
@@ -109,14 +109,14 @@ def json_object(fields: Mapping[str, Any], name: str) -> dict[str, Any]:
     return dict(value or {})
 
 
-def softcap(fields: Mapping[str, Any], name: str, default: float | None = None) -> float | None:
+def softcap(fields: Config, name: str, default: float | None = None) -> float | None:
     """A positive number; null means none, and only an absent field means the default."""
     if name in fields:
         return None if fields[name] is None else positive_number(fields, name)
     return default
 
 
-def _value_or_default(fields: Mapping[str, Any], name: str, default: Any, where: str) -> Any:
+def _value_or_default(fields: Config, name: str, default: Any, where: str) -> Any:
     value = fields.get(name)
     if value is not None:
         return value

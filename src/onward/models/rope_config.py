@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from onward.errors import ConfigError
-from onward.models.fields import REQUIRED, flag, json_object, positive_int, positive_number
+from onward.models.fields import REQUIRED, Config, flag, json_object, positive_int, positive_number
 from onward.models.rope import (
     Dynamic,
     Linear,
@@ -26,7 +26,7 @@ _NO_SAY = {"finetuned", "max_position_embeddings", "mrope_section", "mrope_inter
 
 
 def rotary_schedule(
-    config: Mapping[str, Any],
+    config: Config,
     head_dim: int,
     max_position: int,
     *,
@@ -68,7 +68,7 @@ def rotary_schedule(
     return RotarySchedule(dims, base, scaling, interleaved)
 
 
-def rope_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+def rope_fields(config: Config) -> dict[str, Any]:
     """All RoPE fields of a config, wherever they are; null counts as absent."""
     places = {name: json_object(config, name) for name in ("rope_parameters", "rope_scaling")}
     places["config.json itself"] = {name: config.get(name) for name in _EITHER_PLACE}

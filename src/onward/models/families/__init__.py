@@ -1,23 +1,23 @@
 """The table of model families: one file per family or group, which lists its architectures and reads their configs."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
 from onward.errors import ConfigError, UnsupportedArchitectureError
 from onward.models.architecture import Architecture
-from onward.models.fields import TrackedFields, words
+from onward.models.fields import Config, TrackedFields, words
 
 _FAMILIES = words("deepseek gemma gemma4 glm gpt_oss granite hybrids lfm2 llama mistral olmo qwen")  # their files
 
 # An architecture's name in config.json -> the function that reads its config.
-FAMILIES: dict[str, Callable[[Mapping[str, Any]], Architecture]] = {
+FAMILIES: dict[str, Callable[[Config], Architecture]] = {
     name: read for file in _FAMILIES for name, read in import_module(f"{__name__}.{file}").ARCHITECTURES.items()
 }
 
 
-def read_config(config: Mapping[str, Any]) -> Architecture:
+def read_config(config: Config) -> Architecture:
     """Read a checkpoint's config.json.
 
     Raises:
@@ -57,7 +57,7 @@ _OF_MODEL_TYPES = dict.fromkeys(("internlm3", "iquestcoder"), "LlamaForCausalLM"
 _OF_MODEL_TYPES |= {_model_type(name): name for name in FAMILIES}
 
 
-def with_architecture(config: Mapping[str, Any]) -> dict[str, Any]:
+def with_architecture(config: Config) -> dict[str, Any]:
     """A config.json with the architecture of its model_type, where it names none or only the base model
     ("LlamaModel"), as files saved without a head do."""
     kind = config.get("model_type")

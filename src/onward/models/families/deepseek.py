@@ -10,7 +10,7 @@ from onward.models.blocks import Decoder, DecoderLayer, Experts, LatentAttention
 from onward.models.blocks.layer import Mixer
 from onward.models.config import CommonFields, common_fields, only
 from onward.models.family_fields import grouped_experts, layers_ahead, num_dense_layers, routed_experts
-from onward.models.fields import FieldOverlay, flag, positive_int, positive_number
+from onward.models.fields import Config, FieldOverlay, flag, positive_int, positive_number
 from onward.models.rope import RotarySchedule, Yarn, yarn_magnitude
 from onward.models.rope_config import rope_fields
 
@@ -19,7 +19,7 @@ _LATENT = {
 }  # fmt: skip
 
 
-def _read_v2(config: Mapping[str, Any]) -> Decoder:
+def _read_v2(config: Config) -> Decoder:
     """V2-Lite has no expert groups."""
     only(config, scoring_func="softmax", moe_layer_freq=1, norm_topk_prob=False, mlp_bias=False)
     only(config, topk_method=("greedy", "group_limited_greedy"))
@@ -33,7 +33,7 @@ def _read_v2(config: Mapping[str, Any]) -> Decoder:
     return fields.decoder(dense_then_sparse(config, fields, attention, experts, 0))
 
 
-def _read_v3(config: Mapping[str, Any]) -> Decoder:
+def _read_v3(config: Config) -> Decoder:
     only(config, scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1)
     fields, attention = latent_attention(config, _LATENT)
     experts = deepseek_experts(config, fields, count=256, inner=2048, scale=2.5, groups=(8, 4))
@@ -42,7 +42,7 @@ def _read_v3(config: Mapping[str, Any]) -> Decoder:
 
 
 def latent_attention(
-    config: Mapping[str, Any], defaults: Mapping[str, Any], **options: Any
+    config: Config, defaults: Mapping[str, Any], **options: Any
 ) -> tuple[CommonFields, LatentAttention]:
     """The fields of a config with multi-head latent attention, and that attention.
 
@@ -81,7 +81,7 @@ def latent_attention(
     )
 
 
-def _check_sizes(config: Mapping[str, Any], content: int, rotary: int) -> None:
+def _check_sizes(config: Config, content: int, rotary: int) -> None:
     if rotary % 2:
         raise ConfigError(f"config.json: qk_rope_head_dim must be even, since RoPE rotates pairs; got {rotary}")
     total = positive_int(config, "qk_head_dim", content + rotary)
@@ -101,7 +101,7 @@ def _yarn_score_factor(rope: RotarySchedule) -> float:
 
 
 def deepseek_experts(
-    config: Mapping[str, Any],
+    config: Config,
     fields: CommonFields,
     *,
     count: int,
@@ -131,7 +131,7 @@ def deepseek_experts(
 
 
 def dense_then_sparse(
-    config: Mapping[str, Any], fields: CommonFields, mixer: Mixer, experts: Experts, first: int
+    config: Config, fields: CommonFields, mixer: Mixer, experts: Experts, first: int
 ) -> list[DecoderLayer]:
     """All layers, the leading ones without experts. first: the default number of these."""
     first, dense = num_dense_layers(config, first), fields.feed_forward()

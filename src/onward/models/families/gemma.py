@@ -4,7 +4,7 @@ Gemma 3 (arXiv 2503.19786): norms of heads instead of caps, and a smaller RoPE b
 Only the text part of multimodal checkpoints is loaded.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from onward.models.config import (
     ropes_by_type,
     sliding_window,
 )
-from onward.models.fields import FieldOverlay, flag, positive_int, positive_number, softcap, words
+from onward.models.fields import Config, FieldOverlay, flag, positive_int, positive_number, softcap, words
 from onward.models.rope_config import rotary_schedule
 
 # The defaults of fields, which most files on the hub omit.
@@ -48,7 +48,7 @@ _IMAGES = words("""
 """)
 
 
-def _read_gemma2(config: Mapping[str, Any]) -> Decoder:
+def _read_gemma2(config: Config) -> Decoder:
     config = FieldOverlay(config, DEFAULTS)
     fields = common_fields(config, **ACTIVATION)
     attention = fields.attention(softcap=softcap(config, "attn_logit_softcapping", 50.0))
@@ -57,7 +57,7 @@ def _read_gemma2(config: Mapping[str, Any]) -> Decoder:
     return _decoder(config, fields, (replace(attention, window=window) for window in windows), cap)
 
 
-def _read_gemma3(config: Mapping[str, Any]) -> Decoder:
+def _read_gemma3(config: Config) -> Decoder:
     ropes = ropes_by_type(config)
     full = {"rope_parameters": ropes.get("full_attention", {})}
     config = FieldOverlay(full, config, _DEFAULTS_3)
@@ -72,9 +72,7 @@ def _read_gemma3(config: Mapping[str, Any]) -> Decoder:
     return _decoder(config, fields, attentions, softcap(config, "final_logit_softcapping"))
 
 
-def _decoder(
-    config: Mapping[str, Any], fields: CommonFields, attentions: Iterable[Attention], cap: float | None
-) -> Decoder:
+def _decoder(config: Config, fields: CommonFields, attentions: Iterable[Attention], cap: float | None) -> Decoder:
     """Norms before and after each block, with weights added to 1. cap: of the logits."""
     bias, scale = flag(config, "attention_bias"), positive_number(config, "query_pre_attn_scalar") ** -0.5
     norm = fields.norm(offset=1.0)
@@ -88,7 +86,7 @@ def _decoder(
     )
 
 
-def _read_gemma3_with_images(config: Mapping[str, Any]) -> Decoder:
+def _read_gemma3_with_images(config: Config) -> Decoder:
     return read_text_part(config, _read_gemma3, _IMAGES, ("model.vision_tower.", "model.multi_modal_projector."))
 
 

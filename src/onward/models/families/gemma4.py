@@ -31,7 +31,7 @@ from onward.models.config import (
     sliding_window,
 )
 from onward.models.families.gemma import ACTIVATION, DEFAULTS, NAMES
-from onward.models.fields import FieldOverlay, flag, json_object, positive_int, softcap, words
+from onward.models.fields import Config, FieldOverlay, flag, json_object, positive_int, softcap, words
 from onward.models.rope import RotarySchedule
 from onward.models.rope_config import rotary_schedule
 from onward.ops.experts import ExpertActivation
@@ -50,11 +50,11 @@ _OTHER_FIELDS = words("""
 _OTHER_WEIGHTS = words("model.vision_tower. model.embed_vision. model.audio_tower. model.embed_audio.")
 
 
-def _read_multimodal(config: Mapping[str, Any]) -> Decoder:
+def _read_multimodal(config: Config) -> Decoder:
     return read_text_part(config, _read_text, _OTHER_FIELDS, _OTHER_WEIGHTS)
 
 
-def _read_text(config: Mapping[str, Any]) -> Decoder:
+def _read_text(config: Config) -> Decoder:
     if (mode := config.get("use_bidirectional_attention")) not in (None, "vision"):
         raise ConfigError(
             f"config.json: 'use_bidirectional_attention' is {mode!r}, but text is decoded left to right: it must be "
@@ -89,9 +89,7 @@ def _read_text(config: Mapping[str, Any]) -> Decoder:
     )
 
 
-def _layer(
-    config: Mapping[str, Any], fields: CommonFields, attention: Attention, width: int, names: LayerNames
-) -> DecoderLayer:
+def _layer(config: Config, fields: CommonFields, attention: Attention, width: int, names: LayerNames) -> DecoderLayer:
     norm = fields.norm(after_cast=False)
     wide = flag(config, "use_double_wide_mlp") and attention.kv_source_layer is not None
     dense = fields.feed_forward(intermediate_size=fields.intermediate_size * (2 if wide else 1))
@@ -109,7 +107,7 @@ def _layer(
     )
 
 
-def _experts(config: Mapping[str, Any], fields: CommonFields) -> Experts:
+def _experts(config: Config, fields: CommonFields) -> Experts:
     count = positive_int(config, "num_experts")
     return Experts(
         hidden_size=fields.hidden_size,
@@ -122,7 +120,7 @@ def _experts(config: Mapping[str, Any], fields: CommonFields) -> Experts:
     )
 
 
-def _types(config: Mapping[str, Any], num_layers: int) -> tuple[str, ...]:
+def _types(config: Config, num_layers: int) -> tuple[str, ...]:
     types = layer_types(config, [*every_nth_full(6, num_layers)[:-1], _FULL])
     if types[-1] != _FULL:
         raise ConfigError(
@@ -132,7 +130,7 @@ def _types(config: Mapping[str, Any], num_layers: int) -> tuple[str, ...]:
 
 
 def _attentions(
-    config: Mapping[str, Any], fields: CommonFields, types: Sequence[str], ropes: Mapping[str, Mapping[str, Any]]
+    config: Config, fields: CommonFields, types: Sequence[str], ropes: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Attention]:
     """The attention of each type of layer."""
     bias, shared = flag(config, "attention_bias"), flag(config, "attention_k_eq_v")
@@ -163,7 +161,7 @@ def _full_rope(fields: CommonFields, head_dim: int, rope: Mapping[str, Any]) -> 
     )
 
 
-def _full_heads(config: Mapping[str, Any], fields: CommonFields, types: Sequence[str], shared: bool) -> tuple[int, int]:
+def _full_heads(config: Config, fields: CommonFields, types: Sequence[str], shared: bool) -> tuple[int, int]:
     """head_dim and num_key_value_heads of full layers, which transformers 5 lists by layer."""
     where, own = "config.json", _full_layer_config(config, types)
     head_dim = positive_int(config, "global_head_dim", 512)
@@ -182,7 +180,7 @@ def _full_heads(config: Mapping[str, Any], fields: CommonFields, types: Sequence
     return head_dim, heads
 
 
-def _full_layer_config(config: Mapping[str, Any], types: Sequence[str]) -> Mapping[str, Any] | None:
+def _full_layer_config(config: Config, types: Sequence[str]) -> Mapping[str, Any] | None:
     """The entry of every full layer in `per_layer_config`, if any."""
     by_layer = json_object(config, "per_layer_config")
     if not by_layer:
@@ -199,7 +197,7 @@ def _full_layer_config(config: Mapping[str, Any], types: Sequence[str]) -> Mappi
     return own
 
 
-def _sources(config: Mapping[str, Any], types: Sequence[str]) -> list[int | None]:
+def _sources(config: Config, types: Sequence[str]) -> list[int | None]:
     """The source layers of the last layers: the last earlier layer of the same type. None: not shared."""
     count = 0 if not config.get("num_kv_shared_layers") else positive_int(config, "num_kv_shared_layers")
     first = len(types) - count
@@ -213,7 +211,7 @@ def _sources(config: Mapping[str, Any], types: Sequence[str]) -> list[int | None
     return [None if index < first else last[kind] for index, kind in enumerate(types)]
 
 
-def _layer_embedding_width(config: Mapping[str, Any]) -> int:
+def _layer_embedding_width(config: Config) -> int:
     """The width of per-layer embeddings; 0: none."""
     name = "hidden_size_per_layer_input"
     if name in config and not config.get(name):
@@ -221,7 +219,7 @@ def _layer_embedding_width(config: Mapping[str, Any]) -> int:
     return positive_int(config, name, 256)
 
 
-def _layer_embeddings(config: Mapping[str, Any], fields: CommonFields, width: int) -> PerLayerEmbeddings | None:
+def _layer_embeddings(config: Config, fields: CommonFields, width: int) -> PerLayerEmbeddings | None:
     vocab_size = positive_int(config, "vocab_size_per_layer_input", 262_144)
     if not width:
         return None

@@ -3,21 +3,19 @@
 Checkpoints have all experts of a layer in one MXFP4 tensor (`onward.checkpoint.stacked_experts`).
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from onward.errors import ConfigError
 from onward.models.blocks import Decoder, ExpertNames
 from onward.models.config import common_fields, every_nth_full, ignore, layer_types, layer_windows, sliding_window
 from onward.models.family_fields import routed_experts
-from onward.models.fields import FieldOverlay, flag, positive_int, positive_number
+from onward.models.fields import Config, FieldOverlay, flag, positive_int, positive_number
 
 _DEFAULTS = {"head_dim": 64, "attention_bias": True, "rms_norm_eps": 1e-5}
 _ROPE = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
 
 
-def _read_gpt_oss(config: Mapping[str, Any]) -> Decoder:
+def _read_gpt_oss(config: Config) -> Decoder:
     scaled = config.get("rope_parameters") is not None or config.get("rope_scaling") is not None
     config = FieldOverlay(config, _DEFAULTS if scaled else _DEFAULTS | {"rope_scaling": _ROPE})
     # OpenAI's files have this field under two names.

@@ -3,9 +3,6 @@ Falcon-H1 (arXiv 2507.22448): attention and Mamba2 in parallel in each layer, wi
 Nemotron-H and Nemotron 3 (arXiv 2504.03624): each layer is one block: Mamba2, attention without RoPE, a relu2
 feed-forward block, or relu2 experts."""
 
-from collections.abc import Mapping
-from typing import Any
-
 from onward.errors import ConfigError
 from onward.models.blocks import (
     Decoder,
@@ -30,7 +27,7 @@ from onward.models.family_fields import (
     mamba_block,
     routed_experts,
 )
-from onward.models.fields import FieldOverlay, flag, number, positive_int, positive_number, words
+from onward.models.fields import Config, FieldOverlay, flag, number, positive_int, positive_number, words
 
 _FINAL = DecoderNames(norm="model.final_layernorm")
 
@@ -40,7 +37,7 @@ def _names(mixer: str) -> LayerNames:
     return LayerNames(mixer=mixer, feed_forward_norm="pre_ff_layernorm", feed_forward="feed_forward")
 
 
-def _read_bamba(config: Mapping[str, Any]) -> Decoder:
+def _read_bamba(config: Config) -> Decoder:
     ignore(config, "z_loss_coefficient")  # of the training
     fields = common_fields(config, partial_rotary=0.5, default_eps=1e-5)
     bias = flag(config, "attention_bias")
@@ -55,7 +52,7 @@ def _read_bamba(config: Mapping[str, Any]) -> Decoder:
     return fields.decoder((layers[kind] for kind in types), names=_FINAL)
 
 
-def _read_falcon_h1(config: Mapping[str, Any]) -> Decoder:
+def _read_falcon_h1(config: Config) -> Decoder:
     only(config, mamba_use_mlp=True)
     ignore(config, "attn_layer_indices", "mlp_expansion_factor")  # without effect
     fields = common_fields(config, default_eps=1e-5)
@@ -70,7 +67,7 @@ def _read_falcon_h1(config: Mapping[str, Any]) -> Decoder:
     )
 
 
-def _side_by_side(config: Mapping[str, Any], fields: CommonFields) -> ParallelMixer:
+def _side_by_side(config: Config, fields: CommonFields) -> ParallelMixer:
     by_width = "mamba_d_ssm" in config and config["mamba_d_ssm"] is None
     bias = flag(config, "attention_bias")
     mamba = mamba_block(
@@ -94,7 +91,7 @@ def _side_by_side(config: Mapping[str, Any], fields: CommonFields) -> ParallelMi
     )
 
 
-def _numbers(config: Mapping[str, Any], name: str, count: int) -> tuple[float, ...]:
+def _numbers(config: Config, name: str, count: int) -> tuple[float, ...]:
     """A list of `count` factors; 1 by default."""
     values = config.get(name)
     if values is None:
@@ -117,7 +114,7 @@ _NO_EFFECT = words("""
 _LAYER = LayerNames(mixer_norm="norm", mixer="mixer", feed_forward_norm="norm", feed_forward="mixer")
 
 
-def _read_nemotron_h(config: Mapping[str, Any]) -> Decoder:
+def _read_nemotron_h(config: Config) -> Decoder:
     only(config, mlp_hidden_act="relu2", mamba_hidden_act="silu", attention_bias=False, residual_in_fp32=False)
     only(config, mamba_proj_bias=False, n_shared_experts=1)
     ignore(config, *_NO_EFFECT, *MAMBA_FIELDS)
@@ -138,7 +135,7 @@ def _read_nemotron_h(config: Mapping[str, Any]) -> Decoder:
     )
 
 
-def _layer_types(config: Mapping[str, Any]) -> list[str]:
+def _layer_types(config: Config) -> list[str]:
     """The block of each layer, by name or by a pattern of letters."""
     pattern, types = config.get("hybrid_override_pattern"), config.get("layers_block_type")
     if types is None and isinstance(pattern, str) and set(pattern) <= set(_BY_LETTER):
@@ -152,7 +149,7 @@ def _layer_types(config: Mapping[str, Any]) -> list[str]:
     return hybrid_types({"layers_block_type": types}, "layers_block_type", count, also=(_MLP, _MOE))
 
 
-def _layer(config: Mapping[str, Any], fields: CommonFields, kind: str) -> DecoderLayer:
+def _layer(config: Config, fields: CommonFields, kind: str) -> DecoderLayer:
     norm = fields.norm(after_cast=False)
     if kind in (FULL, LINEAR):
         mixer: Mixer = fields.attention(rope=None) if kind == FULL else _mamba(config, fields)
@@ -161,7 +158,7 @@ def _layer(config: Mapping[str, Any], fields: CommonFields, kind: str) -> Decode
     return DecoderLayer(None, block, feed_forward_norm=norm, names=_LAYER)
 
 
-def _mamba(config: Mapping[str, Any], fields: CommonFields) -> Mamba2:
+def _mamba(config: Config, fields: CommonFields) -> Mamba2:
     bias = flag(config, "use_bias")
     return mamba2(
         config, fields,
@@ -175,11 +172,11 @@ def _mamba(config: Mapping[str, Any], fields: CommonFields) -> Mamba2:
     )  # fmt: skip
 
 
-def _feed_forward(config: Mapping[str, Any], inner: int, fields: CommonFields) -> UngatedFeedForward:
+def _feed_forward(config: Config, inner: int, fields: CommonFields) -> UngatedFeedForward:
     return UngatedFeedForward(fields.hidden_size, inner, flag(config, "mlp_bias"))
 
 
-def _experts(config: Mapping[str, Any], fields: CommonFields) -> Experts:
+def _experts(config: Config, fields: CommonFields) -> Experts:
     latent = config.get("moe_latent_size")
     experts = routed_experts(
         config, fields, positive_int(config, "n_routed_experts", 8), 2, score="sigmoid", activation="relu2",

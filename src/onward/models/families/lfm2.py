@@ -1,8 +1,7 @@
 """LFM2 (arXiv 2511.23404), dense and with experts: gated short convolutions in most layers, attention with norms of
 heads in the others."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from onward.errors import ConfigError
 from onward.models.blocks import (
@@ -17,20 +16,20 @@ from onward.models.blocks import (
 from onward.models.blocks.layer import TokenBlock
 from onward.models.config import CommonFields, check_attends, check_layer_types, common_fields, ignore, only
 from onward.models.family_fields import FULL, layers_by_index, num_dense_layers, routed_experts
-from onward.models.fields import FieldOverlay, flag, positive_int, positive_number
+from onward.models.fields import Config, FieldOverlay, flag, positive_int, positive_number
 
 _FEED_FORWARD = FeedForwardNames("w1", "w3", "w2")
 _CONV = "conv"
 
 
-def _read_lfm2(config: Mapping[str, Any]) -> Decoder:
+def _read_lfm2(config: Config) -> Decoder:
     fields = _fields(config)
     width = _adjusted(config, fields.intermediate_size)
     feed_forward = fields.feed_forward(intermediate_size=width, names=_FEED_FORWARD)
     return _decoder(config, fields, [feed_forward] * fields.num_layers)
 
 
-def _read_lfm2_moe(config: Mapping[str, Any]) -> Decoder:
+def _read_lfm2_moe(config: Config) -> Decoder:
     """Experts chosen by sigmoids, in all layers but the first."""
     fields = _fields(config)
     experts = routed_experts(
@@ -51,7 +50,7 @@ def _read_lfm2_moe(config: Mapping[str, Any]) -> Decoder:
     return _decoder(config, fields, [feed_forward if i < first else experts for i in range(fields.num_layers)])
 
 
-def _fields(config: Mapping[str, Any]) -> CommonFields:
+def _fields(config: Config) -> CommonFields:
     """The common fields, under this family's names."""
     shared = {"intermediate_size": config.get("block_ff_dim"), "tie_word_embeddings": config.get("tie_embedding")}
     eps = positive_number(config, "norm_eps", 1e-5)
@@ -64,7 +63,7 @@ def _fields(config: Mapping[str, Any]) -> CommonFields:
     return fields
 
 
-def _decoder(config: Mapping[str, Any], fields: CommonFields, feed_forwards: Sequence[TokenBlock]) -> Decoder:
+def _decoder(config: Config, fields: CommonFields, feed_forwards: Sequence[TokenBlock]) -> Decoder:
     norm = fields.norm(fields.head_dim)
     attention = fields.attention(
         q_norm=norm, k_norm=norm, names=AttentionNames(o_proj="out_proj", q_norm="q_layernorm", k_norm="k_layernorm")
@@ -83,7 +82,7 @@ def _decoder(config: Mapping[str, Any], fields: CommonFields, feed_forwards: Seq
     )
 
 
-def _adjusted(config: Mapping[str, Any], size: int) -> int:
+def _adjusted(config: Config, size: int) -> int:
     """The inner width: two thirds of the config's, rounded up, unless auto-adjustment is off."""
     multiple = positive_int(config, "block_multiple_of", 256)
     factor = positive_number(config, "block_ffn_dim_multiplier", 1.0)
@@ -92,7 +91,7 @@ def _adjusted(config: Mapping[str, Any], size: int) -> int:
     return multiple * -(-int(factor * int(2 * size / 3)) // multiple)
 
 
-def _layer_types(config: Mapping[str, Any], num_layers: int) -> list[str]:
+def _layer_types(config: Config, num_layers: int) -> list[str]:
     """The mixer of each layer: `layer_types`, or attention in the layers of `full_attn_idxs`, or in all."""
     types, attention_layers = config.get("layer_types"), config.get("full_attn_idxs")
     if attention_layers is not None:

@@ -1,17 +1,15 @@
 """Llama 2 and 3 (arXiv 2307.09288, 2407.21783) and similar models: Seed-OSS, SmolLM3, and Phi-3, 3.5 and 4 (arXiv
 2404.14219)."""
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from onward.errors import ConfigError
 from onward.models.blocks import Decoder
 from onward.models.config import common_fields, layer_types, layer_windows, sliding_window
-from onward.models.fields import FieldOverlay, flag, positive_int
+from onward.models.fields import Config, FieldOverlay, flag, positive_int
 
 
-def _read_llama(config: Mapping[str, Any], o_bias: str = "attention_bias") -> Decoder:
+def _read_llama(config: Config, o_bias: str = "attention_bias") -> Decoder:
     """o_bias: the field for the bias of attention's output."""
     fields = common_fields(config)
     attention = fields.attention(qkv_bias=flag(config, "attention_bias"), o_bias=flag(config, o_bias))
@@ -19,18 +17,18 @@ def _read_llama(config: Mapping[str, Any], o_bias: str = "attention_bias") -> De
     return fields.decoder([layer] * fields.num_layers)
 
 
-def _read_seed_oss(config: Mapping[str, Any]) -> Decoder:
+def _read_seed_oss(config: Config) -> Decoder:
     return _read_llama(FieldOverlay(config, {"head_dim": 128, "attention_bias": True}), "attention_out_bias")
 
 
-def _read_phi3(config: Mapping[str, Any]) -> Decoder:
+def _read_phi3(config: Config) -> Decoder:
     """Fused projections; in Phi-4-mini heads are rotated in part."""
     fields = common_fields(config, partial_rotary=1.0, default_eps=1e-5)
     attention = fields.attention(window=sliding_window(config, None), fused=True)
     return fields.decoder([fields.layer(attention, fields.feed_forward(fused=True))] * fields.num_layers)
 
 
-def _read_smollm3(config: Mapping[str, Any]) -> Decoder:
+def _read_smollm3(config: Config) -> Decoder:
     """One layer in four has no RoPE (NoPE, arXiv 2305.19466)."""
     config = FieldOverlay(config, {"num_key_value_heads": 4, "tie_word_embeddings": True})
     fields = common_fields(config, default_base=2e6)
@@ -44,7 +42,7 @@ def _read_smollm3(config: Mapping[str, Any]) -> Decoder:
     )
 
 
-def _rotated_layers(config: Mapping[str, Any], num_layers: int) -> list[bool]:
+def _rotated_layers(config: Config, num_layers: int) -> list[bool]:
     """Whether each layer has RoPE: `no_rope_layers` has a 1 for those that do."""
     flags, interval = config.get("no_rope_layers"), positive_int(config, "no_rope_layer_interval", 4)
     if flags is None:
@@ -57,7 +55,7 @@ def _rotated_layers(config: Mapping[str, Any], num_layers: int) -> list[bool]:
     return [bool(each) for each in flags[:num_layers]]
 
 
-def _windows(config: Mapping[str, Any], rotates: list[bool]) -> tuple[int | None, ...]:
+def _windows(config: Config, rotates: list[bool]) -> tuple[int | None, ...]:
     """The window of each layer; by default of the layers without RoPE."""
     window = None
     if flag(config, "use_sliding_window") and config.get("sliding_window") is not None:

@@ -1,9 +1,7 @@
 """Mistral (arXiv 2310.06825), Mixtral (arXiv 2401.04088), Ministral, and the text parts of multimodal models: Mistral
 Small 3.1 and later, Ministral 3, Mistral Small 4."""
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from onward.errors import ConfigError
 from onward.models.blocks import AttentionTemperature, Decoder, ExpertNames, LayerNames
@@ -17,7 +15,7 @@ from onward.models.config import (
 )
 from onward.models.families.deepseek import deepseek_experts, dense_then_sparse, latent_attention
 from onward.models.family_fields import routed_experts
-from onward.models.fields import FieldOverlay, json_object, positive_int, positive_number, words
+from onward.models.fields import Config, FieldOverlay, json_object, positive_int, positive_number, words
 from onward.models.rope import RotarySchedule
 from onward.models.rope_config import rope_fields
 
@@ -35,7 +33,7 @@ _ROPE = {
 }  # fmt: skip
 
 
-def _read_mistral(config: Mapping[str, Any]) -> Decoder:
+def _read_mistral(config: Config) -> Decoder:
     """A sliding window in every layer, or in those of `layer_types`."""
     fields = common_fields(config)
     window = sliding_window(config)
@@ -44,7 +42,7 @@ def _read_mistral(config: Mapping[str, Any]) -> Decoder:
     return fields.decoder(fields.windowed(fields.attention(), windows))
 
 
-def _read_mixtral(config: Mapping[str, Any]) -> Decoder:
+def _read_mixtral(config: Config) -> Decoder:
     """Mistral with experts in every layer."""
     fields = common_fields(config, default_eps=1e-5)
     window = positive_int(config, "sliding_window") if config.get("sliding_window") is not None else None
@@ -55,7 +53,7 @@ def _read_mixtral(config: Mapping[str, Any]) -> Decoder:
     return fields.decoder([layer] * fields.num_layers)
 
 
-def _read_ministral(config: Mapping[str, Any]) -> Decoder:
+def _read_ministral(config: Config) -> Decoder:
     fields = common_fields(config)
     window, types = sliding_window(config), config.get("layer_types")
     if types is None:
@@ -65,14 +63,14 @@ def _read_ministral(config: Mapping[str, Any]) -> Decoder:
     return fields.decoder(fields.windowed(fields.attention(), windows))
 
 
-def _read_ministral3(config: Mapping[str, Any]) -> Decoder:
+def _read_ministral3(config: Config) -> Decoder:
     """YaRN, and queries scaled by position."""
     fields = common_fields(config, default_head_dim=128, default_eps=1e-5, rope_also=("llama_4_scaling_beta",))
     attention = fields.attention(query_growth=_query_growth(config, fields.rope), window=sliding_window(config, None))
     return fields.decoder([fields.layer(attention, fields.feed_forward())] * fields.num_layers)
 
 
-def _read_mistral4(config: Mapping[str, Any]) -> Decoder:
+def _read_mistral4(config: Config) -> Decoder:
     """DeepSeek's latent attention (arXiv 2405.04434), Ministral 3's query scaling, experts chosen by softmax."""
     if not any(json_object(config, name) for name in ("rope_parameters", "rope_scaling")):
         config = FieldOverlay({"rope_parameters": _ROPE}, config)
@@ -85,7 +83,7 @@ def _read_mistral4(config: Mapping[str, Any]) -> Decoder:
     return fields.decoder(dense_then_sparse(config, fields, attention, experts, 0))
 
 
-def _query_growth(config: Mapping[str, Any], rope: RotarySchedule) -> AttentionTemperature | None:
+def _query_growth(config: Config, rope: RotarySchedule) -> AttentionTemperature | None:
     """The query scaling of the RoPE object, if any."""
     name = "llama_4_scaling_beta"
     beta = rope_fields(config).get(name)
@@ -94,11 +92,11 @@ def _query_growth(config: Mapping[str, Any], rope: RotarySchedule) -> AttentionT
     return AttentionTemperature(positive_number({name: beta}, name), rope.scaling.original_max_position)
 
 
-def _read_mistral3(config: Mapping[str, Any]) -> Decoder:
+def _read_mistral3(config: Config) -> Decoder:
     return read_text_part(config, _read_text, _IMAGES, ("model.vision_tower.", "model.multi_modal_projector."))
 
 
-def _read_text(config: Mapping[str, Any]) -> Decoder:
+def _read_text(config: Config) -> Decoder:
     kind = config.get("model_type", "mistral")
     if kind not in _TEXTS:
         raise ConfigError(

@@ -1,8 +1,7 @@
 """OLMo 2 (arXiv 2501.00656), OLMo 3 (arXiv 2512.13961) and EXAONE 4 (arXiv 2507.11407): norms only after blocks."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any
 
 from onward.errors import ConfigError
 from onward.models.blocks import Attention, Decoder, DecoderLayer, LayerNames, RMSNorm
@@ -15,7 +14,7 @@ from onward.models.config import (
     ropes_by_type,
     sliding_window,
 )
-from onward.models.fields import FieldOverlay, flag, positive_int
+from onward.models.fields import Config, FieldOverlay, flag, positive_int
 from onward.models.rope_config import rotary_schedule
 
 _DEFAULTS = {"rms_norm_eps": 1e-5}
@@ -23,12 +22,12 @@ _BASE = 500_000.0  # of OLMo 3
 _NAMES = LayerNames(mixer_post_norm="post_attention_layernorm", feed_forward_post_norm="post_feedforward_layernorm")
 
 
-def _read_olmo2(config: Mapping[str, Any]) -> Decoder:
+def _read_olmo2(config: Config) -> Decoder:
     fields = common_fields(FieldOverlay(config, _DEFAULTS))
     return _decoder(fields, [_olmo_attention(config, fields)] * fields.num_layers, fields.norm(after_cast=False))
 
 
-def _read_olmo3(config: Mapping[str, Any]) -> Decoder:
+def _read_olmo3(config: Config) -> Decoder:
     """OLMo 2 with a window in three of four layers, and scaled RoPE only in the others."""
     ropes = ropes_by_type(config)
     full = {"rope_parameters": ropes.get("full_attention", {})}
@@ -46,7 +45,7 @@ def _read_olmo3(config: Mapping[str, Any]) -> Decoder:
     return _decoder(fields, attentions, fields.norm(after_cast=False))
 
 
-def _olmo_attention(config: Mapping[str, Any], fields: CommonFields) -> Attention:
+def _olmo_attention(config: Config, fields: CommonFields) -> Attention:
     """Norms of whole queries and keys."""
     bias = flag(config, "attention_bias")
     q_norm = fields.norm(fields.num_heads * fields.head_dim, after_cast=False)
@@ -54,7 +53,7 @@ def _olmo_attention(config: Mapping[str, Any], fields: CommonFields) -> Attentio
     return fields.attention(qkv_bias=bias, o_bias=bias, q_norm=q_norm, k_norm=k_norm)
 
 
-def _read_exaone4(config: Mapping[str, Any]) -> Decoder:
+def _read_exaone4(config: Config) -> Decoder:
     """Norms of heads; no RoPE in layers with full attention."""
     fields = common_fields(FieldOverlay(config, _DEFAULTS))
     head_norm = fields.norm(fields.head_dim)
@@ -69,7 +68,7 @@ def _read_exaone4(config: Mapping[str, Any]) -> Decoder:
     return _decoder(fields, attentions, fields.norm())
 
 
-def _pattern(config: Mapping[str, Any], num_layers: int, window: int | None) -> Sequence[str]:
+def _pattern(config: Config, num_layers: int, window: int | None) -> Sequence[str]:
     """The default layer types: every n-th layer is full, or a pattern of letters such as "LLLG", whose last layer is
     always full."""
     pattern = config.get("sliding_window_pattern", 4)

@@ -3,7 +3,7 @@
 Multi-token prediction layers (`mtp.*`) are not used, nor is the vision tower of Qwen3.5 and 3.6 (`model.visual.*`).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,7 @@ from onward.models.config import (
     sliding_window,
 )
 from onward.models.family_fields import FULL, LINEAR, layers_with_experts, qwen_expert_count, routed_experts
-from onward.models.fields import FieldOverlay, flag, positive_int, words
+from onward.models.fields import Config, FieldOverlay, flag, positive_int, words
 
 # Fields of Qwen3-Next's experts, shared ones included.
 _EXPERTS = words("""
@@ -35,20 +35,20 @@ _FIXED = {"attn_output_gate": True, "norm_topk_prob": True, "decoder_sparse_step
 _NO_EFFECT = words("mtp_num_hidden_layers mtp_use_dedicated_embeddings mamba_ssm_dtype")
 
 
-def _read_qwen2(config: Mapping[str, Any]) -> Decoder:
+def _read_qwen2(config: Config) -> Decoder:
     """Biases on queries, keys and values."""
     fields = common_fields(config)
     return fields.decoder(fields.windowed(fields.attention(qkv_bias=True), _windows(config, fields.num_layers)))
 
 
-def _read_qwen3(config: Mapping[str, Any]) -> Decoder:
+def _read_qwen3(config: Config) -> Decoder:
     """A norm on every query and key head, no biases."""
     # head_dim defaults to 128, not hidden_size / heads.
     fields = common_fields(config, default_head_dim=128)
     return fields.decoder(fields.windowed(_attention(config, fields), _windows(config, fields.num_layers)))
 
 
-def _windows(config: Mapping[str, Any], num_layers: int) -> tuple[int | None, ...]:
+def _windows(config: Config, num_layers: int) -> tuple[int | None, ...]:
     """The window of each layer, if `use_sliding_window` is set; by default from layer `max_window_layers` on."""
     window = sliding_window(config) if flag(config, "use_sliding_window") else None
     types = config.get("layer_types")
@@ -59,7 +59,7 @@ def _windows(config: Mapping[str, Any], num_layers: int) -> tuple[int | None, ..
     return layer_windows(types, window, has_switch=True)
 
 
-def _read_qwen3_moe(config: Mapping[str, Any]) -> Decoder:
+def _read_qwen3_moe(config: Config) -> Decoder:
     """Qwen3's attention, and experts in all or some layers."""
     fields = common_fields(config)
     window = sliding_window(config) if flag(config, "use_sliding_window") else None
@@ -74,13 +74,13 @@ def _read_qwen3_moe(config: Mapping[str, Any]) -> Decoder:
     )
 
 
-def _attention(config: Mapping[str, Any], fields: CommonFields, offset: float = 0.0, **changes: Any) -> Attention:
+def _attention(config: Config, fields: CommonFields, offset: float = 0.0, **changes: Any) -> Attention:
     """offset: of the norms of heads. changes: other fields of `Attention`."""
     bias, norm = flag(config, "attention_bias"), fields.norm(fields.head_dim, offset=offset)
     return fields.attention(qkv_bias=bias, o_bias=bias, q_norm=norm, k_norm=norm, **changes)
 
 
-def _read_qwen3_next(config: Mapping[str, Any]) -> Decoder:
+def _read_qwen3_next(config: Config) -> Decoder:
     """Three Gated DeltaNet layers (arXiv 2412.06464) to one of attention with an output gate; experts."""
     fields = _hybrid_fields(config)
     sparse = layers_with_experts(config, fields.num_layers)
@@ -93,7 +93,7 @@ def _read_qwen3_next(config: Mapping[str, Any]) -> Decoder:
     return _hybrid_decoder(config, fields, blocks, fused=True)
 
 
-def _read_qwen3_5(config: Mapping[str, Any], *, sparse: bool = False) -> Decoder:
+def _read_qwen3_5(config: Config, *, sparse: bool = False) -> Decoder:
     """Qwen3-Next's layers with separate projections in Gated DeltaNet; dense, or with experts in all layers."""
     for field, value in _FIXED.items():
         if config.get(field) not in (None, value):
@@ -105,18 +105,16 @@ def _read_qwen3_5(config: Mapping[str, Any], *, sparse: bool = False) -> Decoder
     return _hybrid_decoder(config, fields, [block] * fields.num_layers, fused=False)
 
 
-def _read_qwen3_5_with_vision(config: Mapping[str, Any], *, sparse: bool = False) -> Decoder:
+def _read_qwen3_5_with_vision(config: Config, *, sparse: bool = False) -> Decoder:
     ignore(config, *_NO_EFFECT)
     return read_text_part(config, partial(_read_qwen3_5, sparse=sparse), _VISION, ("model.visual.", "mtp."))
 
 
-def _hybrid_fields(config: Mapping[str, Any]) -> CommonFields:
+def _hybrid_fields(config: Config) -> CommonFields:
     return common_fields(config, default_head_dim=256, partial_rotary=0.25)
 
 
-def _gated_experts(
-    config: Mapping[str, Any], fields: CommonFields, count: int, chosen: int, normalize: bool
-) -> Experts:
+def _gated_experts(config: Config, fields: CommonFields, count: int, chosen: int, normalize: bool) -> Experts:
     """Experts, and a shared expert with a gate. count, chosen: the default numbers."""
     return routed_experts(
         config, fields, qwen_expert_count(config, count), chosen,
@@ -126,9 +124,7 @@ def _gated_experts(
     )  # fmt: skip
 
 
-def _hybrid_decoder(
-    config: Mapping[str, Any], fields: CommonFields, blocks: Sequence[TokenBlock], *, fused: bool
-) -> Decoder:
+def _hybrid_decoder(config: Config, fields: CommonFields, blocks: Sequence[TokenBlock], *, fused: bool) -> Decoder:
     """blocks: the feed-forward block or experts of each layer. fused: as in `GatedDelta`."""
     norm = fields.norm(offset=1.0)
     attention = _attention(config, fields, offset=1.0, output_gate=True)
@@ -142,7 +138,7 @@ def _hybrid_decoder(
     return fields.decoder(layers, norm=norm, unread=("mtp.",))
 
 
-def _delta(config: Mapping[str, Any], fields: CommonFields, fused: bool) -> GatedDelta:
+def _delta(config: Config, fields: CommonFields, fused: bool) -> GatedDelta:
     key_heads = positive_int(config, "linear_num_key_heads", 16)
     value_heads = positive_int(config, "linear_num_value_heads", 32)
     value_dim = positive_int(config, "linear_value_head_dim", 128, most=256)
@@ -163,7 +159,7 @@ def _delta(config: Mapping[str, Any], fields: CommonFields, fused: bool) -> Gate
     )
 
 
-def _layer_types(config: Mapping[str, Any], num_layers: int) -> list[str]:
+def _layer_types(config: Config, num_layers: int) -> list[str]:
     """The mixer of each layer: by default attention in every fourth."""
     interval = positive_int(config, "full_attention_interval", 4)
     types = config.get("layer_types")

@@ -308,9 +308,9 @@ def test_names_are_checked_when_the_request_is_made(folders, loaded):
             call()
     with pytest.raises(RequestError, match="adapter must be the name of a loaded adapter; got 3"):
         loaded.generate(IDS, adapter=3)
-    with pytest.raises(RequestError, match="there is an adapter 'plain' already"):
+    with pytest.raises(RequestError, match="an adapter named 'plain' is already loaded"):
         loaded.load_adapter("plain", folders[1]["plain"])
-    with pytest.raises(RequestError, match="must be a text that is not empty"):
+    with pytest.raises(RequestError, match="must be a non-empty string"):
         loaded.load_adapter("", folders[1]["plain"])
     with pytest.raises(RequestError, match="drop plain, DoRA, patterns, head and embedding first"):
         loaded.model = loaded.model

@@ -109,7 +109,7 @@ class Model:
 
         The module is called as `module(tokens, offsets, cache) -> (logits, cache)`, with shapes and rules as above. Its
         weights are not copied: the next decode sees the changes of a training step. Each forward runs without gradients
-        and with every submodule in eval mode, which is restored afterwards, also after an error. (Only the `training`
+        and with every submodule in eval mode; modes are restored afterwards, also after an error. (Only the `training`
         flags are set; the module's own `train` and `eval` are not called.)
 
         Torch's matrix products round differently for different numbers of rows: in float32 the last bits of a row's

@@ -1,4 +1,4 @@
-"""Adapters: small updates of a model's weights (LoRA, arXiv 2106.09685), in the folders that peft writes."""
+"""Adapters: low-rank updates of a model's weights (LoRA, arXiv 2106.09685), in peft's file format."""
 
 from onward.models.adapters.adapter import Adapter, Update
 from onward.models.adapters.merge import grown, merged_model, merged_params

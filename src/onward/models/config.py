@@ -115,7 +115,12 @@ def common_fields(
         raise ConfigError(
             f"config.json: num_attention_heads ({num_heads}) must be a multiple of num_key_value_heads ({num_kv_heads})"
         )
-    head_dim = positive_int(config, "head_dim", default_head_dim or _default_head_dim(config, hidden_size, num_heads))
+    if default_head_dim is None and config.get("head_dim") is None and hidden_size % num_heads:
+        raise ConfigError(
+            f"config.json: hidden_size ({hidden_size}) must be a multiple of num_attention_heads ({num_heads}), "
+            "or head_dim must be given"
+        )
+    head_dim = positive_int(config, "head_dim", default_head_dim or hidden_size // num_heads)
     if head_dim % 2:
         raise ConfigError(f"config.json: head_dim must be even, since RoPE rotates pairs of features; got {head_dim}")
     max_position = positive_int(config, "max_position_embeddings")
@@ -230,15 +235,6 @@ def check_attends(types: Sequence[str], *, name: str = "layer_types") -> None:
         )
 
 
-def _default_head_dim(config: Config, hidden_size: int, num_heads: int) -> int | None:
-    if hidden_size % num_heads and config.get("head_dim") is None:
-        raise ConfigError(
-            f"config.json: hidden_size ({hidden_size}) must be a multiple of num_attention_heads ({num_heads}), "
-            "or head_dim must be given"
-        )
-    return hidden_size // num_heads
-
-
 # ── multimodal checkpoints ───────────────────────────────────────────────────────────────────────────────────
 
 # Fields of the text part that config.json may have itself; others are in `text_config`.
@@ -246,7 +242,10 @@ _SHARED = ("tie_word_embeddings",)
 
 
 def read_text_part(
-    config: Config, read: Callable[[Config], Decoder], other_fields: Sequence[str], unread: Sequence[str]
+    config: Config,
+    read: Callable[[Config], Decoder],
+    other_fields: Sequence[str],
+    unread: Sequence[str] = ("model.vision_tower.", "model.multi_modal_projector."),
 ) -> Decoder:
     """The decoder that `text_config` describes, with one warning that the rest of the model is skipped.
 

@@ -49,7 +49,12 @@ class ModuleForward:
                     f"{unpaired[0]!r} is in one only"
                 )
             replacements = {f"module.{name}": tensor for name, tensor in params.items()}
-        _check_device(params, tokens)
+        device = next((tensor.device for tensor in params.values()), tokens.device)
+        if device != tokens.device:
+            raise RequestError(
+                f"the module is on {device}, but its Model was made for {tokens.device}: make the Model again after "
+                "moving the module"
+            )
         keywords = {} if logits_at is None else {"logits_at": logits_at}
         inputs = (tokens, offsets, cache)
         with torch.no_grad(), eval_mode(self._module):
@@ -115,15 +120,6 @@ class _ModuleWithCall(nn.Module):
 def _tensors_of(module: nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers by name. A tied tensor has only its first name; functional_call replaces it everywhere."""
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
-
-
-def _check_device(params: dict[str, Tensor], tokens: Tensor) -> None:
-    device = next((tensor.device for tensor in params.values()), tokens.device)
-    if device != tokens.device:
-        raise RequestError(
-            f"the module is on {device}, but its Model was made for {tokens.device}: make the Model again after "
-            "moving the module"
-        )
 
 
 def is_causal_lm(module: nn.Module) -> bool:

@@ -27,7 +27,7 @@ class Scaling:
 
         context: the model's max_seq_len.
         """
-        raise NotImplementedError
+        return plain_frequencies(dims, base, at)
 
 
 def wavelengths(dims: int, base: Tensor) -> Tensor:
@@ -46,9 +46,6 @@ class Unscaled(Scaling):
     factor = 1.0
     magnitude = 1.0
     original_max_position: int = 0
-
-    def inverse_frequencies(self, dims: int, base: float, at: Tensor, context: int) -> Tensor:
-        return plain_frequencies(dims, base, at)
 
 
 @dataclass(frozen=True)

@@ -128,18 +128,6 @@ class _RopeFields(NamedTuple):
         return tuple(positive_number({name: value}, name, where=self.where) for value in values)
 
 
-def _unscaled(rope: _RopeFields) -> Scaling:
-    return Unscaled(rope.original)
-
-
-def _linear(rope: _RopeFields) -> Scaling:
-    return Linear(rope.number("factor"), rope.original)
-
-
-def _proportional(rope: _RopeFields) -> Scaling:
-    return Proportional(rope.share, rope.number("factor", 1.0), rope.original)
-
-
 def _dynamic(rope: _RopeFields) -> Scaling:
     if rope.dims == 2:
         raise ConfigError("config.json: dynamic RoPE scaling needs a head_dim above 2: one pair has no base to grow")
@@ -190,11 +178,14 @@ def _longrope(rope: _RopeFields) -> Scaling:
 
 # rope_type in config.json -> its reader and its fields.
 _SCALINGS: dict[str, tuple[Callable[[_RopeFields], Scaling], tuple[str, ...]]] = {
-    "default": (_unscaled, ()),
-    "linear": (_linear, ("factor",)),
+    "default": (lambda rope: Unscaled(rope.original), ()),
+    "linear": (lambda rope: Linear(rope.number("factor"), rope.original), ("factor",)),
     "dynamic": (_dynamic, ("factor",)),
     "llama3": (_llama3, ("factor", "low_freq_factor", "high_freq_factor")),
     "yarn": (_yarn, ("factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")),
     "longrope": (_longrope, ("factor", "attention_factor", "short_factor", "long_factor")),
-    "proportional": (_proportional, ("factor",)),
+    "proportional": (
+        lambda rope: Proportional(rope.share, rope.number("factor", 1.0), rope.original),
+        ("factor",),
+    ),
 }

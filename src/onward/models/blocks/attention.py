@@ -20,21 +20,13 @@ from onward.models.rope import RotarySchedule
 
 
 class AttentionParams(NamedTuple):
-    """The weights of one layer's attention. k_proj and v_proj are None where another layer's or the keys serve."""
+    """The weights of one layer's attention. qkv_proj: queries, keys and values in one matrix, where the checkpoint has
+    it. k_proj, v_proj: None also where keys and values are shared."""
 
-    q_proj: Linear
+    qkv_proj: Linear | None
+    q_proj: Linear | None
     k_proj: Linear | None
     v_proj: Linear | None
-    o_proj: Linear
-    q_norm: Tensor | None = None
-    k_norm: Tensor | None = None
-    sinks: Tensor | None = None
-
-
-class FusedAttentionParams(NamedTuple):
-    """The same with queries, keys and values in one matrix."""
-
-    qkv_proj: Linear
     o_proj: Linear
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
@@ -95,31 +87,26 @@ class Attention:
         """The number of features of queries, keys and values."""
         return self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim, self.num_kv_heads * self.head_dim
 
-    def read(self, scope: WeightScope) -> AttentionParams | FusedAttentionParams:
-        hidden, (queries, keys, values) = self.hidden_size, self.widths
-        if self.fused:
-            qkv_proj = scope.linear("qkv_proj", queries + keys + values, hidden, self.qkv_bias)
-            return FusedAttentionParams(qkv_proj, *self._read_rest(scope))
-        q_proj = scope.linear("q_proj", queries * (1 + self.output_gate), hidden, self.qkv_bias)
-        k_proj = scope.linear("k_proj", keys, hidden, self.qkv_bias) if self.kv_source_layer is None else None
-        own_values = self.kv_source_layer is None and not self.k_eq_v
-        v_proj = scope.linear("v_proj", values, hidden, self.qkv_bias) if own_values else None
-        return AttentionParams(q_proj, k_proj, v_proj, *self._read_rest(scope))
+    def read(self, scope: WeightScope) -> AttentionParams:
+        queries, keys, values = self.widths
+        own_keys = self.kv_source_layer is None
 
-    def _read_rest(self, scope: WeightScope) -> tuple[Linear, Tensor | None, Tensor | None, Tensor | None]:
-        o_proj = scope.linear(self.names.o_proj, self.hidden_size, self.num_heads * self.head_dim, self.o_bias)
-        q_norm = read_norm(self.q_norm, scope.under(self.names.q_norm))
-        own_norm = self.k_norm if self.kv_source_layer is None else None
-        k_norm = read_norm(own_norm, scope.under(self.names.k_norm))
-        return o_proj, q_norm, k_norm, scope.take("sinks", self.num_heads) if self.sinks else None
+        def linear(name: str, width: int, exists: bool) -> Linear | None:
+            return scope.linear(name, width, self.hidden_size, self.qkv_bias) if exists else None
+
+        return AttentionParams(
+            qkv_proj=linear("qkv_proj", queries + keys + values, self.fused),
+            q_proj=linear("q_proj", queries * (1 + self.output_gate), not self.fused),
+            k_proj=linear("k_proj", keys, own_keys and not self.fused),
+            v_proj=linear("v_proj", values, own_keys and not self.fused and not self.k_eq_v),
+            o_proj=scope.linear(self.names.o_proj, self.hidden_size, queries, self.o_bias),
+            q_norm=read_norm(self.q_norm, scope.under(self.names.q_norm)),
+            k_norm=read_norm(self.k_norm if own_keys else None, scope.under(self.names.k_norm)),
+            sinks=scope.take("sinks", self.num_heads) if self.sinks else None,
+        )
 
     def __call__(
-        self,
-        params: AttentionParams | FusedAttentionParams,
-        x_BTD: Tensor,
-        positions: Positions,
-        cache: LayerCache,
-        index: int,
+        self, params: AttentionParams, x_BTD: Tensor, positions: Positions, cache: LayerCache, index: int
     ) -> Tensor:
         q, k, v, gate = self._projected(params, x_BTD)
         q_BHTE = self._heads(q, self.q_norm, params.q_norm)
@@ -133,27 +120,22 @@ class Attention:
             (cos, sin), interleaved = positions.angles(self.rope), self.rope.interleaved
             q_BHTE = ops.rotate(q_BHTE, cos, sin, interleaved=interleaved)
             k_BGTE = None if k_BGTE is None else ops.rotate(k_BGTE, cos, sin, interleaved=interleaved)
+        source = index if self.kv_source_layer is None else self.kv_source_layer
         mixed = cache.attend(
-            index if self.kv_source_layer is None else self.kv_source_layer,
-            q_BHTE,
-            k_BGTE,
-            v_BGTE,
-            positions.offsets,
-            window=self.window,
-            scale=self.scale,
-            sinks=params.sinks,
-            softcap=self.softcap,
-        )
+            source, q_BHTE, k_BGTE, v_BGTE, positions.offsets,
+            window=self.window, scale=self.scale, sinks=params.sinks, softcap=self.softcap,
+        )  # fmt: skip
         out = mixed.transpose(1, 2).flatten(2)
         return params.o_proj(out if gate is None else ops.sigmoid_gate(gate, out))
 
     def _projected(
-        self, params: AttentionParams | FusedAttentionParams, x_BTD: Tensor
+        self, params: AttentionParams, x_BTD: Tensor
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         """Queries, keys and values [B, T, heads * E], and the gate of the output; None where absent."""
-        if isinstance(params, FusedAttentionParams):
+        if params.qkv_proj is not None:
             q, k, v = torch.split(params.qkv_proj(x_BTD), list(self.widths), dim=-1)
             return q, k, v, None
+        assert params.q_proj is not None
         q, gate = params.q_proj(x_BTD), None
         if self.output_gate:
             q = q.view(*q.shape[:2], self.num_heads, -1)

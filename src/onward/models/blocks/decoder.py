@@ -72,7 +72,7 @@ class Decoder:
     @cached_property
     def cached(self) -> tuple[LayerShape, ...]:
         """The cache shape of each attention layer."""
-        shapes = tuple(shape for layer in self.layers if (shape := _attention_part(layer.cached)) is not None)
+        shapes = tuple(shape for layer in self.layers if (shape := _parts(layer.cached)[0]) is not None)
         for mixer in (layer.mixer for layer in self.layers):
             if mixer is not None and (source := mixer.kv_source_layer) is not None:
                 assert mixer.window == shapes[source].window, "a layer has the window of the layer it shares keys with"
@@ -81,7 +81,7 @@ class Decoder:
     @cached_property
     def states(self) -> tuple[StateShape, ...]:
         """The state shape of each recurrent layer."""
-        return tuple(shape for layer in self.layers if (shape := _state_part(layer.cached)) is not None)
+        return tuple(shape for layer in self.layers if (shape := _parts(layer.cached)[1]) is not None)
 
     @property
     def schedules(self) -> tuple[RotarySchedule, ...]:
@@ -143,7 +143,8 @@ class Decoder:
         positions = Positions(tokens, offsets, self.max_seq_len or self.max_position_embeddings)
         x_BTD = params.embed_tokens(tokens)
         if self.embedding_multiplier != 1.0:
-            x_BTD = x_BTD * self._multiplier(x_BTD.dtype)
+            factor = self.embedding_multiplier
+            x_BTD = x_BTD * (rounded(factor, x_BTD.dtype) if self.rounds_multiplier else factor)
         if self.layer_embeddings is None or params.layer_embeddings is None:
             return x_BTD, positions, [None] * len(self.layers)
         return x_BTD, positions, self.layer_embeddings(params.layer_embeddings, tokens, x_BTD).unbind(2)
@@ -157,27 +158,18 @@ class Decoder:
             logits = torch.tanh(logits / self.logits_softcap) * self.logits_softcap
         return logits
 
-    def _multiplier(self, dtype: torch.dtype) -> float:
-        return rounded(self.embedding_multiplier, dtype) if self.rounds_multiplier else self.embedding_multiplier
-
     def places(self) -> Iterator[int | tuple[int, int]]:
         """The cache index of each layer among the attention layers, among the recurrent ones, or both. A layer that
         caches nothing has the index of the layer before it."""
         place = state = -1
         for layer in self.layers:
-            attends, is_recurrent = (part(layer.cached) is not None for part in (_attention_part, _state_part))
+            attends, is_recurrent = (part is not None for part in _parts(layer.cached))
             place, state = place + attends, state + is_recurrent
             both = attends and is_recurrent
             yield (place, state) if both else state if is_recurrent else place
 
 
-def _attention_part(cached: Cached | None) -> LayerShape | None:
+def _parts(cached: Cached | None) -> tuple[LayerShape | None, StateShape | None]:
     if isinstance(cached, AttentionAndState):
-        return cached.attention
-    return cached if isinstance(cached, LayerShape) else None
-
-
-def _state_part(cached: Cached | None) -> StateShape | None:
-    if isinstance(cached, AttentionAndState):
-        return cached.state
-    return cached if isinstance(cached, StateShape) else None
+        return cached
+    return cached if isinstance(cached, LayerShape) else None, cached if isinstance(cached, StateShape) else None

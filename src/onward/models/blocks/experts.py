@@ -11,7 +11,7 @@ from torch import Tensor
 
 from onward import ops
 from onward.models.architecture import WeightScope
-from onward.models.blocks.feed_forward import FeedForward, FeedForwardParams, FusedFeedForwardParams, UngatedFeedForward
+from onward.models.blocks.feed_forward import FeedForward, FeedForwardParams, UngatedFeedForward
 from onward.models.blocks.norm import RMSNorm, rms_normalize
 from onward.models.linear import ExpertLinear, Linear, Router
 from onward.ops.experts import ExpertActivation
@@ -87,7 +87,7 @@ class Experts:
 
     def read(self, scope: WeightScope) -> ExpertsParams:
         hidden, inner, count = self.hidden_size, self.intermediate_size, self.num_experts
-        width = self.latent_dim or hidden
+        width, has_gate = self.latent_dim or hidden, self.activation != "relu2"
         below, names = scope.under(self.names.experts), self.names
         if self.float32_router:
             router = Router(scope.under(names.router).take_float32("weight", count, hidden))
@@ -96,7 +96,7 @@ class Experts:
         return ExpertsParams(
             router=router,
             choice_bias=scope.take_float32(names.choice_bias, count) if self.choice_bias else None,
-            gate_proj=None if self.ungated else below.experts(names.gate_proj, count, inner, width, self.bias),
+            gate_proj=below.experts(names.gate_proj, count, inner, width, self.bias) if has_gate else None,
             up_proj=below.experts(names.up_proj, count, inner, width, self.bias),
             down_proj=below.experts(names.down_proj, count, width, inner, self.bias),
             shared=None if self.shared is None else self.shared.read(scope.under(names.shared)),
@@ -104,10 +104,6 @@ class Experts:
             latent_down=scope.linear(names.latent_down, width, hidden, self.latent_bias) if self.latent_dim else None,
             latent_up=scope.linear(names.latent_up, hidden, width, self.latent_bias) if self.latent_dim else None,
         )
-
-    @property
-    def ungated(self) -> bool:
-        return self.activation == "relu2"
 
     def __call__(self, params: ExpertsParams, x: Tensor) -> Tensor:
         chosen, shares = self.routed(params, x)
@@ -147,7 +143,7 @@ class DenseAndExpertsParams(NamedTuple):
     """router_scale: [D], of the router's input. expert_scale: [E], of the experts' weights."""
 
     dense_norm: Tensor
-    dense: FeedForwardParams | FusedFeedForwardParams
+    dense: FeedForwardParams
     dense_post_norm: Tensor
     router_scale: Tensor
     expert_scale: Tensor

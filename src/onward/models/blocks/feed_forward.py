@@ -22,17 +22,11 @@ def gated_product(activation: Activation, gate: Tensor, up: Tensor) -> Tensor:
 
 
 class FeedForwardParams(NamedTuple):
-    """The weights of one layer's feed-forward block."""
+    """The weights of one layer's feed-forward block, with gate and up in one matrix or in two."""
 
-    gate_proj: Linear
-    up_proj: Linear
-    down_proj: Linear
-
-
-class FusedFeedForwardParams(NamedTuple):
-    """The same with gate and up in one matrix."""
-
-    gate_up_proj: Linear
+    gate_up_proj: Linear | None
+    gate_proj: Linear | None
+    up_proj: Linear | None
     down_proj: Linear
 
 
@@ -60,20 +54,21 @@ class FeedForward:
     down_multiplier: float = 1.0
     names: FeedForwardNames = FeedForwardNames()
 
-    def read(self, scope: WeightScope) -> FeedForwardParams | FusedFeedForwardParams:
-        hidden, inner = self.hidden_size, self.intermediate_size
-        down = self.names.down_proj, hidden, inner, self.bias
-        if self.fused:
-            gate_up = scope.linear(self.names.gate_up_proj, 2 * inner, hidden, self.bias)
-            return FusedFeedForwardParams(gate_up, scope.linear(*down))
-        gate, up = (scope.linear(name, inner, hidden, self.bias) for name in (self.names.gate_proj, self.names.up_proj))
-        return FeedForwardParams(gate, up, scope.linear(*down))
+    def read(self, scope: WeightScope) -> FeedForwardParams:
+        names, hidden, inner = self.names, self.hidden_size, self.intermediate_size
+        return FeedForwardParams(
+            scope.linear(names.gate_up_proj, 2 * inner, hidden, self.bias) if self.fused else None,
+            None if self.fused else scope.linear(names.gate_proj, inner, hidden, self.bias),
+            None if self.fused else scope.linear(names.up_proj, inner, hidden, self.bias),
+            scope.linear(names.down_proj, hidden, inner, self.bias),
+        )
 
-    def __call__(self, params: FeedForwardParams | FusedFeedForwardParams, x: Tensor) -> Tensor:
-        if isinstance(params, FusedFeedForwardParams):
-            gate, up = params.gate_up_proj(x).chunk(2, dim=-1)
-        else:
+    def __call__(self, params: FeedForwardParams, x: Tensor) -> Tensor:
+        if params.gate_proj and params.up_proj:
             gate, up = params.gate_proj(x), params.up_proj(x)
+        else:
+            assert params.gate_up_proj is not None
+            gate, up = params.gate_up_proj(x).chunk(2, dim=-1)
         gated = gated_product(self.activation, multiplied(gate, self.gate_multiplier), up)
         return multiplied(params.down_proj(gated), self.down_multiplier)
 

@@ -20,24 +20,15 @@ from onward.ops.gated_delta import state_width
 
 
 class GatedDeltaParams(NamedTuple):
-    """The weights of one layer. conv: of 2 G K + H V channels. log_rate, decay_bias: float32 [H]."""
+    """The weights of one layer, with projections in two matrices or in four. conv: of 2 G K + H V channels. log_rate,
+    decay_bias: float32 [H]."""
 
-    qkv_proj: Linear
-    z_proj: Linear
-    decay_proj: Linear
-    beta_proj: Linear
-    conv: ShortConv
-    log_rate: Tensor
-    decay_bias: Tensor
-    norm: Tensor
-    out_proj: Linear
-
-
-class FusedGatedDeltaParams(NamedTuple):
-    """The same with the projections in two matrices."""
-
-    qkvz_proj: Linear
-    beta_decay_proj: Linear
+    qkvz_proj: Linear | None
+    beta_decay_proj: Linear | None
+    qkv_proj: Linear | None
+    z_proj: Linear | None
+    decay_proj: Linear | None
+    beta_proj: Linear | None
     conv: ShortConv
     log_rate: Tensor
     decay_bias: Tensor
@@ -78,43 +69,36 @@ class GatedDelta:
             2 * keys + values, self.kernel_size, self.value_heads, state_width(self.key_dim, self.value_dim)
         )
 
-    def read(self, scope: WeightScope) -> GatedDeltaParams | FusedGatedDeltaParams:
-        hidden, heads, (keys, values) = self.hidden_size, self.value_heads, self.widths
-        if self.fused:
-            qkvz_proj = scope.linear("in_proj_qkvz", 2 * keys + 2 * values, hidden)
-            beta_decay_proj = scope.linear("in_proj_ba", 2 * heads, hidden)
-            return FusedGatedDeltaParams(qkvz_proj, beta_decay_proj, *self._read_rest(scope))
-        return GatedDeltaParams(
-            scope.linear("in_proj_qkv", 2 * keys + values, hidden),
-            scope.linear("in_proj_z", values, hidden),
-            scope.linear("in_proj_a", heads, hidden),
-            scope.linear("in_proj_b", heads, hidden),
-            *self._read_rest(scope),
-        )
+    def read(self, scope: WeightScope) -> GatedDeltaParams:
+        heads, (keys, values) = self.value_heads, self.widths
 
-    def _read_rest(self, scope: WeightScope) -> tuple[ShortConv, Tensor, Tensor, Tensor, Linear]:
-        keys, values = self.widths
-        return (
-            scope.short_conv("conv1d", 2 * keys + values, self.kernel_size),
-            scope.take_float32("A_log", self.value_heads),
-            scope.take_float32("dt_bias", self.value_heads),
-            self.norm.read(scope.under("norm")),
-            scope.linear("out_proj", self.hidden_size, values),
+        def linear(name: str, width: int, exists: bool) -> Linear | None:
+            return scope.linear(name, width, self.hidden_size) if exists else None
+
+        return GatedDeltaParams(
+            qkvz_proj=linear("in_proj_qkvz", 2 * keys + 2 * values, self.fused),
+            beta_decay_proj=linear("in_proj_ba", 2 * heads, self.fused),
+            qkv_proj=linear("in_proj_qkv", 2 * keys + values, not self.fused),
+            z_proj=linear("in_proj_z", values, not self.fused),
+            decay_proj=linear("in_proj_a", heads, not self.fused),
+            beta_proj=linear("in_proj_b", heads, not self.fused),
+            conv=scope.short_conv("conv1d", 2 * keys + values, self.kernel_size),
+            log_rate=scope.take_float32("A_log", heads),
+            decay_bias=scope.take_float32("dt_bias", heads),
+            norm=self.norm.read(scope.under("norm")),
+            out_proj=scope.linear("out_proj", self.hidden_size, values),
         )
 
     def __call__(
-        self,
-        params: GatedDeltaParams | FusedGatedDeltaParams,
-        x_BTD: Tensor,
-        positions: Positions,
-        cache: LayerCache,
-        index: int,
+        self, params: GatedDeltaParams, x_BTD: Tensor, positions: Positions, cache: LayerCache, index: int
     ) -> Tensor:
-        if isinstance(params, FusedGatedDeltaParams):
-            qkv, z, decay, beta = self._split(params.qkvz_proj(x_BTD), params.beta_decay_proj(x_BTD))
-        else:
+        if params.qkv_proj and params.z_proj and params.decay_proj and params.beta_proj:
             qkv, z = params.qkv_proj(x_BTD), params.z_proj(x_BTD)
             decay, beta = params.decay_proj(x_BTD), params.beta_proj(x_BTD)
+        else:
+            assert params.qkvz_proj is not None
+            assert params.beta_decay_proj is not None
+            qkv, z, decay, beta = self._split(params.qkvz_proj(x_BTD), params.beta_decay_proj(x_BTD))
         state = cache.state(index)
         rows = state.held, positions.offsets, state.rows
         mixed = ops.short_conv(qkv, params.conv.by_tap, state.inputs, *rows)

@@ -96,25 +96,22 @@ class LatentAttention:
         self, params: LatentAttentionParams, x_BTD: Tensor, positions: Positions, cache: LayerCache, index: int
     ) -> Tensor:
         to_latent, to_values = params.kv_b_proj.parts
-        queries = params.q_proj(self._query_input(params, x_BTD)).view(*x_BTD.shape[:2], self.num_heads, -1)
-        content_BTHK, turning = torch.split(queries, [self.content_dim, self.rotary_dim], -1)
+        query_input = x_BTD
+        if params.q_a_proj is not None and params.q_a_norm is not None and self.query_norm is not None:
+            query_input = self.query_norm(params.q_a_norm, params.q_a_proj(x_BTD))
+        queries = params.q_proj(query_input).view(*x_BTD.shape[:2], self.num_heads, -1)
+        content_BTHK, rotary_BTHE = torch.split(queries, [self.content_dim, self.rotary_dim], -1)
         latent_BTR, key = torch.split(params.kv_a_proj(x_BTD), [self.latent_dim, self.rotary_dim], -1)
         latent_B1TR = self.latent_norm(params.kv_a_norm, latent_BTR).unsqueeze(1)
         cos, sin = positions.angles(self.rope)
-        turned, key = (
+        rotated, key = (
             ops.rotate(x, cos, sin, interleaved=self.rope.interleaved)
-            for x in (turning.transpose(1, 2), key.unsqueeze(1))
+            for x in (rotary_BTHE.transpose(1, 2), key.unsqueeze(1))
         )
         absorbed = ops.linear_by_head(content_BTHK, to_latent).transpose(1, 2)
-        q_BHTX = torch.cat([absorbed, turned], -1)
+        q_BHTX = torch.cat([absorbed, rotated], -1)
         if self.query_growth is not None:
             q_BHTX = positions.scaled_by_position(q_BHTX, self.query_growth)
         k_B1TX = torch.cat([latent_B1TR, key], -1)
         mixed_BHTR = cache.attend(index, q_BHTX, k_B1TX, self.latent_dim, positions.offsets, scale=self.scale)
         return params.o_proj(ops.linear_by_head(mixed_BHTR.transpose(1, 2), to_values).flatten(2))
-
-    def _query_input(self, params: LatentAttentionParams, x: Tensor) -> Tensor:
-        """The input of `q_proj`: x, or the query bottleneck."""
-        if params.q_a_proj is None or params.q_a_norm is None or self.query_norm is None:
-            return x
-        return self.query_norm(params.q_a_norm, params.q_a_proj(x))

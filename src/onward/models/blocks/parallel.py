@@ -7,7 +7,7 @@ from torch import Tensor
 
 from onward import ops
 from onward.models.architecture import WeightScope
-from onward.models.blocks.attention import Attention, AttentionParams, FusedAttentionParams
+from onward.models.blocks.attention import Attention, AttentionParams
 from onward.models.blocks.layer import AttentionAndState, LayerCache
 from onward.models.blocks.mamba2 import Mamba2, Mamba2Params
 from onward.models.blocks.norm import multiplied
@@ -16,7 +16,7 @@ from onward.models.rope import RotarySchedule
 
 
 class ParallelMixerParams(NamedTuple):
-    attention: AttentionParams | FusedAttentionParams
+    attention: AttentionParams
     recurrent: Mamba2Params
 
 

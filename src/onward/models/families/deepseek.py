@@ -11,7 +11,7 @@ from onward.models.blocks.layer import Mixer
 from onward.models.config import CommonFields, common_fields, only
 from onward.models.family_fields import grouped_experts, layers_ahead, num_dense_layers, routed_experts
 from onward.models.fields import Config, FieldOverlay, flag, positive_int, positive_number
-from onward.models.rope import RotarySchedule, Yarn, yarn_magnitude
+from onward.models.rope import Yarn, yarn_magnitude
 from onward.models.rope_config import rope_fields
 
 _LATENT = {
@@ -51,7 +51,13 @@ def latent_attention(
     sizes = {name: positive_int(config, name, defaults[name]) for name in defaults if name != "q_lora_rank"}
     content, rotary = sizes["qk_nope_head_dim"], sizes["qk_rope_head_dim"]
     rank = config.get("q_lora_rank", defaults["q_lora_rank"])
-    _check_sizes(config, content, rotary)
+    if rotary % 2:
+        raise ConfigError(f"config.json: qk_rope_head_dim must be even, since RoPE rotates pairs; got {rotary}")
+    if (total := positive_int(config, "qk_head_dim", content + rotary)) != content + rotary:
+        raise ConfigError(
+            f"config.json: qk_head_dim is {total}, but qk_nope_head_dim {content} and qk_rope_head_dim {rotary} make "
+            f"{content + rotary}"
+        )
     # partial_rotary_factor, if present, is relative to the whole head.
     whole = rope_fields(config).get("partial_rotary_factor") not in (None, 1, 1.0)
     head_dim = {"head_dim": content + rotary if whole else rotary}
@@ -67,6 +73,10 @@ def latent_attention(
             f"config.json: num_key_value_heads ({fields.num_kv_heads}) must be num_attention_heads "
             f"({fields.num_heads}) in this family, whose heads share one latent"
         )
+    scale, scaling = (content + rotary) ** -0.5, fields.rope.scaling
+    if isinstance(scaling, Yarn) and scaling.mscale_all_dim:
+        # In this family YaRN's magnitude is not in cos and sin alone.
+        scale *= yarn_magnitude(scaling.factor, scaling.mscale_all_dim) ** 2
     return fields, LatentAttention(
         hidden_size=fields.hidden_size,
         num_heads=fields.num_heads,
@@ -76,28 +86,9 @@ def latent_attention(
         rotary_dim=rotary,
         value_dim=sizes["v_head_dim"],
         rope=fields.rope,
-        scale=(content + rotary) ** -0.5 * _yarn_score_factor(fields.rope),
+        scale=scale,
         bias=flag(config, "attention_bias"),
     )
-
-
-def _check_sizes(config: Config, content: int, rotary: int) -> None:
-    if rotary % 2:
-        raise ConfigError(f"config.json: qk_rope_head_dim must be even, since RoPE rotates pairs; got {rotary}")
-    total = positive_int(config, "qk_head_dim", content + rotary)
-    if total != content + rotary:
-        raise ConfigError(
-            f"config.json: qk_head_dim is {total}, but qk_nope_head_dim {content} and qk_rope_head_dim {rotary} make "
-            f"{content + rotary}"
-        )
-
-
-def _yarn_score_factor(rope: RotarySchedule) -> float:
-    """YaRN's factor of the scores: in this family its magnitude is not in cos and sin alone."""
-    scaling = rope.scaling
-    if not isinstance(scaling, Yarn) or not scaling.mscale_all_dim:
-        return 1.0
-    return yarn_magnitude(scaling.factor, scaling.mscale_all_dim) ** 2
 
 
 def deepseek_experts(

@@ -6,6 +6,7 @@ Only the text part of multimodal checkpoints is loaded.
 
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from onward.models.blocks import Attention, Decoder, DecoderLayer, LayerNames
@@ -86,12 +87,8 @@ def _decoder(config: Config, fields: CommonFields, attentions: Iterable[Attentio
     )
 
 
-def _read_gemma3_with_images(config: Config) -> Decoder:
-    return read_text_part(config, _read_gemma3, _IMAGES, ("model.vision_tower.", "model.multi_modal_projector."))
-
-
 ARCHITECTURES = {
     "Gemma2ForCausalLM": _read_gemma2,
     "Gemma3ForCausalLM": _read_gemma3,
-    "Gemma3ForConditionalGeneration": _read_gemma3_with_images,
+    "Gemma3ForConditionalGeneration": partial(read_text_part, read=_read_gemma3, other_fields=_IMAGES),
 }

@@ -6,6 +6,7 @@ Only the text part of multimodal checkpoints is loaded.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from onward.errors import ConfigError
@@ -48,10 +49,6 @@ _OTHER_FIELDS = words("""
     eoa_token_id eoa_token_index vision_soft_tokens_per_image
 """)
 _OTHER_WEIGHTS = words("model.vision_tower. model.embed_vision. model.audio_tower. model.embed_audio.")
-
-
-def _read_multimodal(config: Config) -> Decoder:
-    return read_text_part(config, _read_text, _OTHER_FIELDS, _OTHER_WEIGHTS)
 
 
 def _read_text(config: Config) -> Decoder:
@@ -231,4 +228,9 @@ def _layer_embeddings(config: Config, fields: CommonFields, width: int) -> PerLa
     return PerLayerEmbeddings(vocab_size, fields.hidden_size, fields.num_layers, width, norm)
 
 
-ARCHITECTURES = {"Gemma4ForCausalLM": _read_text, "Gemma4ForConditionalGeneration": _read_multimodal}
+ARCHITECTURES = {
+    "Gemma4ForCausalLM": _read_text,
+    "Gemma4ForConditionalGeneration": partial(
+        read_text_part, read=_read_text, other_fields=_OTHER_FIELDS, unread=_OTHER_WEIGHTS
+    ),
+}

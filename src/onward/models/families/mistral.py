@@ -2,6 +2,7 @@
 Small 3.1 and later, Ministral 3, Mistral Small 4."""
 
 from dataclasses import replace
+from functools import partial
 
 from onward.errors import ConfigError
 from onward.models.blocks import AttentionTemperature, Decoder, ExpertNames, LayerNames
@@ -92,10 +93,6 @@ def _query_growth(config: Config, rope: RotarySchedule) -> AttentionTemperature 
     return AttentionTemperature(positive_number({name: beta}, name), rope.scaling.original_max_position)
 
 
-def _read_mistral3(config: Config) -> Decoder:
-    return read_text_part(config, _read_text, _IMAGES, ("model.vision_tower.", "model.multi_modal_projector."))
-
-
 def _read_text(config: Config) -> Decoder:
     kind = config.get("model_type", "mistral")
     if kind not in _TEXTS:
@@ -111,7 +108,7 @@ ARCHITECTURES = {
     "MinistralForCausalLM": _read_ministral,
     "Ministral3ForCausalLM": _read_ministral3,
     "MistralForCausalLM": _read_mistral,
-    "Mistral3ForConditionalGeneration": _read_mistral3,
+    "Mistral3ForConditionalGeneration": partial(read_text_part, read=_read_text, other_fields=_IMAGES),
     "Mistral4ForCausalLM": _read_mistral4,
     "MixtralForCausalLM": _read_mixtral,
 }

@@ -23,6 +23,7 @@ from onward.models.config import (
 from onward.models.family_fields import FULL, LINEAR, layers_with_experts, qwen_expert_count, routed_experts
 from onward.models.fields import Config, FieldOverlay, flag, positive_int, words
 
+_HYBRID: dict[str, Any] = {"default_head_dim": 256, "partial_rotary": 0.25}
 # Fields of Qwen3-Next's experts, shared ones included.
 _EXPERTS = words("""
     num_experts_per_tok norm_topk_prob moe_intermediate_size shared_expert_intermediate_size num_experts
@@ -82,7 +83,7 @@ def _attention(config: Config, fields: CommonFields, offset: float = 0.0, **chan
 
 def _read_qwen3_next(config: Config) -> Decoder:
     """Three Gated DeltaNet layers (arXiv 2412.06464) to one of attention with an output gate; experts."""
-    fields = _hybrid_fields(config)
+    fields = common_fields(config, **_HYBRID)
     sparse = layers_with_experts(config, fields.num_layers)
     if config.get("num_experts") == 0:
         ignore(config, *_EXPERTS)
@@ -100,7 +101,7 @@ def _read_qwen3_5(config: Config, *, sparse: bool = False) -> Decoder:
             raise ConfigError(f"config.json: {field} must be {value!r} in this family; got {config[field]!r}")
     ignore(config, *_VISION, *_NO_EFFECT)
     # With experts no layer is dense, so files omit the size of the dense block.
-    fields = _hybrid_fields(FieldOverlay(config, {"intermediate_size": 1}) if sparse else config)
+    fields = common_fields(FieldOverlay(config, {"intermediate_size": 1}) if sparse else config, **_HYBRID)
     block: TokenBlock = _gated_experts(config, fields, 256, 8, True) if sparse else fields.feed_forward()
     return _hybrid_decoder(config, fields, [block] * fields.num_layers, fused=False)
 
@@ -108,10 +109,6 @@ def _read_qwen3_5(config: Config, *, sparse: bool = False) -> Decoder:
 def _read_qwen3_5_with_vision(config: Config, *, sparse: bool = False) -> Decoder:
     ignore(config, *_NO_EFFECT)
     return read_text_part(config, partial(_read_qwen3_5, sparse=sparse), _VISION, ("model.visual.", "mtp."))
-
-
-def _hybrid_fields(config: Config) -> CommonFields:
-    return common_fields(config, default_head_dim=256, partial_rotary=0.25)
 
 
 def _gated_experts(config: Config, fields: CommonFields, count: int, chosen: int, normalize: bool) -> Experts:

@@ -15,10 +15,8 @@ from onward.models.model import Cache, Model, Params
 
 
 class Tensors(Protocol):
-    """The weights of a checkpoint by stock name; raises `CheckpointError` for one that it lacks.
-
-    dtype: None for the model's.
-    """
+    """The weights of a checkpoint by stock name; raises `CheckpointError` for one that it lacks. dtype: None for the
+    model's."""
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Any: ...
 

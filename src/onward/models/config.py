@@ -19,10 +19,8 @@ _LAYER_TYPES = "full_attention", "sliding_attention"
 
 @dataclass(frozen=True)
 class CommonFields:
-    """The fields of nearly every config.json, and the blocks built from them.
-
-    intermediate_size: of the feed-forward block. head_dim: of queries, keys and values.
-    """
+    """The fields of nearly every config.json, and the blocks built from them. intermediate_size: of the feed-forward
+    block. head_dim: of queries, keys and values."""
 
     vocab_size: int
     hidden_size: int
@@ -89,11 +87,8 @@ def common_fields(
     activations: Sequence[str] = ("silu",),
     activation_field: str = "hidden_act",
     default_tie: bool = False,
-    default_base: float = 10000.0,
     default_eps: float = 1e-6,
-    partial_rotary: float | None = None,
-    interleaved: bool = False,
-    rope_also: Sequence[str] = (),
+    **rope_options: Any,
 ) -> CommonFields:
     """The common fields, checked for consistency.
 
@@ -101,8 +96,7 @@ def common_fields(
         default_head_dim: hidden_size / num_attention_heads by default.
         activations: the supported values of `activation_field`; the first one is the default.
         default_tie, default_eps: of `tie_word_embeddings` and `rms_norm_eps`.
-        default_base, partial_rotary, interleaved, rope_also: `base`, `partial`, `interleaved` and `also` of
-            `rotary_schedule`.
+        rope_options: of `rotary_schedule`.
     """
     activation = config.get(activation_field, activations[0])
     if activation not in activations and not (activation == "swish" and "silu" in activations):
@@ -135,35 +129,25 @@ def common_fields(
         head_dim=head_dim,
         rms_norm_eps=positive_number(config, "rms_norm_eps", default_eps),
         max_position_embeddings=max_position,
-        rope=rotary_schedule(
-            config,
-            head_dim,
-            max_position,
-            base=default_base,
-            partial=partial_rotary,
-            interleaved=interleaved,
-            also=rope_also,
-        ),
+        rope=rotary_schedule(config, head_dim, max_position, **rope_options),
         tie_word_embeddings=tied or flag(config, "tie_word_embeddings"),
         activation=_ACTIVATIONS[activation],
     )
 
 
 def sliding_window(config: Config, default: int | None = 4096) -> int | None:
-    """The window of sliding layers; None: all positions (null in the config).
-
-    default: of an absent field, as in transformers.
-    """
+    """The window of sliding layers; None: all positions (null in the config). default: of an absent field, as in
+    transformers."""
     if config.get("sliding_window", default) is None:
         return None
     return positive_int(config, "sliding_window", default)
 
 
-def layer_types(config: Config, default: Sequence[str]) -> tuple[str, ...]:
+def layer_types(config: Config, default: Sequence[str], known: Sequence[str] = _LAYER_TYPES) -> tuple[str, ...]:
     """The type of each layer: `layer_types`, or the family's default."""
     types = config.get("layer_types")
     types = list(default) if types is None else types
-    check_layer_types(types, len(default))
+    check_layer_types(types, len(default), known)
     return tuple(types)
 
 

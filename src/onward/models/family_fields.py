@@ -21,10 +21,8 @@ MAMBA_FIELDS = words("""
 
 
 def mamba_block(config: Config, fields: CommonFields, *, inner: int | None = None, **changes: Any) -> Mamba2:
-    """The Mamba2 mixer of a config with fields such as `mamba_n_heads`.
-
-    inner: the features of all heads; by default `mamba_expand` times hidden_size. changes: other fields of `Mamba2`.
-    """
+    """The Mamba2 mixer of a config with fields such as `mamba_n_heads`. inner: the features of all heads; by default
+    `mamba_expand` times hidden_size. changes: other fields of `Mamba2`."""
     heads = positive_int(config, "mamba_n_heads", 128)
     expand = positive_int(config, "mamba_expand", 2)
     width = "mamba_expand times hidden_size" if inner is None else "mamba_d_ssm"
@@ -48,20 +46,10 @@ def mamba_block(config: Config, fields: CommonFields, *, inner: int | None = Non
 
 
 def mamba2(
-    config: Config,
-    fields: CommonFields,
-    *,
-    heads: int,
-    head_dim: int,
-    groups: int,
-    state_dim: int,
-    kernel_size: int,
-    **options: Any,
+    config: Config, fields: CommonFields, *, heads: int, head_dim: int, groups: int, state_dim: int, **options: Any
 ) -> Mamba2:
-    """The Mamba2 mixer of these sizes, checked; by default with a norm by group after the gate.
-
-    options: other fields of `Mamba2`.
-    """
+    """The Mamba2 mixer of these sizes, checked; by default with a norm by group after the gate. options: other fields
+    of `Mamba2`."""
     ignore(config, *MAMBA_FIELDS)
     if heads % groups:
         raise ConfigError(f"config.json: the heads of Mamba2 ({heads}) must be a multiple of its groups ({groups})")
@@ -71,7 +59,7 @@ def mamba2(
             f"features of a head and {state_dim} of a state"
         )
     options = {"norm": RMSNorm(heads * head_dim, fields.rms_norm_eps, groups=groups)} | options
-    return Mamba2(fields.hidden_size, heads, head_dim, groups, state_dim, kernel_size, **options)
+    return Mamba2(fields.hidden_size, heads, head_dim, groups, state_dim, **options)
 
 
 def time_step_limit(config: Config) -> tuple[float, float]:

@@ -185,10 +185,8 @@ class TrackedFields(Mapping[str, Any]):
         return len(self._fields)
 
     def check_unread(self, architecture: str) -> None:
-        """Raise `ConfigError` for an unread field that may change the result.
-
-        null, false, 0 and empty values change nothing; names with a leading underscore are metadata.
-        """
+        """Raise `ConfigError` for an unread field that may change the result. null, false, 0 and empty values change
+        nothing; names with a leading underscore are metadata."""
         for name, value in self._fields.items():
             if value and name not in self._read and name not in _NO_EFFECT and not name.startswith("_"):
                 raise ConfigError(

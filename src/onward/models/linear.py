@@ -102,10 +102,8 @@ class Router(NamedTuple):
 
 
 class ExpertLinear(NamedTuple):
-    """The linear layers of E experts: weight [E, out, in], optional bias [E, out].
-
-    weight: one stock matrix per expert, as in the checkpoint; or stacked, packed or quantized in one.
-    """
+    """The linear layers of E experts: weight [E, out, in], optional bias [E, out]. weight: one stock matrix per expert,
+    as in the checkpoint; or stacked, packed or quantized in one."""
 
     weight: ops.ExpertWeights | tuple[ops.Weight, ...]
     bias: Tensor | None = None
@@ -136,10 +134,8 @@ class ExpertLinear(NamedTuple):
 
 
 class ShortConv(NamedTuple):
-    """A causal convolution of each of C channels with K weights, and optional bias [C].
-
-    weight: [C, 1, K] as in checkpoints, or packed, [K, C]. It is never quantized.
-    """
+    """A causal convolution of each of C channels with K weights, and optional bias [C]. weight: [C, 1, K] as in
+    checkpoints, or packed, [K, C]. It is never quantized."""
 
     weight: Tensor
     bias: Tensor | None = None

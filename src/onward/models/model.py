@@ -228,16 +228,12 @@ class WeightsVersion:
         return self._model() is model
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, WeightsVersion) or len(self._tensors) != len(other._tensors):
-            return False
         model = self._model()
-        return (
-            model is not None
-            and other.is_of(model)
-            and all(
-                mine() is theirs() is not None and state is not None and state == their_state
-                for (mine, state), (theirs, their_state) in zip(self._tensors, other._tensors, strict=True)
-            )
+        if not isinstance(other, WeightsVersion) or model is None or not other.is_of(model):
+            return False
+        return len(self._tensors) == len(other._tensors) and all(
+            mine() is theirs() is not None and state is not None and state == their_state
+            for (mine, state), (theirs, their_state) in zip(self._tensors, other._tensors, strict=True)
         )
 
     __hash__ = None  # type: ignore[assignment]

@@ -89,10 +89,8 @@ class ModuleForward:
 
 @contextmanager
 def eval_mode(module: nn.Module) -> Iterator[None]:
-    """Put every submodule into eval mode within the block, and restore each mode afterwards, also after an error.
-
-    Only the `training` flags are set: a module's own `train` and `eval`, which may do more, are not called.
-    """
+    """Put every submodule into eval mode within the block, and restore each mode afterwards, also after an error. Only
+    the `training` flags are set: a module's own `train` and `eval`, which may do more, are not called."""
     modes = [(part, part.training) for part in module.modules()]
     try:
         for part, _ in modes:
@@ -158,7 +156,11 @@ class CausalLM:
         if not {"input_ids", "past_key_values"} <= inputs:
             raise _unsupported(name, "it takes no past_key_values")
         config = module.config.get_text_config()
-        if other := sorted(kind for kind in set(getattr(config, "layer_types", None) or ()) if not _is_attention(kind)):
+        if other := sorted(
+            kind
+            for kind in set(getattr(config, "layer_types", None) or ())
+            if not kind.endswith("attention") or kind.startswith("linear")
+        ):
             raise _unsupported(name, f"layers of the type {', '.join(other)} keep a recurrent state")
         if not all(getattr(part, "is_causal", True) for part in module.modules()):
             raise _unsupported(name, "its attention is not causal; BERT and similar models need is_decoder=True")
@@ -315,10 +317,6 @@ def _first_position(module: Any, vocab_size: int) -> int:
             if float((logits - expected).abs().max()) <= tolerance:
                 return first
     raise _unsupported(type(module).__name__, "it numbers positions neither from 0 nor from after its padding")
-
-
-def _is_attention(layer_type: str) -> bool:
-    return layer_type.endswith("attention") and not layer_type.startswith("linear")
 
 
 def _as_cached(new: Tensor, buffer: Tensor) -> Tensor:

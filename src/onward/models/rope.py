@@ -11,11 +11,8 @@ from onward import ops
 
 
 class Scaling:
-    """A rule for the inverse frequencies of a schedule.
-
-    kind: the rope_type in config.json. factor: of the context length. original_max_position: the trained context.
-    magnitude: a factor of cos and sin.
-    """
+    """A rule for the inverse frequencies of a schedule. kind: the rope_type in config.json. factor: of the context
+    length. original_max_position: the trained context. magnitude: a factor of cos and sin."""
 
     kind: ClassVar[str]
     factor: float
@@ -23,10 +20,8 @@ class Scaling:
     magnitude: float
 
     def inverse_frequencies(self, dims: int, base: float, at: Tensor, context: int) -> Tensor:
-        """float32 [dims / 2], or [B, T, dims / 2]: radians per position, at positions float32 [B, T, 1].
-
-        context: the model's max_seq_len.
-        """
+        """float32 [dims / 2], or [B, T, dims / 2]: radians per position, at positions float32 [B, T, 1]. context: the
+        model's max_seq_len."""
         return plain_frequencies(dims, base, at)
 
 
@@ -98,10 +93,8 @@ class Dynamic(Scaling):
 
 @dataclass(frozen=True)
 class Llama3(Scaling):
-    """Low frequencies are divided by `factor`, high ones unchanged, with a ramp between (arXiv 2407.21783).
-
-    Wavelengths are compared with the trained context.
-    """
+    """Low frequencies are divided by `factor`, high ones unchanged, with a ramp between (arXiv 2407.21783). Wavelengths
+    are compared with the trained context."""
 
     kind = "llama3"
     magnitude = 1.0
@@ -205,10 +198,8 @@ class RotarySchedule:
     interleaved: bool = False
 
     def angles(self, positions: Tensor, context: int) -> tuple[Tensor, Tensor]:
-        """cos and sin for `ops.rotate`, float32 [B, T, dims].
-
-        positions: int [B, T], absolute. context: the model's max_seq_len, which `LongRope` depends on.
-        """
+        """cos and sin for `ops.rotate`, float32 [B, T, dims]. positions: int [B, T], absolute. context: the model's
+        max_seq_len, which `LongRope` depends on."""
         at = positions.to(torch.float32).unsqueeze(-1)
         inverse = self.scaling.inverse_frequencies(self.dims, self.base, at, context)
         return ops.rotary_angles(at * inverse, magnitude=self.scaling.magnitude)

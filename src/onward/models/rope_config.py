@@ -39,9 +39,8 @@ def rotary_schedule(
 
     Args:
         max_position: the trained context, with its scaling.
-        base: the default of `rope_theta`.
-        partial: the default of `partial_rotary_factor`, the rotated part of a head; None: the family rotates whole
-            heads.
+        base, partial: defaults of `rope_theta`, and of `partial_rotary_factor`, the rotated part of a head; partial is
+            None in families that rotate whole heads.
         interleaved: how features are paired, which no config field says.
         also: fields of the RoPE object that the family reads itself.
 
@@ -184,8 +183,5 @@ _SCALINGS: dict[str, tuple[Callable[[_RopeFields], Scaling], tuple[str, ...]]] =
     "llama3": (_llama3, ("factor", "low_freq_factor", "high_freq_factor")),
     "yarn": (_yarn, ("factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")),
     "longrope": (_longrope, ("factor", "attention_factor", "short_factor", "long_factor")),
-    "proportional": (
-        lambda rope: Proportional(rope.share, rope.number("factor", 1.0), rope.original),
-        ("factor",),
-    ),
+    "proportional": (lambda rope: Proportional(rope.share, rope.number("factor", 1.0), rope.original), ("factor",)),
 }

@@ -49,9 +49,15 @@ class ModelRun:
         if self.adapted is not None and _has_adapters(cache):
             self._programs.arena.calls += 1  # rows without an adapter may continue in programs of this run
             return self.adapted(tokens, offsets, cache, logits_at)
-        if not self._eager:
-            return self._run(self._compiled(cache), tokens, offsets, cache, logits_at)
-        return self.model(tokens, offsets, cache, logits_at)
+        if self._eager:
+            return self.model(tokens, offsets, cache, logits_at)
+        program = self._compiled(cache)
+        try:
+            if self.model.selects_logits:
+                return program(tokens, offsets, cache, logits_at)
+            return run_plain(lambda *args: program(*args[:3]), None, tokens, offsets, cache, logits_at)
+        except TraceError as error:  # another shape of tokens may take another path
+            return self._refused(error, tokens, offsets, cache, logits_at)
 
     def picked(
         self, tokens: Tensor, offsets: Tensor, cache: Cache, pick: SamplingKernel, positions: Tensor
@@ -81,16 +87,6 @@ class ModelRun:
             except TraceError as error:
                 self._refuse(error)
         return Report("eager", [], [], self.why_eager)
-
-    def _run(
-        self, program: Program, tokens: Tensor, offsets: Tensor, cache: Cache, logits_at: Tensor | None
-    ) -> tuple[Tensor, Cache]:
-        try:
-            if self.model.selects_logits:
-                return program(tokens, offsets, cache, logits_at)
-            return run_plain(lambda *args: program(*args[:3]), None, tokens, offsets, cache, logits_at)
-        except TraceError as error:  # another shape of tokens may take another path
-            return self._refused(error, tokens, offsets, cache, logits_at)
 
     def _refused(
         self, error: ProgramError, tokens: Tensor, offsets: Tensor, cache: Cache, logits_at: Tensor | None
@@ -157,10 +153,8 @@ def check_backend(compile: str) -> None:
 
 
 def reused_run(model: Model, compile: str = "auto") -> ModelRun:
-    """A `ModelRun` for one call, with the programs of earlier calls of the same forward and params.
-
-    On a GPU "auto" is eager: a CUDA graph belongs to one cache, and a single call seldom repays capturing it.
-    """
+    """A `ModelRun` for one call, with the programs of earlier calls of the same forward and params. On a GPU "auto" is
+    eager: a CUDA graph belongs to one cache, and a single call seldom repays capturing it."""
     if compile == "auto" and model.device.type != "cpu":
         compile = "eager"
     compiles = compile != "eager" and model.compiles

@@ -14,10 +14,8 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Update:
-    """W + B A of one linear layer; all float32.
-
-    a: [R, K]. b: [N, R], scaled. magnitude: [N], the row norms of W + B A in DoRA; None without it.
-    """
+    """W + B A of one linear layer; all float32. a: [R, K]. b: [N, R], scaled. magnitude: [N], the row norms of W + B A
+    in DoRA; None without it."""
 
     a: Tensor
     b: Tensor

@@ -72,21 +72,13 @@ class AdaptedForward:
     architecture: Architecture
 
     def __call__(
-        self,
-        tokens: Tensor,
-        offsets: Tensor,
-        cache: LayerCache,
-        params: Any,
-        *,
-        logits_at: Tensor | None = None,
+        self, tokens: Tensor, offsets: Tensor, cache: LayerCache, params: Any, *, logits_at: Tensor | None = None
     ) -> tuple[Tensor, Any]:
         (slots,) = cache.adapters
-
-        def bound(part: Any) -> Any:
-            return part._replace(slots=slots) if _is_adapted(part) else part
-
-        of_rows = pytree.tree_map(bound, params, is_leaf=_is_adapted)
-        return self.architecture(tokens, offsets, cache, of_rows, logits_at=logits_at)
+        params = pytree.tree_map(
+            lambda part: part._replace(slots=slots) if _is_adapted(part) else part, params, is_leaf=_is_adapted
+        )
+        return self.architecture(tokens, offsets, cache, params, logits_at=logits_at)
 
 
 def _is_adapted(part: Any) -> bool:
@@ -95,10 +87,8 @@ def _is_adapted(part: Any) -> bool:
 
 @dataclass(frozen=True)
 class LoraUpdate:
-    """An adapter's change of one module; all float32.
-
-    a: [R, K]; of a table [R, V]. b: [R, N]. scale, shift: [N], or both None.
-    """
+    """An adapter's change of one module; all float32. a: [R, K]; of a table [R, V]. b: [R, N]. scale, shift: [N], or
+    both None."""
 
     a: Tensor
     b: Tensor

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 from onward.errors import CheckpointError, RequestError
 from onward.models.adapters.adapter import Adapter, Update
 from onward.models.architecture import Architecture, architecture_of, named_params
-from onward.models.blocks import Decoder
+from onward.models.blocks import Decoder, DecoderNames
 from onward.models.linear import Embedding, LatentLinear, Linear, Router, ShortConv, is_marked
 from onward.models.model import Model
 from onward.ops import NativeWeight, QuantizedWeight, Weight, pack
@@ -57,9 +57,7 @@ def with_added_tokens(architecture: Architecture, params: Any, adapter: Adapter)
 
 def _tables(architecture: Architecture) -> tuple[str, str]:
     """The names of the embedding and of the head."""
-    names = architecture.names if isinstance(architecture, Decoder) else None
-    if names is None:
-        return "model.embed_tokens.weight", "lm_head.weight"
+    names = architecture.names if isinstance(architecture, Decoder) else DecoderNames()
     return f"{names.embed_tokens}.weight", f"{names.lm_head}.weight"
 
 

@@ -63,10 +63,8 @@ class TokenBlock(Protocol):
 
 @dataclass(frozen=True)
 class LayerNames:
-    """The names of a layer's parts in a checkpoint; those of absent norms are unused.
-
-    Llama's post_attention_layernorm follows the residual sum, so it is the norm before the MLP.
-    """
+    """The names of a layer's parts in a checkpoint; those of absent norms are unused. Llama's post_attention_layernorm
+    follows the residual sum, so it is the norm before the MLP."""
 
     mixer_norm: str = "input_layernorm"
     mixer: str = "self_attn"

@@ -18,6 +18,8 @@ from onward.models.blocks.positions import AttentionTemperature, Positions
 from onward.models.linear import LatentLinear, Linear
 from onward.models.rope import RotarySchedule
 
+_EPS = 1e-6  # of the norms of the query bottleneck and the latent; no config changes it
+
 
 class LatentAttentionParams(NamedTuple):
     """The weights of one layer. q_a_proj and q_a_norm are None without a query bottleneck."""
@@ -64,30 +66,21 @@ class LatentAttention:
     def cached(self) -> LayerShape:
         return LayerShape(1, self.latent_dim + self.rotary_dim, 0)
 
-    # No config changes the eps of these norms.
-    @property
-    def query_norm(self) -> RMSNorm | None:
-        return None if self.query_rank is None else RMSNorm(self.query_rank, 1e-6)
-
-    @property
-    def latent_norm(self) -> RMSNorm:
-        return RMSNorm(self.latent_dim, 1e-6)
-
     def read(self, scope: WeightScope) -> LatentAttentionParams:
         hidden, queries = self.hidden_size, self.num_heads * (self.content_dim + self.rotary_dim)
         q_a_proj = q_a_norm = None
-        if self.query_rank is None or self.query_norm is None:
+        if self.query_rank is None:
             q_proj = scope.linear("q_proj", queries, hidden)
         else:
             q_a_proj = scope.linear("q_a_proj", self.query_rank, hidden, self.bias)
-            q_a_norm = self.query_norm.read(scope.under("q_a_layernorm"))
+            q_a_norm = RMSNorm(self.query_rank, _EPS).read(scope.under("q_a_layernorm"))
             q_proj = scope.linear("q_b_proj", queries, self.query_rank)
         return LatentAttentionParams(
             q_a_proj=q_a_proj,
             q_a_norm=q_a_norm,
             q_proj=q_proj,
             kv_a_proj=scope.linear("kv_a_proj_with_mqa", self.latent_dim + self.rotary_dim, hidden, self.bias),
-            kv_a_norm=self.latent_norm.read(scope.under("kv_a_layernorm")),
+            kv_a_norm=RMSNorm(self.latent_dim, _EPS).read(scope.under("kv_a_layernorm")),
             kv_b_proj=scope.latent("kv_b_proj", self.num_heads, self.content_dim, self.value_dim, self.latent_dim),
             o_proj=scope.linear("o_proj", hidden, self.num_heads * self.value_dim, self.bias),
         )
@@ -97,12 +90,12 @@ class LatentAttention:
     ) -> Tensor:
         to_latent, to_values = params.kv_b_proj.parts
         query_input = x_BTD
-        if params.q_a_proj is not None and params.q_a_norm is not None and self.query_norm is not None:
-            query_input = self.query_norm(params.q_a_norm, params.q_a_proj(x_BTD))
+        if self.query_rank is not None and params.q_a_proj is not None and params.q_a_norm is not None:
+            query_input = RMSNorm(self.query_rank, _EPS)(params.q_a_norm, params.q_a_proj(x_BTD))
         queries = params.q_proj(query_input).view(*x_BTD.shape[:2], self.num_heads, -1)
         content_BTHK, rotary_BTHE = torch.split(queries, [self.content_dim, self.rotary_dim], -1)
         latent_BTR, key = torch.split(params.kv_a_proj(x_BTD), [self.latent_dim, self.rotary_dim], -1)
-        latent_B1TR = self.latent_norm(params.kv_a_norm, latent_BTR).unsqueeze(1)
+        latent_B1TR = RMSNorm(self.latent_dim, _EPS)(params.kv_a_norm, latent_BTR).unsqueeze(1)
         cos, sin = positions.angles(self.rope)
         rotated, key = (
             ops.rotate(x, cos, sin, interleaved=self.rope.interleaved)

@@ -28,11 +28,8 @@ class RMSNorm:
         return scope.take("weight", self.width)
 
     def __call__(self, weight: Tensor, x: Tensor) -> Tensor:
-        if self.groups > 1:
-            return self._by_group(weight, x)
-        return ops.rms_norm(x, weight, eps=self.eps, offset=self.offset, after_cast=self.after_cast)
-
-    def _by_group(self, weight: Tensor, x: Tensor) -> Tensor:
+        if self.groups == 1:
+            return ops.rms_norm(x, weight, eps=self.eps, offset=self.offset, after_cast=self.after_cast)
         wide = x.to(torch.float32) if self.after_cast is False else x
         parts = rms_normalize(wide.reshape(*x.shape[:-1], self.groups, -1), self.eps)
         return (parts.flatten(-2) * weight).to(x.dtype)

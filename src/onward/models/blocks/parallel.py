@@ -22,10 +22,8 @@ class ParallelMixerParams(NamedTuple):
 
 @dataclass(frozen=True)
 class ParallelMixer:
-    """The sum of attention and Mamba2 on the same input.
-
-    attention_in, attention_out, recurrent_out: factors of attention's input and output, and of Mamba2's output.
-    """
+    """The sum of attention and Mamba2 on the same input. attention_in, attention_out, recurrent_out: factors of
+    attention's input and output, and of Mamba2's output."""
 
     attention: Attention
     recurrent: Mamba2

@@ -25,10 +25,8 @@ class PerLayerEmbeddingsParams(NamedTuple):
 
 @dataclass(frozen=True)
 class PerLayerEmbeddings:
-    """The embeddings of all layers: (table[id] * P ** 0.5 + norm(projection(x) * D ** -0.5)) * 2 ** -0.5.
-
-    norm: of P features. The factor of the table is rounded to its dtype.
-    """
+    """The embeddings of all layers: (table[id] * P ** 0.5 + norm(projection(x) * D ** -0.5)) * 2 ** -0.5. norm: of P
+    features. The factor of the table is rounded to its dtype."""
 
     vocab_size: int
     hidden_size: int

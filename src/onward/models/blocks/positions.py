@@ -10,21 +10,16 @@ from onward.models.rope import RotarySchedule
 
 @dataclass(frozen=True)
 class AttentionTemperature:
-    """A factor of queries by position: 1 + beta * ln(1 + floor(position / length)).
-
-    It comes from Llama 4 and keeps attention sharp in long texts (`llama_4_scaling_beta` in config.json).
-    """
+    """A factor of queries by position: 1 + beta * ln(1 + floor(position / length)). It comes from Llama 4 and keeps
+    attention sharp in long texts (`llama_4_scaling_beta` in config.json)."""
 
     beta: float
     length: int
 
 
 class Positions:
-    """The positions of one forward pass, and the RoPE angles, computed once per schedule.
-
-    offsets: int32 [B], of each row's first token. every: int32 [B, T], of every token. context: the model's
-    max_seq_len.
-    """
+    """The positions of one forward pass, and the RoPE angles, computed once per schedule. offsets: int32 [B], of each
+    row's first token. every: int32 [B, T], of every token. context: the model's max_seq_len."""
 
     def __init__(self, tokens: Tensor, offsets: Tensor, context: int) -> None:
         self.offsets = offsets

@@ -44,10 +44,8 @@ def _read_v3(config: Config) -> Decoder:
 def latent_attention(
     config: Config, defaults: Mapping[str, Any], **options: Any
 ) -> tuple[CommonFields, LatentAttention]:
-    """The fields of a config with multi-head latent attention, and that attention.
-
-    defaults: of the size fields. A `q_lora_rank` of null means no bottleneck. options: of `common_fields`.
-    """
+    """The fields of a config with multi-head latent attention, and that attention. defaults: of the size fields. A
+    `q_lora_rank` of null means no bottleneck. options: of `common_fields`."""
     sizes = {name: positive_int(config, name, defaults[name]) for name in defaults if name != "q_lora_rank"}
     content, rotary = sizes["qk_nope_head_dim"], sizes["qk_rope_head_dim"]
     rank = config.get("q_lora_rank", defaults["q_lora_rank"])
@@ -62,7 +60,7 @@ def latent_attention(
     whole = rope_fields(config).get("partial_rotary_factor") not in (None, 1, 1.0)
     head_dim = {"head_dim": content + rotary if whole else rotary}
     interleaved = flag(config, "rope_interleave", default=True)
-    fields = common_fields(FieldOverlay(head_dim, config), **options, interleaved=interleaved, partial_rotary=1.0)
+    fields = common_fields(FieldOverlay(head_dim, config), **options, interleaved=interleaved, partial=1.0)
     if fields.rope.dims != rotary:
         raise ConfigError(
             f"config.json: partial_rotary_factor makes {fields.rope.dims} features of a head turn, and "

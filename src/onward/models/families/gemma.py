@@ -62,7 +62,7 @@ def _read_gemma3(config: Config) -> Decoder:
     ropes = ropes_by_type(config)
     full = {"rope_parameters": ropes.get("full_attention", {})}
     config = FieldOverlay(full, config, _DEFAULTS_3)
-    fields = common_fields(config, **ACTIVATION, default_base=1e6)
+    fields = common_fields(config, **ACTIVATION, base=1e6)
     sliding = {"rope_theta": config.get("rope_local_base_freq"), "rope_parameters": ropes.get("sliding_attention")}
     local = rotary_schedule(sliding, fields.head_dim, fields.max_position_embeddings, base=1e4)
     norm = fields.norm(fields.head_dim, offset=1.0)

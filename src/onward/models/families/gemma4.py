@@ -33,7 +33,6 @@ from onward.models.config import (
 )
 from onward.models.families.gemma import ACTIVATION, DEFAULTS, NAMES
 from onward.models.fields import Config, FieldOverlay, flag, json_object, positive_int, softcap, words
-from onward.models.rope import RotarySchedule
 from onward.models.rope_config import rotary_schedule
 from onward.ops.experts import ExpertActivation
 
@@ -132,13 +131,18 @@ def _attentions(
     """The attention of each type of layer."""
     bias, shared = flag(config, "attention_bias"), flag(config, "attention_k_eq_v")
     full_dim, full_heads = _full_heads(config, fields, types, shared)
+    # In transformers only the default type rotates whole heads in any case.
+    rope = ropes.get(_FULL, {})
+    partial = None if rope.get("rope_type", "default") == "default" else 1.0
+    max_position = fields.max_position_embeddings
+    full_rope = rotary_schedule({"rope_parameters": rope}, full_dim, max_position, base=1e6, partial=partial)
     attentions = {}
     for kind, head_dim, kv_heads in ((_SLIDING, fields.head_dim, fields.num_kv_heads), (_FULL, full_dim, full_heads)):
         norm = fields.norm(head_dim, after_cast=False)
         attentions[kind] = fields.attention(
             head_dim=head_dim,
             num_kv_heads=kv_heads,
-            rope=fields.rope if kind == _SLIDING else _full_rope(fields, head_dim, ropes.get(_FULL, {})),
+            rope=fields.rope if kind == _SLIDING else full_rope,
             window=sliding_window(config, default=512) if kind == _SLIDING else None,
             scale=1.0,
             qkv_bias=bias,
@@ -149,13 +153,6 @@ def _attentions(
             k_eq_v=shared and kind == _FULL,
         )
     return attentions
-
-
-def _full_rope(fields: CommonFields, head_dim: int, rope: Mapping[str, Any]) -> RotarySchedule:
-    partial = None if rope.get("rope_type", "default") == "default" else 1.0  # as in transformers: whole heads
-    return rotary_schedule(
-        {"rope_parameters": rope}, head_dim, fields.max_position_embeddings, base=1e6, partial=partial
-    )
 
 
 def _full_heads(config: Config, fields: CommonFields, types: Sequence[str], shared: bool) -> tuple[int, int]:

@@ -19,7 +19,7 @@ _LATENT = {
 def _read_glm(config: Config, *, has_post_norms: bool = False) -> Decoder:
     """Half of each head is rotated, in interleaved pairs; gate and up in one matrix."""
     config = FieldOverlay(config, _DEFAULTS)
-    fields = common_fields(config, partial_rotary=0.5, interleaved=True)
+    fields = common_fields(config, partial=0.5, interleaved=True)
     norm = fields.norm()
     after = {"mixer_post_norm": norm, "feed_forward_post_norm": norm, "names": _GLM4_NAMES} if has_post_norms else {}
     attention = fields.attention(qkv_bias=flag(config, "attention_bias"))
@@ -28,7 +28,7 @@ def _read_glm(config: Config, *, has_post_norms: bool = False) -> Decoder:
 
 def _read_glm4_moe(config: Config) -> Decoder:
     """Half of each head is rotated; experts with DeepSeek-V3's router (arXiv 2412.19437)."""
-    fields = common_fields(config, partial_rotary=0.5, default_eps=1e-5)
+    fields = common_fields(config, partial=0.5, default_eps=1e-5)
     norm = fields.norm(fields.head_dim) if flag(config, "use_qk_norm") else None
     attention = fields.attention(qkv_bias=flag(config, "attention_bias"), q_norm=norm, k_norm=norm)
     experts = deepseek_experts(config, fields, count=128, inner=1408, scale=1.0)

@@ -23,7 +23,7 @@ def _read_gpt_oss(config: Config) -> Decoder:
     if other not in (None, chosen):
         raise ConfigError(f"config.json: experts_per_token is {other!r} and num_experts_per_tok {chosen!r}: keep one")
     ignore(config, "initial_context_length")  # the trained context, which the RoPE object has too
-    fields = common_fields(config, default_base=150_000.0)
+    fields = common_fields(config, base=150_000.0)
     norm = fields.norm(after_cast=False)
     bias = flag(config, "attention_bias")
     attention = fields.attention(qkv_bias=bias, o_bias=bias, sinks=True)

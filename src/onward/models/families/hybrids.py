@@ -39,7 +39,7 @@ def _names(mixer: str) -> LayerNames:
 
 def _read_bamba(config: Config) -> Decoder:
     ignore(config, "z_loss_coefficient")  # of the training
-    fields = common_fields(config, partial_rotary=0.5, default_eps=1e-5)
+    fields = common_fields(config, partial=0.5, default_eps=1e-5)
     bias = flag(config, "attention_bias")
     mixers: dict[str, Mixer] = {FULL: fields.attention(qkv_bias=bias, o_bias=bias), LINEAR: mamba_block(config, fields)}
     feed_forward = fields.feed_forward(bias=flag(config, "mlp_bias"))

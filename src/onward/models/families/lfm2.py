@@ -14,7 +14,7 @@ from onward.models.blocks import (
     ShortConvMixer,
 )
 from onward.models.blocks.layer import TokenBlock
-from onward.models.config import CommonFields, check_attends, check_layer_types, common_fields, ignore, only
+from onward.models.config import CommonFields, check_attends, common_fields, ignore, layer_types, only
 from onward.models.family_fields import FULL, layers_by_index, num_dense_layers, routed_experts
 from onward.models.fields import Config, FieldOverlay, flag, positive_int, positive_number
 
@@ -54,7 +54,7 @@ def _fields(config: Config) -> CommonFields:
     """The common fields, under this family's names."""
     shared = {"intermediate_size": config.get("block_ff_dim"), "tie_word_embeddings": config.get("tie_embedding")}
     eps = positive_number(config, "norm_eps", 1e-5)
-    fields = common_fields(FieldOverlay(shared, {"rms_norm_eps": eps}, config), default_tie=True, default_base=1e6)
+    fields = common_fields(FieldOverlay(shared, {"rms_norm_eps": eps}, config), default_tie=True, base=1e6)
     hidden = fields.hidden_size
     only(config, block_dim=hidden, conv_dim=hidden, conv_dim_out=hidden, num_heads=fields.num_heads)
     only(config, block_norm_eps=eps, block_use_swiglu=True, use_pos_enc=True)
@@ -91,18 +91,16 @@ def _adjusted(config: Config, size: int) -> int:
     return multiple * -(-int(factor * int(2 * size / 3)) // multiple)
 
 
-def _layer_types(config: Config, num_layers: int) -> list[str]:
+def _layer_types(config: Config, num_layers: int) -> tuple[str, ...]:
     """The mixer of each layer: `layer_types`, or attention in the layers of `full_attn_idxs`, or in all."""
-    types, attention_layers = config.get("layer_types"), config.get("full_attn_idxs")
+    attention_layers, default = config.get("full_attn_idxs"), [FULL] * num_layers
     if attention_layers is not None:
-        by_index = layers_by_index(config, "full_attn_idxs", num_layers, _CONV)
-        if types is not None and types != by_index:
+        default = layers_by_index(config, "full_attn_idxs", num_layers, _CONV)
+        if config.get("layer_types") not in (None, default):
             raise ConfigError(f"config.json: layer_types and full_attn_idxs {attention_layers} differ: keep one")
-        types = by_index
-    types = [FULL] * num_layers if types is None else types
-    check_layer_types(types, num_layers, (FULL, _CONV))
+    types = layer_types(config, default, (FULL, _CONV))
     check_attends(types)
-    return list(types)
+    return types
 
 
 ARCHITECTURES = {"Lfm2ForCausalLM": _read_lfm2, "Lfm2MoeForCausalLM": _read_lfm2_moe}

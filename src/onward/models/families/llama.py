@@ -23,7 +23,7 @@ def _read_seed_oss(config: Config) -> Decoder:
 
 def _read_phi3(config: Config) -> Decoder:
     """Fused projections; in Phi-4-mini heads are rotated in part."""
-    fields = common_fields(config, partial_rotary=1.0, default_eps=1e-5)
+    fields = common_fields(config, partial=1.0, default_eps=1e-5)
     attention = fields.attention(window=sliding_window(config, None), fused=True)
     return fields.decoder([fields.layer(attention, fields.feed_forward(fused=True))] * fields.num_layers)
 
@@ -31,7 +31,7 @@ def _read_phi3(config: Config) -> Decoder:
 def _read_smollm3(config: Config) -> Decoder:
     """One layer in four has no RoPE (NoPE, arXiv 2305.19466)."""
     config = FieldOverlay(config, {"num_key_value_heads": 4, "tie_word_embeddings": True})
-    fields = common_fields(config, default_base=2e6)
+    fields = common_fields(config, base=2e6)
     bias = flag(config, "attention_bias")
     attention = fields.attention(qkv_bias=bias, o_bias=bias)
     feed_forward = fields.feed_forward(bias=flag(config, "mlp_bias"))

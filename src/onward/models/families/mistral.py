@@ -6,14 +6,7 @@ from functools import partial
 
 from onward.errors import ConfigError
 from onward.models.blocks import AttentionTemperature, Decoder, ExpertNames, LayerNames
-from onward.models.config import (
-    check_layer_types,
-    common_fields,
-    layer_types,
-    layer_windows,
-    read_text_part,
-    sliding_window,
-)
+from onward.models.config import common_fields, layer_types, layer_windows, read_text_part, sliding_window
 from onward.models.families.deepseek import deepseek_experts, dense_then_sparse, latent_attention
 from onward.models.family_fields import routed_experts
 from onward.models.fields import Config, FieldOverlay, json_object, positive_int, positive_number, words
@@ -56,17 +49,15 @@ def _read_mixtral(config: Config) -> Decoder:
 
 def _read_ministral(config: Config) -> Decoder:
     fields = common_fields(config)
-    window, types = sliding_window(config), config.get("layer_types")
-    if types is None:
-        types = ["full_attention" if window is None else "sliding_attention"] * fields.num_layers
-    check_layer_types(types, fields.num_layers)
+    window = sliding_window(config)
+    types = layer_types(config, ["full_attention" if window is None else "sliding_attention"] * fields.num_layers)
     windows = [window if kind == "sliding_attention" else None for kind in types]
     return fields.decoder(fields.windowed(fields.attention(), windows))
 
 
 def _read_ministral3(config: Config) -> Decoder:
     """YaRN, and queries scaled by position."""
-    fields = common_fields(config, default_head_dim=128, default_eps=1e-5, rope_also=("llama_4_scaling_beta",))
+    fields = common_fields(config, default_head_dim=128, default_eps=1e-5, also=("llama_4_scaling_beta",))
     attention = fields.attention(query_growth=_query_growth(config, fields.rope), window=sliding_window(config, None))
     return fields.decoder([fields.layer(attention, fields.feed_forward())] * fields.num_layers)
 
@@ -75,7 +66,7 @@ def _read_mistral4(config: Config) -> Decoder:
     """DeepSeek's latent attention (arXiv 2405.04434), Ministral 3's query scaling, experts chosen by softmax."""
     if not any(json_object(config, name) for name in ("rope_parameters", "rope_scaling")):
         config = FieldOverlay({"rope_parameters": _ROPE}, config)
-    fields, attention = latent_attention(config, _LATENT, rope_also=("llama_4_scaling_beta",))
+    fields, attention = latent_attention(config, _LATENT, also=("llama_4_scaling_beta",))
     attention = replace(attention, query_growth=_query_growth(config, fields.rope))
     experts = deepseek_experts(
         config, fields, count=128, inner=2048, scale=1.0, chosen=4,

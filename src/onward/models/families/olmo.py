@@ -31,7 +31,7 @@ def _read_olmo3(config: Config) -> Decoder:
     """OLMo 2 with a window in three of four layers, and scaled RoPE only in the others."""
     ropes = ropes_by_type(config)
     full = {"rope_parameters": ropes.get("full_attention", {})}
-    fields = common_fields(FieldOverlay(full, config, _DEFAULTS), default_base=_BASE)
+    fields = common_fields(FieldOverlay(full, config, _DEFAULTS), base=_BASE)
     # Without an object per layer type, rope_theta applies to all layers and rope_scaling only to the full ones.
     theta = {} if ropes else {"rope_theta": config.get("rope_theta")}
     sliding = theta | {"rope_parameters": ropes.get("sliding_attention")}

@@ -16,6 +16,7 @@ from onward.models.config import (
     check_layer_types,
     common_fields,
     ignore,
+    layer_types,
     layer_windows,
     read_text_part,
     sliding_window,
@@ -23,7 +24,7 @@ from onward.models.config import (
 from onward.models.family_fields import FULL, LINEAR, layers_with_experts, qwen_expert_count, routed_experts
 from onward.models.fields import Config, FieldOverlay, flag, positive_int, words
 
-_HYBRID: dict[str, Any] = {"default_head_dim": 256, "partial_rotary": 0.25}
+_HYBRID: dict[str, Any] = {"default_head_dim": 256, "partial": 0.25}
 # Fields of Qwen3-Next's experts, shared ones included.
 _EXPERTS = words("""
     num_experts_per_tok norm_topk_prob moe_intermediate_size shared_expert_intermediate_size num_experts
@@ -156,15 +157,13 @@ def _delta(config: Config, fields: CommonFields, fused: bool) -> GatedDelta:
     )
 
 
-def _layer_types(config: Config, num_layers: int) -> list[str]:
+def _layer_types(config: Config, num_layers: int) -> tuple[str, ...]:
     """The mixer of each layer: by default attention in every fourth."""
     interval = positive_int(config, "full_attention_interval", 4)
-    types = config.get("layer_types")
-    if types is None:
-        types = [LINEAR if (index + 1) % interval else FULL for index in range(num_layers)]
-    check_layer_types(types, num_layers, (FULL, LINEAR))
+    default = [LINEAR if (index + 1) % interval else FULL for index in range(num_layers)]
+    types = layer_types(config, default, (FULL, LINEAR))
     check_attends(types)
-    return list(types)
+    return types
 
 
 ARCHITECTURES = {

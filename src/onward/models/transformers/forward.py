@@ -13,21 +13,13 @@ from onward.models.blocks.layer import LayerCache
 from onward.models.linear import Embedding, Linear
 from onward.models.module import CacheLayer, transformers_cache
 from onward.models.transformers.linears import Hosted
-from onward.models.transformers.step import (
-    CacheSurvey,
-    Step,
-    UnsupportedModuleError,
-    current_step,
-    running,
-)
+from onward.models.transformers.step import CacheSurvey, Step, UnsupportedModuleError, current_step, running
 from onward.util.process import renew_in_forks
 
 
 class _Layer(CacheLayer):
-    """A layer that reports an empty cache.
-
-    A module asks for its length only where it gets no positions; masks are Onward's.
-    """
+    """A layer that reports an empty cache. A module asks for its length only where it gets no positions; masks are
+    Onward's."""
 
     def __init__(self, step: Step, index: int) -> None:
         super().__init__()
@@ -125,11 +117,8 @@ def _window(mask_function: Callable[..., Any], local_size: int | None) -> int | 
 
 
 class TransformersParams(NamedTuple):
-    """The weights of a hosted module.
-
-    layers: its linear layers, in order. outer: the head and its tied embedding, by name. tensors: all other parameters
-    and buffers by name.
-    """
+    """The weights of a hosted module. layers: its linear layers, in order. outer: the head and its tied embedding, by
+    name. tensors: all other parameters and buffers by name."""
 
     layers: tuple[Linear, ...]
     outer: dict[str, Linear | Embedding]
@@ -137,10 +126,8 @@ class TransformersParams(NamedTuple):
 
 
 class TransformersForward:
-    """(tokens int32 [B, T], offsets int32 [B], cache, params, logits_at int64 [R, N] or None) -> (logits, cache).
-
-    The module has no weights of its own: each call binds those of `params`.
-    """
+    """(tokens int32 [B, T], offsets int32 [B], cache, params, logits_at int64 [R, N] or None) -> (logits, cache). The
+    module has no weights of its own: each call binds those of `params`."""
 
     def __init__(
         self, module: Any, parts: dict[str, Hosted], outer: set[str], first_position: int, max_seq_len: int | None

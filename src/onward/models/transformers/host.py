@@ -1,7 +1,7 @@
 """A causal language model of transformers as a `Model`: its own forward pass with Onward's weights, attention and KV
 cache."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
@@ -121,14 +121,10 @@ def _no_warning(*_: Any, **__: Any) -> None:
     """Nothing is padded."""
 
 
-def _configs(module: Any) -> Iterator[Any]:
+def _configs(module: Any) -> Iterable[Any]:
     """The distinct configs of the module and its submodules."""
-    seen: dict[int, Any] = {}
-    for part in module.modules():
-        config = getattr(part, "config", None)
-        if hasattr(config, "_attn_implementation"):
-            seen.setdefault(id(config), config)
-    return iter(seen.values())
+    configs = [getattr(part, "config", None) for part in module.modules()]
+    return {id(config): config for config in configs if hasattr(config, "_attn_implementation")}.values()
 
 
 def _logits(model: Model, tokens: torch.Tensor) -> torch.Tensor:

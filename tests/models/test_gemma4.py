@@ -53,7 +53,10 @@ def test_the_last_layers_keep_no_keys():
         ({"per_layer_config": {"0": {"head_dim": 8}, "4": {"head_dim": 6}}}, r"per_layer_config .* got"),
         ({"per_layer_config": {"0": {"head_dim": 7}, "4": {"head_dim": 7}}}, r"even head_dim.*; got 7 and 2"),
         ({"attention_k_eq_v": True, "num_global_key_value_heads": 3}, r"heads \(4\); got 24 and 3"),
-        ({"vocab_size_per_layer_input": 100}, r"vocab_size_per_layer_input \(100\) must have all 258"),
+        (
+            {"vocab_size_per_layer_input": 100},
+            r"vocab_size_per_layer_input \(100\) must be at least vocab_size \(258\)",
+        ),
         (MOE | {"top_k_experts": 5}, r"top_k_experts.* from 1 to 4; got 5"),
         ({"enable_moe_block": True}, r"'num_experts' is missing"),
         ({"use_bidirectional_attention": "all"}, r"'use_bidirectional_attention' is 'all'"),

@@ -178,7 +178,7 @@ def ropes_by_type(config: Config) -> dict[str, dict[str, Any]]:
     if any(json_object(by_type, name).get("truncate") is False for name in by_type):
         raise ConfigError(
             "config.json: rope_parameters has an object for each type of layer, and there 'truncate' must be true: "
-            "transformers reads it beside these objects alone"
+            "transformers reads it only outside these objects"
         )
     return {name: json_object(by_type, name) for name in by_type}
 
@@ -214,9 +214,7 @@ def check_attends(types: Sequence[str], *, name: str = "layer_types") -> None:
     """Raise unless a layer has full attention: a cache needs at least one layer's keys and values. name: the field with
     the types."""
     if "full_attention" not in types:
-        raise ConfigError(
-            f"config.json: at least one layer of this family must be 'full_attention'; {name} makes none so"
-        )
+        raise ConfigError(f"config.json: at least one layer of this family must be 'full_attention'; {name} has none")
 
 
 # ── multimodal checkpoints ───────────────────────────────────────────────────────────────────────────────────
@@ -253,7 +251,7 @@ def read_text_part(
     shared = {field: config[field] for field in _SHARED if config.get(field) is not None}
     decoder = read(FieldOverlay(shared, fields))
     fields.check_unread(f"the text of {name}")
-    warn_once(f"{name}: the text part is loaded, and what reads images is left out: prompts are texts alone")
+    warn_once(f"{name}: only the text part is loaded: prompts cannot contain images")
     return replace(
         decoder,
         names=DecoderNames(

@@ -31,8 +31,8 @@ def mamba_block(config: Config, fields: CommonFields, *, inner: int | None = Non
     head_dim = inner // heads if auto else positive_int(config, "mamba_d_head")
     if head_dim * heads != inner:
         raise ConfigError(
-            f"config.json: mamba_n_heads ({heads}) heads of mamba_d_head ({head_dim}) make {heads * head_dim}, "
-            f"and {width} is {inner}"
+            f"config.json: mamba_n_heads ({heads}) times mamba_d_head ({head_dim}) is {heads * head_dim}, "
+            f"but {width} is {inner}"
         )
     return mamba2(
         config, fields, heads=heads, head_dim=head_dim,
@@ -55,7 +55,7 @@ def mamba2(
         raise ConfigError(f"config.json: the heads of Mamba2 ({heads}) must be a multiple of its groups ({groups})")
     if max(head_dim, state_dim) > WIDEST:
         raise ConfigError(
-            f"config.json: states of Mamba2 have at most {WIDEST} by {WIDEST} numbers a head here; got {head_dim} "
+            f"config.json: Mamba2 states are limited to {WIDEST} by {WIDEST} numbers per head; got {head_dim} "
             f"features of a head and {state_dim} of a state"
         )
     options = {"norm": RMSNorm(heads * head_dim, fields.rms_norm_eps, groups=groups)} | options
@@ -128,8 +128,8 @@ def grouped_experts(config: Config, experts: Experts, default: tuple[int, int] =
     kept = positive_int(config, "topk_group", default[1], most=groups)
     if count % groups or (groups > 1 and count == groups) or chosen > count // groups * kept:
         raise ConfigError(
-            f"config.json: n_group ({groups}) must cut {count} experts into equal groups of two or more, of which "
-            f"topk_group ({kept}) hold the {chosen} that a token goes through (num_experts_per_tok)"
+            f"config.json: n_group ({groups}) must divide {count} experts into equal groups of two or more, of which "
+            f"topk_group ({kept}) must contain the {chosen} experts of a token (num_experts_per_tok)"
         )
     return replace(experts, groups=groups, kept_groups=kept)
 

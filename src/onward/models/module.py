@@ -152,7 +152,7 @@ class CausalLM:
         name = type(module).__name__
         inputs = frozenset(inspect.signature(module.forward).parameters)
         if getattr(module.config, "is_encoder_decoder", False):
-            raise RequestError(f"{name} is an encoder-decoder, and Onward decodes decoder-only models")
+            raise RequestError(f"{name} is an encoder-decoder; Onward supports only decoder-only models")
         if not {"input_ids", "past_key_values"} <= inputs:
             raise _unsupported(name, "it takes no past_key_values")
         config = module.config.get_text_config()

@@ -129,7 +129,9 @@ class _RopeFields(NamedTuple):
 
 def _dynamic(rope: _RopeFields) -> Scaling:
     if rope.dims == 2:
-        raise ConfigError("config.json: dynamic RoPE scaling needs a head_dim above 2: one pair has no base to grow")
+        raise ConfigError(
+            "config.json: dynamic RoPE scaling needs a head_dim above 2: a single pair does not depend on the base"
+        )
     return Dynamic(rope.number("factor"), rope.max_position)
 
 
@@ -146,7 +148,7 @@ def _yarn(rope: _RopeFields) -> Scaling:
     factor = rope.number("factor", rope.max_position / rope.original)
     fast, slow = rope.number("beta_fast", 32.0), rope.number("beta_slow", 1.0)
     if slow > fast:
-        raise ConfigError(f"{rope.where} needs beta_slow up to beta_fast; got {slow:g} and {fast:g}")
+        raise ConfigError(f"{rope.where} needs beta_slow <= beta_fast; got {slow:g} and {fast:g}")
     if rope.base <= 1:
         raise ConfigError(f"{rope.where} needs a rope_theta above 1; got {rope.base:g}")
     mscale, mscale_all_dim = rope.number_or_zero("mscale"), rope.number_or_zero("mscale_all_dim")

@@ -118,7 +118,7 @@ class ModelRun:
         self.why_eager = self._programs.refused = str(error)
         self._eager, self._program = True, None
         warn_once(
-            f"a forward runs op by op, slower than as a program, since it cannot be traced: {error} "
+            f"a forward runs eagerly, which is slower than as a program, since it cannot be traced: {error} "
             '(compile="eager" silences this)'
         )
 
@@ -142,7 +142,7 @@ def _warn_without_kernels() -> None:
     if sys.platform != "win32" and os.environ.get("ONWARD_OPS") != "definition" and not native.built_isas():
         warn_once(
             f"no native kernels were built when onward was installed (none in {native.library_folder()}), so torch's "
-            "operators run: many times slower on a CPU, and rounded by how many rows there are, so that a text may "
+            "operators run: many times slower on a CPU, and with rounding by the number of rows, so that a text may "
             'depend on its batch. Install a C++17 compiler, then onward again (compile="eager" silences this)'
         )
 

@@ -91,7 +91,7 @@ def check_modules(adapter: Adapter, names: Sequence[str | None], parts: Sequence
     changed = {*adapter.updates, *adapter.embeddings, *(name.rpartition(".")[0] for name in adapter.replaced)}
     if unknown := sorted(changed - known):
         raise CheckpointError(
-            f"the adapter changes {len(unknown)} modules that the model does not have, {unknown[0]!r} for one: is it "
+            f"the adapter changes {len(unknown)} modules that the model does not have, such as {unknown[0]!r}: is it "
             "for another model?"
         )
     named = [(name, part) for name, part in zip(names, parts, strict=True) if name is not None]
@@ -101,7 +101,7 @@ def check_modules(adapter: Adapter, names: Sequence[str | None], parts: Sequence
     tensors |= {f"{name}.bias" for name, part in named if is_marked(part) and not isinstance(part, Embedding)}
     others = [*(adapter.updates.keys() - linear), *(adapter.embeddings.keys() - tables)]
     if others := sorted([*others, *(adapter.replaced.keys() - tensors)]):
-        raise CheckpointError(f"the adapter's update of {others[0]} is of another kind of layer than the model's")
+        raise CheckpointError(f"the adapter's update of {others[0]} is for another kind of layer than the model's")
 
 
 def fitting(name: str, tensor: Tensor, weight: Weight) -> Tensor:
@@ -109,7 +109,7 @@ def fitting(name: str, tensor: Tensor, weight: Weight) -> Tensor:
     shape = tuple(weight.shape) if isinstance(weight, Tensor) else weight_shape(weight)
     if tuple(tensor.shape) != shape:
         more = tensor.dim() == len(shape) == 2 and tensor.shape[1] == shape[1] and tensor.shape[0] > shape[0]
-        advice = ": tokens of its own are taken where it is merged (onward.load(…, merge=adapter))" if more else ""
+        advice = ": added tokens require merging it (onward.load(…, merge=adapter))" if more else ""
         raise CheckpointError(f"the adapter's {name} is {list(tensor.shape)}, and the model's {list(shape)}{advice}")
     return tensor
 
@@ -139,7 +139,9 @@ def merged_model(model: Model, adapter: Adapter) -> Model:
     """
     architecture = adaptable(model)
     if grown(architecture, adapter) is not architecture:
-        raise RequestError("an adapter with tokens of its own is merged as the model is loaded: onward.load(…, merge=)")
+        raise RequestError(
+            "an adapter with added tokens must be merged while the model is loaded: onward.load(…, merge=)"
+        )
     return replace(model, params=merged_params(architecture, model.params, adapter))
 
 

@@ -63,12 +63,12 @@ def latent_attention(
     fields = common_fields(FieldOverlay(head_dim, config), **options, interleaved=interleaved, partial=1.0)
     if fields.rope.dims != rotary:
         raise ConfigError(
-            f"config.json: partial_rotary_factor makes {fields.rope.dims} features of a head turn, and "
-            f"qk_rope_head_dim {rotary}"
+            f"config.json: partial_rotary_factor rotates {fields.rope.dims} features of a head, but qk_rope_head_dim "
+            f"is {rotary}"
         )
     if fields.num_kv_heads != fields.num_heads:
         raise ConfigError(
-            f"config.json: num_key_value_heads ({fields.num_kv_heads}) must be num_attention_heads "
+            f"config.json: num_key_value_heads ({fields.num_kv_heads}) must equal num_attention_heads "
             f"({fields.num_heads}) in this family, whose heads share one latent"
         )
     scale, scaling = (content + rotary) ** -0.5, fields.rope.scaling

@@ -120,7 +120,7 @@ def _types(config: Config, num_layers: int) -> tuple[str, ...]:
     types = layer_types(config, [*every_nth_full(6, num_layers)[:-1], _FULL])
     if types[-1] != _FULL:
         raise ConfigError(
-            f"config.json: the last layer of this family is {_FULL!r}; layer_types makes it {types[-1]!r}"
+            f"config.json: the last layer of this family must be {_FULL!r}; layer_types has {types[-1]!r}"
         )
     return types
 
@@ -219,7 +219,7 @@ def _layer_embeddings(config: Config, fields: CommonFields, width: int) -> PerLa
         return None
     if vocab_size < fields.vocab_size:
         raise ConfigError(
-            f"config.json: vocab_size_per_layer_input ({vocab_size}) must have all {fields.vocab_size} of vocab_size"
+            f"config.json: vocab_size_per_layer_input ({vocab_size}) must be at least vocab_size ({fields.vocab_size})"
         )
     norm = fields.norm(width, after_cast=False)
     return PerLayerEmbeddings(vocab_size, fields.hidden_size, fields.num_layers, width, norm)

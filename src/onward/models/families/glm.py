@@ -54,9 +54,7 @@ def _types(config: Config, num_layers: int) -> list[str]:
         return by_number
     check_layer_types(types, num_layers, ("dense", "sparse"), name="mlp_layer_types")
     if config.get("first_k_dense_replace") is not None and types != by_number:
-        raise ConfigError(
-            f"config.json: mlp_layer_types is {types}, and first_k_dense_replace {first} means another: keep one"
-        )
+        raise ConfigError(f"config.json: mlp_layer_types {types} contradicts first_k_dense_replace {first}: keep one")
     return list(types)
 
 

@@ -91,7 +91,7 @@ def _survey(step: Step, layer: int, module: Any, attention_mask: Tensor | None, 
         raise UnsupportedModuleError("its attention is not causal")
     mask_of = None if attention_mask is None else survey.masks.get(id(attention_mask))
     if attention_mask is not None and mask_of is None:
-        raise UnsupportedModuleError("it makes a mask of its own for attention")
+        raise UnsupportedModuleError("it makes its own attention mask")
     unknown = [name for name, value in keywords.items() if isinstance(value, Tensor) and name not in _IGNORED_TENSORS]
     if unknown:
         raise UnsupportedModuleError(f"its attention takes {', '.join(sorted(unknown))}")

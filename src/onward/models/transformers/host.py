@@ -45,9 +45,7 @@ def host(module: Any, prepare: Prepare = lambda params: params, max_seq_len: int
     tokens = torch.arange(_TOKENS_COMPARED, dtype=torch.int32, device=plain.device).unsqueeze(0) % plain.vocab_size
     expected = _logits(plain, tokens)
     if _difference(_logits(plain, tokens[:, :2]), expected[:, :2]):
-        raise RequestError(
-            f"{type(module).__name__} cannot be decoded: the logits of its tokens depend on the tokens after them"
-        )
+        raise RequestError(f"{type(module).__name__} cannot be decoded: its logits depend on later tokens")
     own = [(x, x._attn_implementation, getattr(x, "_experts_implementation", None)) for x in _configs(module)]
     parts = replace_linears(module)
     outer = {name for name, part in parts.items() if isinstance(part, TransformersHead | TransformersEmbedding)}

@@ -96,7 +96,7 @@ def current_step() -> Step:
     """The forward pass of this thread."""
     step = _current.get()
     if step is None:
-        raise UnsupportedModuleError("a module that Onward hosts was called by something else")
+        raise UnsupportedModuleError("a module that Onward runs was called from outside of Onward")
     return step
 
 

@@ -131,7 +131,7 @@ def _attentions(
     """The attention of each type of layer."""
     bias, shared = flag(config, "attention_bias"), flag(config, "attention_k_eq_v")
     full_dim, full_heads = _full_heads(config, fields, types, shared)
-    # In transformers only the default type rotates whole heads in any case.
+    # As in transformers: whole heads by default, and always with the default type.
     rope = ropes.get(_FULL, {})
     partial = None if rope.get("rope_type", "default") == "default" else 1.0
     max_position = fields.max_position_embeddings

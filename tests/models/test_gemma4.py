@@ -45,7 +45,7 @@ def test_the_last_layers_keep_no_keys():
         ({"num_kv_shared_layers": 5}, r"num_kv_shared_layers is 5 of 5 layers"),
         (
             {"layer_types": ["full_attention"] * 4 + ["sliding_attention"]},
-            r"last layer .* makes it 'sliding_attention'",
+            r"last layer .* has 'sliding_attention'",
         ),
         ({"layer_types": ["full_attention"] * 4}, r"layer_types must have 5 entries"),
         ({"per_layer_config": {"0": {"head_dim": 8}}}, r"per_layer_config .* full layers \[0, 4\] one head_dim"),

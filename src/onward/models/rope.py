@@ -37,6 +37,8 @@ def plain_frequencies(dims: int, base: float, at: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Unscaled(Scaling):
+    """Unchanged angles."""
+
     kind = "default"
     factor = 1.0
     magnitude = 1.0

@@ -165,8 +165,10 @@ class Decoder:
         for layer in self.layers:
             attends, is_recurrent = (part is not None for part in _parts(layer.cached))
             place, state = place + attends, state + is_recurrent
-            both = attends and is_recurrent
-            yield (place, state) if both else state if is_recurrent else place
+            if attends and is_recurrent:
+                yield place, state
+            else:
+                yield state if is_recurrent else place
 
 
 def _parts(cached: Cached | None) -> tuple[LayerShape | None, StateShape | None]:

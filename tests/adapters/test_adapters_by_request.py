@@ -282,7 +282,7 @@ def test_a_copy_has_the_adapters_too(loaded):
 def test_an_adapter_of_another_model_is_refused(loaded, tmp_path):
     for name, other, message in [
         ("narrow", base(hidden_size=16), r"update of model\.layers\.0\.\S+ is .*: it is for another model"),
-        ("deep", base(num_hidden_layers=3), r"modules that the model does not have, 'model\.layers\.2\.\S+' for one"),
+        ("deep", base(num_hidden_layers=3), r"modules that the model does not have, such as 'model\.layers\.2\.\S+'"),
     ]:
         folder = saved(adapted(other, "plain"), tmp_path / name)
         with pytest.raises(CheckpointError, match=message):
@@ -308,9 +308,9 @@ def test_names_are_checked_when_the_request_is_made(folders, loaded):
             call()
     with pytest.raises(RequestError, match="adapter must be the name of a loaded adapter; got 3"):
         loaded.generate(IDS, adapter=3)
-    with pytest.raises(RequestError, match="there is an adapter 'plain' already"):
+    with pytest.raises(RequestError, match="an adapter named 'plain' is already loaded"):
         loaded.load_adapter("plain", folders[1]["plain"])
-    with pytest.raises(RequestError, match="must be a text that is not empty"):
+    with pytest.raises(RequestError, match="must be a non-empty string"):
         loaded.load_adapter("", folders[1]["plain"])
     with pytest.raises(RequestError, match="drop plain, DoRA, patterns, head and embedding first"):
         loaded.model = loaded.model

@@ -65,9 +65,9 @@ def test_tables_that_were_trained_whole_have_the_added_tokens(saved, tied, tmp_p
 
 def test_such_an_adapter_is_not_beside_the_weights(grown):
     source, adapter, _ = grown
-    with pytest.raises(CheckpointError, match=r"\[104, 32\], and the model's \[101, 32\]: tokens of its own.*merge="):
+    with pytest.raises(CheckpointError, match=r"\[104, 32\], and the model's \[101, 32\]: added tokens.*merge="):
         onward.load(source, adapters={"it": adapter})
-    with pytest.raises(RequestError, match="merged as the model is loaded"):
+    with pytest.raises(RequestError, match="merged while the model is loaded"):
         onward.load(source).merge(adapter)
 
 

@@ -126,12 +126,12 @@ def test_a_config_that_cannot_be_used_says_why(folders, fields, message):
         (lambda t: t.update({NAME: t[NAME] * torch.inf}), "finite floats"),
         (lambda t: t.update({NAME.replace("layers.0", "layers.9"): t.pop(NAME)}), "has no lora_B|has no lora_A"),
         (lambda t: t.update({"base_model.model.model.prompt": torch.zeros(2)}), "not a LoRA tensor"),
-        (lambda t: t.update({"base_model.model.extra.weight": torch.zeros(2)}), "'extra' for one"),
-        (lambda t: t.update({"base_model.model.model.norm.bias": torch.zeros(32)}), "norm.bias is of another kind"),
-        (lambda t: t.update({"base_model.model.model.embed_tokens.bias": torch.zeros(32)}), "bias is of another kind"),
-        (lambda t: rename(t, "model.norm", "lora_A.weight", "lora_B.weight"), "model.norm is of another kind"),
-        (lambda t: rename(t, "model.embed_tokens", "lora_A.weight", "lora_B.weight"), "tokens is of another kind"),
-        (lambda t: rename(t, "lm_head", "lora_embedding_A", "lora_embedding_B"), "lm_head is of another kind"),
+        (lambda t: t.update({"base_model.model.extra.weight": torch.zeros(2)}), "such as 'extra'"),
+        (lambda t: t.update({"base_model.model.model.norm.bias": torch.zeros(32)}), "norm.bias is for another kind"),
+        (lambda t: t.update({"base_model.model.model.embed_tokens.bias": torch.zeros(32)}), "bias is for another kind"),
+        (lambda t: rename(t, "model.norm", "lora_A.weight", "lora_B.weight"), "model.norm is for another kind"),
+        (lambda t: rename(t, "model.embed_tokens", "lora_A.weight", "lora_B.weight"), "tokens is for another kind"),
+        (lambda t: rename(t, "lm_head", "lora_embedding_A", "lora_embedding_B"), "lm_head is for another kind"),
         (
             lambda t: t.update(
                 {

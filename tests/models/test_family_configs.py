@@ -229,7 +229,7 @@ def test_mistrals_text_part_of_another_kind_is_refused():
 
 
 def test_a_multimodal_config_without_text_says_so():
-    with pytest.raises(ConfigError, match="Gemma3ForConditionalGeneration wants a 'text_config'"):
+    with pytest.raises(ConfigError, match="Gemma3ForConditionalGeneration needs a 'text_config'"):
         read_config({"architectures": ["Gemma3ForConditionalGeneration"], "vision_config": {"hidden_size": 8}})
 
 

@@ -34,7 +34,7 @@ def test_heads_of_full_layers_are_those_of_either_form():
 
 def test_the_last_layers_keep_no_keys():
     decoder = read_config(tiny_config("gemma4", **SHARED))
-    assert [layer.mixer.reads for layer in decoder.layers] == [None, None, None, 2, 0]
+    assert [layer.mixer.kv_source_layer for layer in decoder.layers] == [None, None, None, 2, 0]
     assert len(decoder.cached) == 3
 
 
@@ -45,15 +45,18 @@ def test_the_last_layers_keep_no_keys():
         ({"num_kv_shared_layers": 5}, r"num_kv_shared_layers is 5 of 5 layers"),
         (
             {"layer_types": ["full_attention"] * 4 + ["sliding_attention"]},
-            r"last layer .* makes it 'sliding_attention'",
+            r"last layer .* has 'sliding_attention'",
         ),
         ({"layer_types": ["full_attention"] * 4}, r"layer_types must have 5 entries"),
         ({"per_layer_config": {"0": {"head_dim": 8}}}, r"per_layer_config .* full layers \[0, 4\] one head_dim"),
         ({"per_layer_config": {"0": {"rope": 8}, "4": {"rope": 8}}}, r"per_layer_config .* got"),
         ({"per_layer_config": {"0": {"head_dim": 8}, "4": {"head_dim": 6}}}, r"per_layer_config .* got"),
         ({"per_layer_config": {"0": {"head_dim": 7}, "4": {"head_dim": 7}}}, r"even head_dim.*; got 7 and 2"),
-        ({"attention_k_eq_v": True, "num_global_key_value_heads": 3}, r"\(4\) is a multiple of; got 24 and 3"),
-        ({"vocab_size_per_layer_input": 100}, r"vocab_size_per_layer_input \(100\) must have all 258"),
+        ({"attention_k_eq_v": True, "num_global_key_value_heads": 3}, r"heads \(4\); got 24 and 3"),
+        (
+            {"vocab_size_per_layer_input": 100},
+            r"vocab_size_per_layer_input \(100\) must be at least vocab_size \(258\)",
+        ),
         (MOE | {"top_k_experts": 5}, r"top_k_experts.* from 1 to 4; got 5"),
         ({"enable_moe_block": True}, r"'num_experts' is missing"),
         ({"use_bidirectional_attention": "all"}, r"'use_bidirectional_attention' is 'all'"),

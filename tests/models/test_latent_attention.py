@@ -120,14 +120,14 @@ def test_experts_in_one_tensor_are_those_of_each(tmp_path):
 @pytest.mark.parametrize(
     ("family", "fields", "message"),
     [
-        ("deepseekv3", {"num_key_value_heads": 2}, r"num_key_value_heads \(2\) must be num_attention_heads \(4\)"),
+        ("deepseekv3", {"num_key_value_heads": 2}, r"num_key_value_heads \(2\) must equal num_attention_heads \(4\)"),
         ("deepseekv3", {"qk_rope_head_dim": 7}, "qk_rope_head_dim must be even"),
         (
             "deepseekv3",
             {"qk_head_dim": 21},
             "qk_head_dim is 21, but .* 12 and qk_rope_head_dim 8 make 20",
         ),
-        ("deepseekv3", {"partial_rotary_factor": 0.5}, "makes 10 features of a head turn, and qk_rope_head_dim 8"),
+        ("deepseekv3", {"partial_rotary_factor": 0.5}, "rotates 10 features of a head, but qk_rope_head_dim is 8"),
         ("deepseekv3", {"kv_lora_rank": 0}, "'kv_lora_rank' must be a whole number from 1"),
         ("deepseekv3", {"q_lora_rank": 0}, "'q_lora_rank' must be a whole number from 1"),
         (
@@ -136,7 +136,7 @@ def test_experts_in_one_tensor_are_those_of_each(tmp_path):
             "scoring_func 'softmax' .* family has 'sigmoid'",
         ),
         ("deepseekv3", {"moe_layer_freq": 2}, "moe_layer_freq 2"),
-        ("deepseekv3", {"n_group": 3}, r"n_group \(3\) must cut 4 experts"),
+        ("deepseekv3", {"n_group": 3}, r"n_group \(3\) must divide 4 experts"),
         ("deepseekv3", {"index_topk": 64}, "'index_topk' is 64, and Onward does not know"),
         ("deepseekv2", {"topk_method": "noaux_tc"}, "this family has 'greedy' or 'group_limited_greedy'"),
         ("deepseekv2", {"norm_topk_prob": True}, "norm_topk_prob True"),
@@ -144,7 +144,7 @@ def test_experts_in_one_tensor_are_those_of_each(tmp_path):
         (
             "glm4moelite",
             {"mlp_layer_types": ["sparse", "sparse"], "first_k_dense_replace": 1},
-            "first_k_dense_replace 1 means another",
+            "contradicts first_k_dense_replace 1",
         ),
         ("mistral4", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "mscale": 1.0}}, "no field 'mscale'"),
     ],

@@ -117,9 +117,9 @@ def test_configs_of_the_hub_are_read():
     [
         ("bamba", {"attn_layer_indices": []}, "at least one layer of this family must be 'full_attention'"),
         ("bamba", {"attn_layer_indices": [2]}, r"attn_layer_indices must be a list of layers from 0 to 1; got \[2\]"),
-        ("bamba", {"mamba_n_heads": 7}, r"mamba_n_heads \(7\) heads of mamba_d_head \(9\) make 63"),
+        ("bamba", {"mamba_n_heads": 7}, r"mamba_n_heads \(7\) times mamba_d_head \(9\) is 63"),
         ("bamba", {"mamba_n_groups": 3}, r"the heads of Mamba2 \(8\) must be a multiple of its groups \(3\)"),
-        ("bamba", {"mamba_d_state": 300}, "at most 256 by 256 numbers a head"),
+        ("bamba", {"mamba_d_state": 300}, "limited to 256 by 256 numbers per head"),
         ("bamba", {"time_step_limit": [0.5, 0.1]}, "time_step_limit must be two numbers from 0 on, in order"),
         ("bamba", {"time_step_limit": 3}, "time_step_limit must be two numbers; got 3"),
         ("bamba", {"time_step_limit": ["a", 1]}, "'time_step_limit' must hold numbers; got 'a'"),
@@ -134,7 +134,7 @@ def test_configs_of_the_hub_are_read():
         ("nemotronh", {"hybrid_override_pattern": "M*"}, "must have 4 entries"),
         ("nemotronh", {"hybrid_override_pattern": "MMMM"}, "at least one layer of this family"),
         ("nemotronh", {"mlp_hidden_act": "silu"}, "mlp_hidden_act 'silu' is not supported"),
-        ("nemotronh", {"n_group": 3}, r"n_group \(3\) must cut 4 experts"),
+        ("nemotronh", {"n_group": 3}, r"n_group \(3\) must divide 4 experts"),
     ],
 )
 def test_a_field_that_does_not_fit_is_named(family, fields, message):

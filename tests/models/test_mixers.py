@@ -11,6 +11,6 @@ from onward.models.blocks.short_conv import ShortConvMixer
 
 
 @pytest.mark.parametrize("mixer", [Attention, GatedDelta, ShortConvMixer, Mamba2, LatentAttention, ParallelMixer])
-@pytest.mark.parametrize("name", ["cached", "rope", "reads", "window"])
+@pytest.mark.parametrize("name", ["cached", "rope", "kv_source_layer", "window"])
 def test_every_mixer_declares_what_a_decoder_asks(mixer: type, name: str) -> None:
     assert hasattr(mixer, name) or name in mixer.__dataclass_fields__

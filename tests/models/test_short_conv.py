@@ -62,7 +62,7 @@ def test_a_config_of_the_hub_is_read():
         ({"layer_types": ["conv", "conv"]}, "at least one layer of this family must be 'full_attention'"),
         ({"layer_types": ["conv", "sliding_attention"]}, "layer_types must have 2 entries"),
         ({"full_attn_idxs": [2]}, r"full_attn_idxs must be a list of layers from 0 to 1; got \[2\]"),
-        ({"full_attn_idxs": [0]}, "layer_types and full_attn_idxs .* name other layers"),
+        ({"full_attn_idxs": [0]}, "layer_types and full_attn_idxs .* differ"),
         ({"conv_L_cache": 0}, "'conv_L_cache' must be a whole number from 1"),
         ({"block_multiple_of": "8"}, "'block_multiple_of' must be a whole number"),
     ],

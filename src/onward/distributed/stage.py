@@ -113,7 +113,7 @@ def stage_of(architecture: Architecture, rank: int, world: int) -> Stage:
     if decoder.states:
         kinds = ", ".join(sorted({type(mixer).__name__ for mixer in mixers}))
         raise RequestError(f"pipeline= cannot split a model with recurrent layers ({kinds}) yet")
-    if decoder.layer_embeddings is not None or any(mixer.reads is not None for mixer in mixers):
+    if decoder.layer_embeddings is not None or any(mixer.kv_source_layer is not None for mixer in mixers):
         raise RequestError(
             "pipeline= cannot split a model whose layers share keys, values or embeddings (Gemma 3n and 4)"
         )

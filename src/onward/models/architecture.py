@@ -1,7 +1,4 @@
-"""What a family makes of a config.json: a model's dimensions, how its weights are read, and its forward.
-
-A `WeightScope` names the weights of a block below a prefix.
-"""
+"""Architectures: a model's configuration, how its weights are read, and its forward."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -18,52 +15,50 @@ from onward.models.model import Cache, Model, Params
 
 
 class Tensors(Protocol):
-    """The weights of a checkpoint by their stock names; raises `CheckpointError` for one it cannot give.
-
-    dtype: for one that does not follow the dtype of the model.
-    """
+    """The weights of a checkpoint by stock name; raises `CheckpointError` for one that it lacks. dtype: None for the
+    model's."""
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Any: ...
 
 
 class WeightScope(NamedTuple):
-    """The weights whose names begin with a prefix. prefix: "" or one that ends with a dot."""
+    """The weights whose names begin with a prefix, which is "" or ends with a dot."""
 
     tensors: Tensors
     prefix: str = ""
 
     def under(self, name: str | int) -> "WeightScope":
-        """The weights below a module, such as "self_attn"; "" is this scope itself."""
+        """The weights below a module, such as "self_attn"; "" returns this scope."""
         return self if name == "" else WeightScope(self.tensors, f"{self.prefix}{name}.")
 
     def take(self, name: str, *shape: int) -> Tensor:
-        """The tensor of this name and shape, in floats."""
+        """The tensor of this name and shape, dequantized."""
         weight = self.matrix(name, *shape)
         return weight.dequantize() if isinstance(weight, ops.QuantizedWeight) else weight
 
     def matrix(self, name: str, *shape: int) -> Any:
-        """The same as the checkpoint gives it: in floats, or packed in few bits."""
+        """The tensor of this name and shape as stored: floats or quantized."""
         return self.tensors.take(self.prefix + name, shape)
 
     def take_float32(self, name: str, *shape: int) -> Tensor:
-        """The tensor of this name and shape in float32, whatever the dtype of the model."""
+        """The tensor of this name and shape in float32, regardless of the model's dtype."""
         tensor: Tensor = self.tensors.take(self.prefix + name, shape, torch.float32)
         return tensor
 
     def linear(self, name: str, out: int, into: int, bias: bool = False) -> Linear:
-        """The linear layer `name`: weight [out, into], and bias [out] if it has one."""
+        """The linear layer `name`: weight [out, into], optional bias [out]."""
         below = self.under(name)
         return Linear(below.matrix("weight", out, into), below.take("bias", out) if bias else None)
 
     def router(self, name: str, out: int, into: int, bias: bool = False) -> Router:
-        """The router `name`: weight [out, into], and bias [out] if it has one."""
+        """The router `name`: weight [out, into], optional bias [out]."""
         below = self.under(name)
         return Router(below.take("weight", out, into), below.take("bias", out) if bias else None)
 
-    def short_conv(self, name: str, channels: int, taps: int, bias: bool = False) -> ShortConv:
-        """The convolution `name`: weight [channels, 1, taps], and bias [channels] if it has one."""
+    def short_conv(self, name: str, channels: int, kernel_size: int, bias: bool = False) -> ShortConv:
+        """The convolution `name`: weight [channels, 1, kernel_size], optional bias [channels]."""
         below = self.under(name)
-        return ShortConv(below.take("weight", channels, 1, taps), below.take("bias", channels) if bias else None)
+        return ShortConv(below.take("weight", channels, 1, kernel_size), below.take("bias", channels) if bias else None)
 
     def experts(self, name: str, count: int, out: int, into: int, bias: bool = False) -> ExpertLinear:
         """The linear layers `0.name` … of `count` experts: a weight [out, into] each, and `name`.bias [count, out]."""
@@ -71,7 +66,7 @@ class WeightScope(NamedTuple):
         return ExpertLinear(weights, self.under(name).take("bias", count, out) if bias else None)
 
     def latent(self, name: str, num_heads: int, key_dim: int, value_dim: int, rank: int) -> LatentLinear:
-        """The linear layer `name`, which makes keys and values of latents: weight [H (K + V), R]."""
+        """The linear layer `name` from latents to keys and values: weight [H (K + V), R]."""
         weight = self.under(name).take("weight", num_heads * (key_dim + value_dim), rank)
         return LatentLinear(weight, num_heads, key_dim, value_dim)
 
@@ -84,9 +79,8 @@ class WeightScope(NamedTuple):
 class Architecture(Protocol):
     """A frozen dataclass that is the forward of its models (`onward.models.model`).
 
-    cached: what a cache keeps of a token, for each of its layers. float_tensor: name and shape of a tensor that
-    quantization leaves in floats. max_position_embeddings: the context that the model was trained for.
-    serves_longer_texts: whether its positions are made for lengths past that.
+    cached: the cache shape of each attention layer. float_tensor: name and shape of a tensor that is never quantized.
+    max_position_embeddings: the trained context. serves_longer_texts: whether RoPE extends it.
     """
 
     @property
@@ -114,11 +108,11 @@ class Architecture(Protocol):
     def float_tensor(self) -> tuple[str, tuple[int, ...]]: ...
 
     def serving(self, max_seq_len: int) -> "Architecture":
-        """The same for texts of up to `max_seq_len` positions."""
+        """The same architecture for up to `max_seq_len` positions."""
         ...
 
     def read(self, scope: WeightScope, each_layer: Callable[[Any], Any] = ...) -> Any:
-        """Take every weight from a checkpoint; each_layer converts each item of the params' `layers`."""
+        """Read all weights from a checkpoint; each_layer converts each item of the params' `layers`."""
         ...
 
     def __call__(
@@ -128,7 +122,7 @@ class Architecture(Protocol):
 
 @runtime_checkable
 class RecurrentArchitecture(Protocol):
-    """An architecture with recurrent layers. states: what a cache keeps of a text, for each of them."""
+    """An architecture with recurrent layers. states: the state shape of each."""
 
     @property
     def states(self) -> Sequence[StateShape]: ...
@@ -136,44 +130,43 @@ class RecurrentArchitecture(Protocol):
 
 @runtime_checkable
 class PartOfCheckpoint(Protocol):
-    """An architecture whose checkpoints hold more than its model. unread: what the names of the other tensors begin
-    with."""
+    """An architecture whose checkpoints have other tensors too. unread: the prefixes of their names."""
 
     @property
     def unread(self) -> tuple[str, ...]: ...
 
 
 def is_unread(architecture: Architecture, name: str) -> bool:
-    """Whether a tensor of a checkpoint is known to be of another part than the model."""
+    """Whether a tensor of a checkpoint belongs to another part than the model."""
     return isinstance(architecture, PartOfCheckpoint) and name.startswith(architecture.unread)
 
 
 def states_of(architecture: Architecture) -> tuple[StateShape, ...]:
-    """What a cache keeps of a text for each recurrent layer; nothing where there are none."""
+    """The state shape of each recurrent layer."""
     return tuple(architecture.states) if isinstance(architecture, RecurrentArchitecture) else ()
 
 
 def parameter_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
-    """The shape of every weight that `read` takes, under its name; no memory is used."""
+    """The shape of every weight that `read` takes, by name; allocates no memory."""
     shapes = _Shapes()
     architecture.read(WeightScope(shapes))
     return shapes.by_name
 
 
 def num_parameters(architecture: Architecture) -> int:
-    """The number of weights in the model; a tied head counts once."""
+    """The number of parameters; a tied head counts once."""
     return sum(torch.Size(shape).numel() for shape in parameter_shapes(architecture).values())
 
 
 def build_model(architecture: Architecture, params: Any, max_seq_len: int | None = None) -> Model:
-    """A `Model` of this architecture over `params`, stock or packed, on their device and in their dtype."""
+    """A `Model` of this architecture with `params`, stock or packed, on their device and in their dtype."""
     dtype, device = params.embed_tokens.weight.dtype, params.embed_tokens.weight.device
     max_seq_len = max_seq_len or architecture.max_position_embeddings
     architecture = architecture.serving(max_seq_len)
     shapes = tuple(architecture.cached)
     states = states_of(architecture)
     return Model(
-        forward=partial(architecture),  # an object of its own: programs are kept by the forward
+        forward=partial(architecture),  # a new object: programs are cached by forward
         params=params,
         new_cache=partial(new_cache, shapes, states, dtype, device),
         vocab_size=architecture.vocab_size,
@@ -186,37 +179,29 @@ def build_model(architecture: Architecture, params: Any, max_seq_len: int | None
 
 
 def architecture_of(model: Model) -> Architecture | None:
-    """The architecture that `build_model` made a model of; None for a forward of another kind."""
+    """The architecture of a `build_model` model; None for other forwards."""
     forward = model.forward.func if isinstance(model.forward, partial) else model.forward
     return forward if isinstance(forward, Architecture) else None
 
 
 def new_cache(
-    shapes: Sequence[LayerShape],
-    states: Sequence[StateShape],
-    dtype: torch.dtype,
-    device: torch.device,
-    batch: int,
-    max_len: int,
-) -> KVCache:
-    """With all but the last two arguments given, the `new_cache` of a `Model`."""
+    shapes: Sequence[LayerShape], states: Sequence[StateShape], dtype: torch.dtype, device: torch.device,
+    batch: int, max_len: int,
+) -> KVCache:  # fmt: skip
+    """`Model.new_cache`, with the first four arguments bound."""
     return KVCache.of(shapes, batch=batch, max_len=max_len, dtype=dtype, device=device, states=states)
 
 
 def new_blocks(
-    shapes: Sequence[LayerShape],
-    states: Sequence[StateShape],
-    dtype: torch.dtype,
-    device: torch.device,
-    count: int,
-    windows: int | None = None,
-) -> KVPool:
-    """With all but the last two arguments given, the `new_blocks` of a `Model`."""
+    shapes: Sequence[LayerShape], states: Sequence[StateShape], dtype: torch.dtype, device: torch.device,
+    count: int, windows: int | None = None,
+) -> KVPool:  # fmt: skip
+    """`Model.new_blocks`, with the first four arguments bound."""
     return KVPool.of(shapes, count=count, dtype=dtype, device=device, states=states, windows=windows)
 
 
 def named_params(architecture: Architecture) -> Any:
-    """The params of this architecture with the stock name of each tensor in its place."""
+    """The params of this architecture, with the stock name of each tensor in its place."""
     return architecture.read(WeightScope(_Names()))
 
 

@@ -1,6 +1,6 @@
-"""What families read from config.json in the same way, checked, and the blocks that follow from it."""
+"""The config.json fields that most families share, checked, and the common blocks built from them."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -8,21 +8,19 @@ from onward.errors import ConfigError, warn_once
 from onward.models.blocks import Attention, Decoder, DecoderLayer, DecoderNames, FeedForward, RMSNorm
 from onward.models.blocks.feed_forward import Activation
 from onward.models.blocks.layer import Mixer, TokenBlock
-from onward.models.fields import FieldOverlay, TrackedFields, flag, json_object, positive_int, positive_number
+from onward.models.fields import Config, FieldOverlay, TrackedFields, flag, json_object, positive_int, positive_number
 from onward.models.rope import RotarySchedule
 from onward.models.rope_config import rotary_schedule
 
-# Far more than any model has, yet a tuple of so many layers still fits in memory.
-MOST_LAYERS = 10_000
+# Far more than any model has, but a tuple of this size still fits in memory.
+MAX_LAYERS = 10_000
 _LAYER_TYPES = "full_attention", "sliding_attention"
 
 
 @dataclass(frozen=True)
 class CommonFields:
-    """What nearly every family's config.json has, and the blocks that follow from it.
-
-    intermediate_size: of the feed-forward block. head_dim: of queries, keys and values alike.
-    """
+    """The fields of nearly every config.json, and the blocks built from them. intermediate_size: of the feed-forward
+    block. head_dim: of queries, keys and values."""
 
     vocab_size: int
     hidden_size: int
@@ -38,30 +36,29 @@ class CommonFields:
     activation: Activation
 
     def norm(self, width: int | None = None, **changes: Any) -> RMSNorm:
-        """A norm of the stream, or of another width. changes: fields of `RMSNorm` that differ."""
+        """A norm of the residual stream, or of another width. changes: other fields of `RMSNorm`."""
         return replace(RMSNorm(width or self.hidden_size, self.rms_norm_eps), **changes)
 
     def attention(self, **changes: Any) -> Attention:
-        """The attention of a layer. changes: fields of `Attention` that differ from the common ones."""
+        """The attention of a layer. changes: other fields of `Attention`."""
         attention = Attention(self.hidden_size, self.num_heads, self.num_kv_heads, self.head_dim, self.rope)
         return replace(attention, **changes)
 
     def feed_forward(self, **changes: Any) -> FeedForward:
-        """The feed-forward block of a layer. changes: as for `attention`."""
+        """The feed-forward block of a layer. changes: other fields of `FeedForward`."""
         return replace(FeedForward(self.hidden_size, self.intermediate_size, self.activation), **changes)
 
     def layer(self, mixer: Mixer, feed_forward: TokenBlock, **changes: Any) -> DecoderLayer:
-        """A layer with a norm before each of its blocks. changes: fields of `DecoderLayer` that differ."""
+        """A layer with a norm before each of its blocks. changes: other fields of `DecoderLayer`."""
         norm = self.norm()
-        layer = DecoderLayer(mixer, feed_forward, mixer_norm=norm, feed_forward_norm=norm)
-        return replace(layer, **changes)
+        return replace(DecoderLayer(mixer, feed_forward, mixer_norm=norm, feed_forward_norm=norm), **changes)
 
     def windowed(self, attention: Attention, windows: Iterable[int | None]) -> list[DecoderLayer]:
-        """A layer for each window, all with this attention but for that."""
+        """A layer for each window, equal otherwise."""
         return [self.layer(replace(attention, window=window), self.feed_forward()) for window in windows]
 
     def decoder(self, layers: Iterable[DecoderLayer], **changes: Any) -> Decoder:
-        """The decoder of these layers. changes: fields of `Decoder` that differ from the common ones."""
+        """The decoder of these layers. changes: other fields of `Decoder`."""
         decoder = Decoder(
             vocab_size=self.vocab_size,
             hidden_size=self.hidden_size,
@@ -84,27 +81,22 @@ _ACTIVATIONS: dict[str, Activation] = {
 
 
 def common_fields(
-    config: Mapping[str, Any],
+    config: Config,
     *,
     default_head_dim: int | None = None,
     activations: Sequence[str] = ("silu",),
     activation_field: str = "hidden_act",
     default_tie: bool = False,
-    default_base: float = 10000.0,
     default_eps: float = 1e-6,
-    partial_rotary: float | None = None,
-    interleaved: bool = False,
-    rope_also: Sequence[str] = (),
+    **rope_options: Any,
 ) -> CommonFields:
-    """The fields that families read the same way, checked against each other.
+    """The common fields, checked for consistency.
 
     Args:
-        default_head_dim: of a config without `head_dim`; hidden_size / num_attention_heads by default.
-        activations: the values of `activation_field` that the family may have; the first is the default.
-        default_tie: of a config without `tie_word_embeddings`.
-        default_eps: of a config without `rms_norm_eps`.
-        default_base, partial_rotary, interleaved, rope_also: as `base`, `partial`, `interleaved` and `also` of
-            `rotary_schedule`.
+        default_head_dim: hidden_size / num_attention_heads by default.
+        activations: the supported values of `activation_field`; the first one is the default.
+        default_tie, default_eps: of `tie_word_embeddings` and `rms_norm_eps`.
+        rope_options: of `rotary_schedule`.
     """
     activation = config.get(activation_field, activations[0])
     if activation not in activations and not (activation == "swish" and "silu" in activations):
@@ -117,7 +109,12 @@ def common_fields(
         raise ConfigError(
             f"config.json: num_attention_heads ({num_heads}) must be a multiple of num_key_value_heads ({num_kv_heads})"
         )
-    head_dim = positive_int(config, "head_dim", default_head_dim or _default_head_dim(config, hidden_size, num_heads))
+    if default_head_dim is None and config.get("head_dim") is None and hidden_size % num_heads:
+        raise ConfigError(
+            f"config.json: hidden_size ({hidden_size}) must be a multiple of num_attention_heads ({num_heads}), "
+            "or head_dim must be given"
+        )
+    head_dim = positive_int(config, "head_dim", default_head_dim or hidden_size // num_heads)
     if head_dim % 2:
         raise ConfigError(f"config.json: head_dim must be even, since RoPE rotates pairs of features; got {head_dim}")
     max_position = positive_int(config, "max_position_embeddings")
@@ -126,62 +123,52 @@ def common_fields(
         vocab_size=positive_int(config, "vocab_size"),
         hidden_size=hidden_size,
         intermediate_size=positive_int(config, "intermediate_size"),
-        num_layers=positive_int(config, "num_hidden_layers", most=MOST_LAYERS),
+        num_layers=positive_int(config, "num_hidden_layers", most=MAX_LAYERS),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         rms_norm_eps=positive_number(config, "rms_norm_eps", default_eps),
         max_position_embeddings=max_position,
-        rope=rotary_schedule(
-            config,
-            head_dim,
-            max_position,
-            base=default_base,
-            partial=partial_rotary,
-            interleaved=interleaved,
-            also=rope_also,
-        ),
+        rope=rotary_schedule(config, head_dim, max_position, **rope_options),
         tie_word_embeddings=tied or flag(config, "tie_word_embeddings"),
         activation=_ACTIVATIONS[activation],
     )
 
 
-def sliding_window(config: Mapping[str, Any], default: int | None = 4096) -> int | None:
-    """How many positions a windowed layer sees; None for all, which the config writes as null.
-
-    default: of a config without the field, as in transformers.
-    """
+def sliding_window(config: Config, default: int | None = 4096) -> int | None:
+    """The window of sliding layers; None: all positions (null in the config). default: of an absent field, as in
+    transformers."""
     if config.get("sliding_window", default) is None:
         return None
     return positive_int(config, "sliding_window", default)
 
 
-def layer_types(config: Mapping[str, Any], default: Sequence[str]) -> tuple[str, ...]:
-    """The type of each layer: `layer_types`, or without it the family's own."""
+def layer_types(config: Config, default: Sequence[str], known: Sequence[str] = _LAYER_TYPES) -> tuple[str, ...]:
+    """The type of each layer: `layer_types`, or the family's default."""
     types = config.get("layer_types")
     types = list(default) if types is None else types
-    check_layer_types(types, len(default))
+    check_layer_types(types, len(default), known)
     return tuple(types)
 
 
 def every_nth_full(interval: int, num_layers: int) -> list[str]:
-    """Types of layers, of which every `interval`-th one sees all positions and the others have a window."""
+    """Layer types: every `interval`-th layer has full attention, the others have a window."""
     return ["sliding_attention" if (i + 1) % interval else "full_attention" for i in range(num_layers)]
 
 
 def layer_windows(types: Sequence[str], window: int | None, *, has_switch: bool = False) -> tuple[int | None, ...]:
-    """The window of each layer, by the layers' types. has_switch: whether the family has `use_sliding_window`."""
+    """The window of each layer, by its type. has_switch: whether the family has `use_sliding_window`."""
     if window is None and "sliding_attention" in types:
-        given = "use_sliding_window and sliding_window give" if has_switch else "sliding_window gives"
+        fields = "use_sliding_window and sliding_window give" if has_switch else "sliding_window gives"
         raise ConfigError(
-            f"config.json: layer_types names 'sliding_attention', but {given} no window: set "
+            f"config.json: layer_types names 'sliding_attention', but {fields} no window: set "
             f"{'both' if has_switch else 'it'}, or make every layer 'full_attention'"
         )
     return tuple(window if kind == "sliding_attention" else None for kind in types)
 
 
-def ropes_by_type(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """`rope_parameters` where it has an object for each type of layer (transformers 5); empty for older configs."""
+def ropes_by_type(config: Config) -> dict[str, dict[str, Any]]:
+    """`rope_parameters` with an object for each layer type (transformers 5); empty for older configs."""
     by_type = json_object(config, "rope_parameters")
     if unknown := [name for name in by_type if name not in _LAYER_TYPES]:
         raise ConfigError(
@@ -191,22 +178,22 @@ def ropes_by_type(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     if any(json_object(by_type, name).get("truncate") is False for name in by_type):
         raise ConfigError(
             "config.json: rope_parameters has an object for each type of layer, and there 'truncate' must be true: "
-            "transformers reads it beside these objects alone"
+            "transformers reads it only outside these objects"
         )
     return {name: json_object(by_type, name) for name in by_type}
 
 
-def only(config: Mapping[str, Any], **fields: Any) -> None:
-    """Raise unless each field is absent, or has the value (one of a tuple of values) that the family computes."""
-    for name, wanted in fields.items():
-        value, values = config.get(name), wanted if isinstance(wanted, tuple) else (wanted,)
+def only(config: Config, **fields: Any) -> None:
+    """Raise unless each field is absent or has the value (one of a tuple of values) that the family supports."""
+    for name, supported in fields.items():
+        value, values = config.get(name), supported if isinstance(supported, tuple) else (supported,)
         if value is not None and value not in values:
             has = " or ".join(map(repr, values))
             raise ConfigError(f"config.json: {name} {value!r} is not supported; this family has {has}")
 
 
-def ignore(config: Mapping[str, Any], *names: str) -> None:
-    """Count fields that change nothing among those that were read."""
+def ignore(config: Config, *names: str) -> None:
+    """Mark fields without effect as read."""
     for name in names:
         config.get(name)
 
@@ -224,62 +211,47 @@ def check_layer_types(
 
 
 def check_attends(types: Sequence[str], *, name: str = "layer_types") -> None:
-    """Raise where no layer is of full attention: texts are kept with the keys and values of one at least.
-
-    name: the field that says the types.
-    """
+    """Raise unless a layer has full attention: a cache needs at least one layer's keys and values. name: the field with
+    the types."""
     if "full_attention" not in types:
-        raise ConfigError(
-            f"config.json: at least one layer of this family must be 'full_attention'; {name} makes none so"
-        )
-
-
-def _default_head_dim(config: Mapping[str, Any], hidden_size: int, num_heads: int) -> int | None:
-    """hidden_size / num_heads: the head_dim of a config that names none."""
-    if hidden_size % num_heads and config.get("head_dim") is None:
-        raise ConfigError(
-            f"config.json: hidden_size ({hidden_size}) must be a multiple of num_attention_heads ({num_heads}), "
-            "or head_dim must be given"
-        )
-    return hidden_size // num_heads
+        raise ConfigError(f"config.json: at least one layer of this family must be 'full_attention'; {name} has none")
 
 
 # ── multimodal checkpoints ───────────────────────────────────────────────────────────────────────────────────
 
-# What config.json itself may say of the text part; elsewhere it stands in `text_config`.
+# Fields of the text part that config.json may have itself; others are in `text_config`.
 _SHARED = ("tie_word_embeddings",)
 
 
 def read_text_part(
-    config: Mapping[str, Any],
-    read: Callable[[Mapping[str, Any]], Decoder],
+    config: Config,
+    read: Callable[[Config], Decoder],
     other_fields: Sequence[str],
-    unread: Sequence[str],
+    unread: Sequence[str] = ("model.vision_tower.", "model.multi_modal_projector."),
 ) -> Decoder:
-    """The decoder that `text_config` describes, and one warning that the rest of the model is left out.
+    """The decoder that `text_config` describes, with one warning that the rest of the model is skipped.
 
     Args:
         config: of the whole checkpoint.
         read: reads the config of a text model.
-        other_fields: fields of config.json that speak of the other parts.
-        unread: how the names of their weights begin.
+        other_fields: fields of config.json for the other parts.
+        unread: prefixes of the names of their weights.
 
     Raises:
-        ConfigError: there is no `text_config`, or it has a field that nobody knows.
+        ConfigError: `text_config` is missing, or has an unknown field.
     """
     (name,) = config["architectures"]
     text = json_object(config, "text_config")
     if not text:
         raise ConfigError(
-            f"config.json: {name} wants a 'text_config', which describes the model of its text; it has none"
+            f"config.json: {name} needs a 'text_config', which describes the model of its text; it has none"
         )
-    for field in (*other_fields, *_SHARED):
-        config.get(field)
+    ignore(config, *other_fields, *_SHARED)
     fields = TrackedFields(text)
     shared = {field: config[field] for field in _SHARED if config.get(field) is not None}
     decoder = read(FieldOverlay(shared, fields))
     fields.check_unread(f"the text of {name}")
-    warn_once(f"{name}: the text part is loaded, and what reads images is left out: prompts are texts alone")
+    warn_once(f"{name}: only the text part is loaded: prompts cannot contain images")
     return replace(
         decoder,
         names=DecoderNames(

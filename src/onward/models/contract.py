@@ -1,4 +1,4 @@
-"""Checks of what a forward returns (`onward.models.model`), and the choice of positions in its logits."""
+"""Checks of a forward's result (`onward.models.model`), and the selection of logits by position."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,10 +10,10 @@ from onward.errors import RequestError
 
 
 def logits_and_cache(result: object, source: str = "forward", advice: str = "") -> tuple[Tensor, Any]:
-    """The result of a forward, checked to be (logits, cache). `source` and `advice` begin and end the error's message.
+    """The result of a forward, checked to be (logits, cache). `source` and `advice` start and end the error message.
 
     Raises:
-        RequestError: it is no tuple of two, or the first item is no tensor.
+        RequestError: it is not a tuple of two items, or the first one is not a tensor.
     """
     if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[0], Tensor):
         raise RequestError(f"{source} must return (logits, cache); it returned {_type_names(result)}{advice}")
@@ -21,7 +21,7 @@ def logits_and_cache(result: object, source: str = "forward", advice: str = "") 
 
 
 def check_logits(logits: Tensor, shape: Sequence[int]) -> None:
-    """Raise `RequestError` unless logits are [*shape, V]; `shape` is [B, T], or [R, N] of the positions asked for."""
+    """Raise `RequestError` unless logits are [*shape, V]; `shape` is [B, T], or [R, N] of selected positions."""
     if logits.dim() != 3 or logits.shape[:2] != tuple(shape):
         raise RequestError(f"forward must return logits {[*shape, 'V']}; got {list(logits.shape)}")
 

@@ -1,4 +1,4 @@
-"""Fields of a config.json by kind: a value of another kind raises an error that names the field."""
+"""Typed fields of a config.json; a value of another type raises an error that names the field."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -10,64 +10,62 @@ import torch
 from onward.errors import ConfigError
 from onward.util.checks import is_finite
 
-# How texts are chosen, which files said here before there was generation_config.json: the attributes of
-# `transformers.GenerationConfig`, without those of its own bookkeeping.
+Config = Mapping[str, Any]
+
+
+def words(text: str) -> tuple[str, ...]:
+    """The names in a text, split at whitespace."""
+    return tuple(text.split())
+
+
+# Generation settings that older files have in config.json: the attributes of `transformers.GenerationConfig`, without
+# its internal ones.
 GENERATION_FIELDS = frozenset(
-    {
-        *(
-            "assistant_confidence_threshold",
-            "assistant_early_exit",
-            "assistant_ensemble_weight",
-            "assistant_lookbehind",
-        ),
-        *("bad_words_ids", "begin_suppress_tokens", "bos_token_id", "cache_config", "cache_implementation"),
-        *("compile_config", "constraints", "continuous_batching_config", "decoder_start_token_id", "disable_compile"),
-        *("diversity_penalty", "do_sample", "dola_layers", "early_stopping", "encoder_no_repeat_ngram_size"),
-        *("encoder_repetition_penalty", "eos_token_id", "epsilon_cutoff", "eta_cutoff"),
-        *("exponential_decay_length_penalty", "force_words_ids", "forced_bos_token_id", "forced_eos_token_id"),
-        *("guidance_scale", "is_assistant", "length_penalty", "low_memory", "max_cache_len", "max_length"),
-        *("max_matching_ngram_size", "max_new_tokens", "max_time", "min_length", "min_new_tokens", "min_p"),
-        *("no_repeat_ngram_size", "num_assistant_tokens", "num_assistant_tokens_schedule", "num_beam_groups"),
-        *("num_beams", "num_return_sequences", "output_attentions", "output_hidden_states", "output_logits"),
-        *("output_scores", "pad_token_id", "penalty_alpha", "prefill_chunk_size", "prompt_lookup_num_tokens"),
-        *("remove_invalid_values", "renormalize_logits", "repetition_penalty", "return_dict_in_generate"),
-        *("sequence_bias", "speculation_type", "stop_strings", "suppress_tokens", "target_lookbehind", "temperature"),
-        *("token_healing", "top_h", "top_k", "top_p", "typical_p", "use_cache", "use_mtp", "watermarking_config"),
-    }
+    words("""
+    assistant_confidence_threshold assistant_early_exit assistant_ensemble_weight assistant_lookbehind bad_words_ids
+    begin_suppress_tokens bos_token_id cache_config cache_implementation compile_config constraints
+    continuous_batching_config decoder_start_token_id disable_compile diversity_penalty do_sample dola_layers
+    early_stopping encoder_no_repeat_ngram_size encoder_repetition_penalty eos_token_id epsilon_cutoff eta_cutoff
+    exponential_decay_length_penalty force_words_ids forced_bos_token_id forced_eos_token_id guidance_scale is_assistant
+    length_penalty low_memory max_cache_len max_length max_matching_ngram_size max_new_tokens max_time min_length
+    min_new_tokens min_p no_repeat_ngram_size num_assistant_tokens num_assistant_tokens_schedule num_beam_groups
+    num_beams num_return_sequences output_attentions output_hidden_states output_logits output_scores pad_token_id
+    penalty_alpha prefill_chunk_size prompt_lookup_num_tokens remove_invalid_values renormalize_logits
+    repetition_penalty return_dict_in_generate sequence_bias speculation_type stop_strings suppress_tokens
+    target_lookbehind temperature token_healing top_h top_k top_p typical_p use_cache use_mtp watermarking_config
+    """)
 )
-# Where a config.json may describe its decoder, by transformers' order.
+# The nested configs of a decoder, in transformers' order.
 _NESTED = ("decoder", "generator", "text_config")
 
 
-def generation_fields(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What a config.json says of generating: its own fields, then those of its decoder (`text_config`) that it leaves
-    out or null, as `transformers.GenerationConfig.from_model_config` takes them."""
+def generation_fields(config: Config) -> dict[str, Any]:
+    """The generation settings of a config.json: its own fields, then those of its nested decoder config
+    (`text_config`) for fields that are absent or null, like `transformers.GenerationConfig.from_model_config`."""
     nested: Any = next((part for name in _NESTED if (part := config.get(name))), {})
     parts = (config, nested) if isinstance(nested, Mapping) else (config,)
-    given = {name: [part[name] for part in parts if part.get(name) is not None] for name in GENERATION_FIELDS}
-    return {name: values[0] for name, values in sorted(given.items()) if values}
+    fields = FieldOverlay(*parts)
+    return {name: fields[name] for name in sorted(GENERATION_FIELDS) if fields.get(name) is not None}
 
 
-_REQUIRED = object()
+REQUIRED = object()
 # Positions and token ids are int32.
 LARGEST = 2**31 - 1
 _FLOAT = torch.finfo(torch.float32)
 
 
 def positive_int(
-    fields: Mapping[str, Any], name: str, default: Any = _REQUIRED, *, where: str = "config.json", most: int = LARGEST
+    fields: Config, name: str, default: Any = REQUIRED, *, where: str = "config.json", most: int = LARGEST
 ) -> int:
-    """A required (or defaulted) whole number from 1 to `most`. null counts as absent."""
+    """A whole number from 1 to `most`, required without a default. null counts as absent."""
     value = _value_or_default(fields, name, default, where)
     if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= most:
         raise ConfigError(f"{where}: {name!r} must be a whole number from 1 to {most}; got {value!r}")
     return value
 
 
-def positive_number(
-    fields: Mapping[str, Any], name: str, default: Any = _REQUIRED, *, where: str = "config.json"
-) -> float:
-    """A required (or defaulted) number above zero within the range of float32. null counts as absent."""
+def positive_number(fields: Config, name: str, default: Any = REQUIRED, *, where: str = "config.json") -> float:
+    """A positive number within the range of float32, required without a default. null counts as absent."""
     value = _value_or_default(fields, name, default, where)
     if not isinstance(value, int | float) or isinstance(value, bool) or not _FLOAT.tiny <= value <= _FLOAT.max:
         raise ConfigError(
@@ -77,8 +75,8 @@ def positive_number(
     return float(value)
 
 
-def number(fields: Mapping[str, Any], name: str, default: Any = _REQUIRED, *, where: str = "config.json") -> float:
-    """A required (or defaulted) number within the range of float32. null counts as absent."""
+def number(fields: Config, name: str, default: Any = REQUIRED, *, where: str = "config.json") -> float:
+    """A number within the range of float32, required without a default. null counts as absent."""
     value = _value_or_default(fields, name, default, where)
     if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) <= _FLOAT.max:
         raise ConfigError(f"{where}: {name!r} must be a number within the range of float32; got {value!r}")
@@ -86,7 +84,7 @@ def number(fields: Mapping[str, Any], name: str, default: Any = _REQUIRED, *, wh
 
 
 def number_or_infinity(value: Any, name: str) -> float:
-    """A number, which JSON has as such, or infinity, which files have as a word or as {"__float__": word}."""
+    """A number, or infinity, which files write as a word or as {"__float__": word}."""
     word: Any = value.get("__float__") if isinstance(value, Mapping) else value
     if isinstance(word, str) and word.lower() in ("infinity", "inf"):
         return math.inf
@@ -95,15 +93,15 @@ def number_or_infinity(value: Any, name: str) -> float:
     return float(word)
 
 
-def flag(fields: Mapping[str, Any], name: str, default: bool = False) -> bool:
-    """true or false; an absent field means the default. null means false, and is refused where the default is true."""
+def flag(fields: Config, name: str, default: bool = False) -> bool:
+    """true or false; an absent field means the default. null means false, and is an error if the default is true."""
     value = fields.get(name, default)
     if not isinstance(value, bool) and (value is not None or default):
         raise ConfigError(f"config.json: {name!r} must be true or false; got {value!r}")
     return bool(value)
 
 
-def json_object(fields: Mapping[str, Any], name: str) -> dict[str, Any]:
+def json_object(fields: Config, name: str) -> dict[str, Any]:
     """An object; null and absent mean an empty one."""
     value = fields.get(name)
     if value is not None and not isinstance(value, Mapping):
@@ -111,55 +109,47 @@ def json_object(fields: Mapping[str, Any], name: str) -> dict[str, Any]:
     return dict(value or {})
 
 
-def softcap(fields: Mapping[str, Any], name: str, default: float | None = None) -> float | None:
+def softcap(fields: Config, name: str, default: float | None = None) -> float | None:
     """A positive number; null means none, and only an absent field means the default."""
     if name in fields:
         return None if fields[name] is None else positive_number(fields, name)
     return default
 
 
-def _value_or_default(fields: Mapping[str, Any], name: str, default: Any, where: str) -> Any:
+def _value_or_default(fields: Config, name: str, default: Any, where: str) -> Any:
     value = fields.get(name)
     if value is not None:
         return value
-    if default is _REQUIRED:
+    if default is REQUIRED:
         raise ConfigError(f"{where}: {name!r} is missing")
     return default
 
 
-# What config.json says beside the model itself: training, files, defaults of other libraries, ids of tokens, how texts
-# are chosen, and what Onward's own folders add.
-_NO_SAY = {
-    *("architectures", "model_type", "transformers_version", "torch_dtype", "dtype", "auto_map", "name_or_path"),
-    *("sep_token_id", "unk_token_id"),
-    *("bos_token", "eos_token", "pad_token", "tokenizer_class", "language", "license", "tags"),
-    *("initializer_range", "initializer_factor", "initializer_cutoff_factor", "attention_dropout", "hidden_dropout"),
-    *("resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout", "classifier_dropout"),
-    *("residual_dropout",),
-    "return_dict",
-    *(
-        "attn_implementation",
-        "use_flash_attn",
-        "use_bfloat16",
-        "torchscript",
-        "pretraining_tp",
-        "gradient_checkpointing",
-    ),
-    *("chunk_size_feed_forward", "is_encoder_decoder", "is_decoder", "add_cross_attention", "pruned_heads", "prefix"),
-    *("cross_attention_hidden_size", "tie_encoder_decoder", "finetuning_task", "task_specific_params"),
-    *("problem_type", "id2label", "label2id", "num_labels", "tf_legacy_loss"),
+# Fields without effect on the model: training, files, defaults of other libraries, token ids, generation settings, and
+# Onward's own.
+_NO_EFFECT = {
     *GENERATION_FIELDS,  # which `onward.checkpoint.checkpoint` reads
-    *("router_aux_loss_coef", "output_router_logits", "router_jitter_noise", "base_model_tp_plan"),
-    *("unsloth_version", "unsloth_fixed", "onward_quantization", "quantization_config", "compression_config"),
-    # The four oldest families: config files of one carry fields that only another's forward reads.
-    *("head_dim", "hidden_act", "attention_bias", "mlp_bias", "sliding_window", "use_sliding_window"),
-    *("max_window_layers", "layer_types", "use_mrope", "rope_theta", "rope_scaling", "rope_parameters"),
-    *("partial_rotary_factor", "original_max_position_embeddings"),
+    *words("""
+    architectures model_type transformers_version torch_dtype dtype auto_map name_or_path sep_token_id unk_token_id
+    bos_token eos_token pad_token tokenizer_class language license tags initializer_range initializer_factor
+    initializer_cutoff_factor attention_dropout hidden_dropout resid_pdrop embd_pdrop attn_pdrop dropout
+    classifier_dropout residual_dropout return_dict attn_implementation use_flash_attn use_bfloat16 torchscript
+    pretraining_tp gradient_checkpointing chunk_size_feed_forward is_encoder_decoder is_decoder add_cross_attention
+    pruned_heads prefix cross_attention_hidden_size tie_encoder_decoder finetuning_task task_specific_params
+    problem_type id2label label2id num_labels tf_legacy_loss router_aux_loss_coef output_router_logits
+    router_jitter_noise base_model_tp_plan unsloth_version unsloth_fixed onward_quantization quantization_config
+    compression_config
+    """),
+    # Config files of the four oldest families have fields that only another one of them reads.
+    *words("""
+    head_dim hidden_act attention_bias mlp_bias sliding_window use_sliding_window max_window_layers layer_types
+    use_mrope rope_theta rope_scaling rope_parameters partial_rotary_factor original_max_position_embeddings
+    """),
 }
 
 
 class FieldOverlay(Mapping[str, Any]):
-    """Fields over others: each name has the value of the first mapping in which it is not null."""
+    """A view of several mappings: each name has its first value that is not null."""
 
     def __init__(self, *layers: Mapping[str, Any]) -> None:
         self._layers = layers
@@ -178,7 +168,7 @@ class FieldOverlay(Mapping[str, Any]):
 
 
 class TrackedFields(Mapping[str, Any]):
-    """A config.json that remembers which of its fields were asked for."""
+    """A config.json that records which of its fields are read."""
 
     def __init__(self, fields: Mapping[str, Any]) -> None:
         self._fields = fields
@@ -195,12 +185,10 @@ class TrackedFields(Mapping[str, Any]):
         return len(self._fields)
 
     def check_unread(self, architecture: str) -> None:
-        """Raise `ConfigError` for a field that nobody read and that may change the result.
-
-        null, false, 0 and what is empty change nothing; names that begin with an underscore are for files.
-        """
+        """Raise `ConfigError` for an unread field that may change the result. null, false, 0 and empty values change
+        nothing; names with a leading underscore are metadata."""
         for name, value in self._fields.items():
-            if value and name not in self._read and name not in _NO_SAY and not name.startswith("_"):
+            if value and name not in self._read and name not in _NO_EFFECT and not name.startswith("_"):
                 raise ConfigError(
                     f"config.json: {name!r} is {value!r}, and Onward does not know what it means for {architecture}: "
                     "remove it if the model computes the same without it"

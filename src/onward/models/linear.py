@@ -1,5 +1,5 @@
-"""The marks of weights, by which packing, quantization, adapters and sharding find the matrices of any params; and
-packing into the layouts that the kernels read: once, at load, tensor by tensor."""
+"""Types that mark weights, by which packing, quantization, adapters and sharding find the matrices in params; and
+packing into the layouts that the kernels read, once, while loading."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -14,8 +14,8 @@ from onward.ops.expert_weights import NativeExperts, pack_experts, stack_experts
 
 
 class LatentWeight(NamedTuple):
-    """The weight of a `LatentLinear` taken apart. keys: [H, R, K], which takes a head's query to the latent; values:
-    [H, V, R], which takes a mixture of latents to a head's output. As `ops.linear_by_head` takes them."""
+    """The split weight of a `LatentLinear`, for `ops.linear_by_head`. keys: [H, R, K], from a head's query to the
+    latent. values: [H, V, R], from mixed latents to a head's output."""
 
     keys: Tensor | NativeExperts
     values: Tensor | NativeExperts
@@ -23,10 +23,10 @@ class LatentWeight(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class LatentLinear:
-    """The linear layer that would make the keys and values of all heads from latents of R features: weight
-    [H (K + V), R], of each head first the keys' rows. It is packed, and never quantized. A pytree of its weight.
+    """The linear layer from latents of R features to the keys and values of all heads: weight [H (K + V), R], with each
+    head's key rows first. It is packed but never quantized. A pytree of its weight.
 
-    weight: stock as the checkpoint has it, or packed in two.
+    weight: stock as in the checkpoint, or packed in two parts.
     """
 
     weight: Tensor | LatentWeight
@@ -36,7 +36,7 @@ class LatentLinear:
 
     @property
     def parts(self) -> LatentWeight:
-        """The weight taken apart; a stock one is seen through views."""
+        """The split weight; views of a stock one."""
         if isinstance(self.weight, LatentWeight):
             return self.weight
         by_head = self.weight.view(self.num_heads, self.key_dim + self.value_dim, -1)
@@ -44,19 +44,19 @@ class LatentLinear:
 
     @property
     def stock(self) -> Tensor:
-        """The weight as a checkpoint has it."""
+        """The weight as in the checkpoint."""
         if isinstance(self.weight, Tensor):
             return self.weight
         keys, values = (part if isinstance(part, Tensor) else part.unpack() for part in self.weight)
         return torch.cat([keys.transpose(1, 2), values], 1).flatten(0, 1)
 
     def packed(self) -> "LatentLinear":
-        """The same with its parts in the layout that this machine's `ops.linear_by_head` reads."""
+        """The same layer in this machine's layout for `ops.linear_by_head`."""
         if isinstance(self.weight, LatentWeight):
             return self
         keys, values = (pack_experts(part.contiguous()) for part in self.parts if isinstance(part, Tensor))
         if not isinstance(keys, NativeExperts) or not isinstance(values, NativeExperts):
-            return self  # no kernels: the stock weight serves
+            return self  # no kernels: keep the stock weight
         return replace(self, weight=LatentWeight(keys, values))
 
 
@@ -72,18 +72,17 @@ pytree.register_pytree_node(
 
 
 class Linear(NamedTuple):
-    """A linear layer: weight [out, in], stock or packed, and in some families bias [out]."""
+    """A linear layer: weight [out, in], stock or packed, and optional bias [out]."""
 
     weight: ops.Weight
     bias: Tensor | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """float [..., in] -> [..., out]."""
         return ops.linear(x, self.weight, self.bias)
 
 
 class Embedding(NamedTuple):
-    """A table of rows that are looked up: weight [V, D], stock or packed. A tied head has the same weight."""
+    """A lookup table: weight [V, D], stock or packed. A tied head shares the weight."""
 
     weight: ops.Table
 
@@ -93,49 +92,41 @@ class Embedding(NamedTuple):
 
 
 class Router(NamedTuple):
-    """A linear layer whose outputs choose: weight [out, in], bias [out]. It is packed, and never quantized."""
+    """A linear layer that chooses experts: weight [out, in], bias [out]. It is packed but never quantized."""
 
     weight: ops.Weight
     bias: Tensor | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """float [..., in] -> [..., out]."""
         return ops.linear(x, self.weight, self.bias)
 
 
 class ExpertLinear(NamedTuple):
-    """The linear layers of E experts: weight [E, out, in], in some families bias [E, out].
-
-    weight: stock a matrix for each expert, as the checkpoint has them; or all in one, stacked, packed or quantized.
-    """
+    """The linear layers of E experts: weight [E, out, in], optional bias [E, out]. weight: one stock matrix per expert,
+    as in the checkpoint; or stacked, packed or quantized in one."""
 
     weight: ops.ExpertWeights | tuple[ops.Weight, ...]
     bias: Tensor | None = None
 
     @property
     def matrices(self) -> tuple[ops.Weight, ...]:
-        """The weight of each expert, in the layout that it has."""
+        """The weight of each expert, in its current layout."""
         if isinstance(self.weight, ops.NativeExperts | ops.QuantizedExperts):
             return tuple(map(self.weight.expert, range(self.weight.shape[0])))
         return tuple(self.weight)
 
     @property
     def together(self) -> ops.ExpertWeights:
-        """All of them as `ops.experts` takes them; stock matrices are stacked."""
+        """All weights for `ops.experts`; stock matrices are stacked."""
         if isinstance(self.weight, Tensor | ops.NativeExperts | ops.QuantizedExperts):
             return self.weight
         return stack_experts(self.weight)
 
     def sum_of(
-        self,
-        x: Tensor,
-        chosen: Tensor,
-        shares: Tensor,
-        gate: "ExpertLinear | None",
-        up: "ExpertLinear",
+        self, x: Tensor, chosen: Tensor, shares: Tensor, gate: "ExpertLinear | None", up: "ExpertLinear",
         **activation: Any,
-    ) -> Tensor:
-        """`ops.experts` of x float [..., D] with these as the last of each expert's layers; `activation` as there."""
+    ) -> Tensor:  # fmt: skip
+        """`ops.experts` of x float [..., D] with this as the down projection; `activation` as there."""
         return ops.experts(
             x, chosen, shares, None if gate is None else gate.together, up.together, self.together,
             gate_bias=None if gate is None else gate.bias, up_bias=up.bias, down_bias=self.bias, **activation,
@@ -143,17 +134,15 @@ class ExpertLinear(NamedTuple):
 
 
 class ShortConv(NamedTuple):
-    """A causal convolution of each of C channels with K weights of its own, in some families with bias [C].
-
-    weight: [C, 1, K] as checkpoints have it, or packed, [K, C]. It is never quantized.
-    """
+    """A causal convolution of each of C channels with K weights, and optional bias [C]. weight: [C, 1, K] as in
+    checkpoints, or packed, [K, C]. It is never quantized."""
 
     weight: Tensor
     bias: Tensor | None = None
 
     @property
     def by_tap(self) -> Tensor:
-        """[K, C], as `ops.short_conv` takes it."""
+        """[K, C], for `ops.short_conv`."""
         return self.weight.squeeze(1).T if self.weight.dim() == 3 else self.weight
 
 
@@ -161,30 +150,29 @@ Marked = Linear | Embedding | Router | ExpertLinear | ShortConv | LatentLinear
 
 
 def is_marked(part: Any) -> bool:
-    """Whether a part of some params is a mark with its weight."""
     return isinstance(part, Marked)
 
 
 def map_marked(convert: Callable[[tuple[Any, ...], Any], Any], params: Any) -> Any:
-    """The same params with each marked part replaced by convert(its path in the params, the part)."""
+    """The params with each marked part replaced by convert(its path in the params, the part)."""
     return pytree.tree_map_with_path(
         lambda path, leaf: convert(path, leaf) if is_marked(leaf) else leaf, params, is_leaf=is_marked
     )
 
 
 def marked_parts(params: Any) -> list[Any]:
-    """All marked parts of some params, in order."""
+    """All marked parts of params, in order."""
     return [leaf for leaf in pytree.tree_leaves(params, is_leaf=is_marked) if is_marked(leaf)]
 
 
 def pack_params(params: Any, release: Callable[[], None] = lambda: None) -> Any:
-    """The same weights with every matrix packed.
+    """The params with every matrix packed.
 
-    A tied pair stays one weight. An untied embedding is not packed: its rows are looked up one by one. `release` is
-    called after each of the params' layers and at the end, when stock weights have been read for the last time.
+    A tied pair stays one weight. An untied embedding is not packed, since its rows are looked up one by one. `release`
+    is called after each layer and at the end, when stock weights are no longer needed.
 
     Args:
-        params: of any kind with a tuple `layers`, in which `Linear` and `Embedding` mark the matrices.
+        params: with a tuple `layers`; `Linear` and `Embedding` mark the matrices.
     """
     layers = []
     for layer in params.layers:
@@ -208,13 +196,13 @@ def pack_params(params: Any, release: Callable[[], None] = lambda: None) -> Any:
 
 
 def pack_layer(layer: Any) -> Any:
-    """The same layer with every matrix packed; packed ones stay as they are."""
+    """The layer with every matrix packed."""
     mixed = _mixed_experts(layer)
     return map_marked(lambda path, part: _packed(_in_floats(part) if path[:-1] in mixed else part), layer)
 
 
 def _mixed_experts(layer: Any) -> set[tuple[Any, ...]]:
-    """Where the experts lie whose matrices, of gate, up and down, are not of one format: no product takes those."""
+    """The paths of experts whose gate, up and down matrices differ in format, which no kernel supports."""
     formats: dict[tuple[Any, ...], set[Any]] = {}
 
     def collect(path: tuple[Any, ...], part: Any) -> Any:
@@ -227,22 +215,19 @@ def _mixed_experts(layer: Any) -> set[tuple[Any, ...]]:
 
 
 def _format(weight: ops.Weight) -> str | None:
-    """The format of an expert's matrix; None of floats; "ordered" where its inputs are in an order of their own."""
+    """The format of an expert's matrix; None for floats; "ordered" for reordered inputs."""
     if not isinstance(weight, ops.QuantizedWeight):
         return None
     return weight.format if weight.order is None else "ordered"
 
 
 def _in_floats(part: ExpertLinear) -> ExpertLinear:
-    return part._replace(
-        weight=tuple(
-            weight.dequantize() if isinstance(weight, ops.QuantizedWeight) else weight for weight in part.matrices
-        )
-    )
+    weights = (weight.dequantize() if isinstance(weight, ops.QuantizedWeight) else weight for weight in part.matrices)
+    return part._replace(weight=tuple(weights))
 
 
 def stack_params(params: Any) -> Any:
-    """The same weights with those of experts stacked, as the definitions take them where there are no kernels."""
+    """The params with stacked expert weights, for the reference ops where there are no kernels."""
     return map_marked(
         lambda path, part: part._replace(weight=part.together) if isinstance(part, ExpertLinear) else part, params
     )

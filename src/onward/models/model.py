@@ -1,19 +1,19 @@
-"""The contract between a model and everything that decodes with it. The layers above know nothing else of a model.
+"""The contract between a model and everything that decodes with it.
 
     forward(tokens, offsets, cache, params) -> (logits, cache)
         tokens   int32 [B, T]   the ids to process
         offsets  int32 [B]      absolute position of tokens[:, 0] in each row
         cache    any pytree of fixed-shape tensors; updated in place and returned
-        params   any pytree of tensors: the weights, an argument and never a closure
+        params   any pytree of tensors: the weights, passed as an argument and never captured
         logits   float [B, T, V]
 
-A forward is shape-stable: no shape depends on the VALUE of `offsets`. Entries of the cache at or past a
-row's offset are never read.
+A forward is shape-stable: no shape depends on the VALUE of `offsets`. Cache entries at or past a row's offset are never
+read.
 
-The head is the largest matrix of a small model, and a prompt needs logits at one position only. So a forward may
-also take `logits_at`, int64 [R, N] indices into T, and return logits [R, N, V] of those positions of the first R
-rows alone; R is B wherever caches do not lie in blocks. `Model(selects_logits=True)` says that it does. A plain
-four-argument forward computes all logits, and Onward picks.
+The head is the largest matrix of a small model, and a prompt needs logits at one position only. So a forward may also
+take `logits_at`, int64 [R, N] indices into T, and return logits [R, N, V] of those positions of the first R rows; R is
+B unless the cache has blocks. `Model(selects_logits=True)` declares this. Otherwise the forward computes all logits,
+and Onward selects.
 """
 
 import weakref
@@ -45,35 +45,34 @@ CPU = torch.device("cpu")
 Cache = Any
 Params = Any
 Forward = Callable[..., tuple[Tensor, Cache]]
-# (count) -> memory for so many blocks; where layers slide (count, windows=None), with so many blocks of these
+# (count) -> a pool of `count` blocks; with sliding layers (count, windows=None), with `windows` blocks for these
 NewBlocks = Callable[..., KVPool]
 
 
 class CacheFactory(Protocol):
-    """Makes an empty cache for `batch` rows of `max_len` positions."""
+    """Create an empty cache for `batch` rows of `max_len` positions."""
 
     def __call__(self, batch: int, max_len: int) -> Cache: ...
 
 
-_NOT_COMPILED = "the model says that it is not to be compiled"
-_WHY_EAGER = f"{_NOT_COMPILED}; by torch's own products the last bits of a row may depend on its batch"
+_NOT_COMPILED = "the model does not allow compilation"
+_WHY_EAGER = f"{_NOT_COMPILED}; with torch's matrix products the last bits of a row may depend on its batch"
 
 
 @dataclass(frozen=True, repr=False)
 class Model:
     """A forward, its weights and how to make its cache.
 
-    vocab_size: V. max_seq_len: the most positions it can serve; None if it does not say.
+    vocab_size: V. max_seq_len: the maximum number of positions; None if unknown.
     selects_logits: whether forward takes the keyword `logits_at`.
-    device: where its tokens and offsets go.
-    num_parameters: the number of weights, a tied one counted once; None if unknown.
-    compiles: whether its forward may become a program (`onward.compile`). A program reads params where they lay when it
-        was traced: it sees changes in place, but not tensors that take their place.
-    why_eager: where it does not compile, why.
-    new_blocks: makes memory for so many blocks of 64 positions, of which its forward takes views (`onward.KVBlocks`);
-        None for a forward that serves only the caches of `new_cache`. Several rows of a view may be neighbouring
-        positions of one text, unless there are recurrent layers: a layer stores the keys and values of all rows before
-        it reads any.
+    device: of its tokens and offsets.
+    num_parameters: the number of parameters, with tied ones counted once; None if unknown.
+    compiles: whether its forward may be compiled (`onward.compile`). A program reads params at the addresses that they
+        had when it was traced: it sees in-place changes but not replaced tensors.
+    why_eager: the reason if it is not compiled.
+    new_blocks: creates a pool of blocks of 64 positions, of which its forward takes views (`onward.KVBlocks`); None for
+        a forward that supports only the caches of `new_cache`. Several rows of a view may be consecutive positions of
+        one text, unless there are recurrent layers: a layer stores the keys and values of all rows before it reads any.
     """
 
     forward: Forward
@@ -109,29 +108,29 @@ class Model:
         """A `torch.nn.Module` with a cache argument as a Model.
 
         The module is called as `module(tokens, offsets, cache) -> (logits, cache)`, with shapes and rules as above. Its
-        weights are not copied: the next decode sees what a training step changes. Each forward runs without
-        gradients and with every submodule in eval mode. Afterwards each submodule has its former mode again, also
-        after an error. (The flags `training` are set; a `train` or `eval` of the module's own is not called.)
+        weights are not copied: the next decode sees the changes of a training step. Each forward runs without gradients
+        and with every submodule in eval mode; modes are restored afterwards, also after an error. (Only the `training`
+        flags are set; the module's own `train` and `eval` are not called.)
 
-        Torch computes, whose products round a row by how many rows there are: in float32 the last bits of a row's
-        logits may depend on its batch and its chunks, and so once in a while may a token. A forward with `params` runs
-        as a program, whose kernels give a row the same bits everywhere.
+        Torch's matrix products round differently for different numbers of rows: in float32 the last bits of a row's
+        logits, and rarely a token, may depend on its batch and chunks. A forward with `params` runs as a program, whose
+        kernels always give a row the same bits.
 
-        A causal language model of transformers needs nothing more: it keeps its own forward and attention, over an
-        `onward.KVCache`. One token is processed here, to see what it caches.
+        A causal language model of transformers needs no other arguments: it keeps its own forward and attention, over
+        an `onward.KVCache`. One token is processed here, to see what it caches.
 
         Args:
-            module: on the device that it is to run on.
+            module: on its final device.
             new_cache: (batch, max_len) -> an empty cache; the module's own `new_cache` by default.
             vocab_size: V of the logits; the module's own `vocab_size` by default.
-            max_seq_len: the most positions it serves; the module's own `max_seq_len`, if any, by default.
-            call: (module, tokens, offsets, cache) -> (logits, cache), for a module of another signature.
+            max_seq_len: the maximum number of positions; the module's own `max_seq_len`, if any, by default.
+            call: (module, tokens, offsets, cache) -> (logits, cache), for a module with another signature.
             selects_logits: whether the module, or `call`, takes the keyword `logits_at`.
 
         Raises:
-            RequestError: not a module; new_cache or vocab_size is neither an argument nor an attribute of the module; a
-                model of transformers that is no decoder, or caches more than keys and values. A forward raises it when
-                the module returns no (logits, cache), or logits of another shape.
+            RequestError: not a module; new_cache or vocab_size is neither an argument nor an attribute of the module;
+                a model of transformers that is not a decoder, or caches more than keys and values. A forward raises it
+                if the module does not return (logits, cache), or logits of another shape.
         """
         if not isinstance(module, nn.Module):
             raise RequestError(f"from_module takes a torch.nn.Module; got {type(module).__name__}")
@@ -158,7 +157,7 @@ class Model:
             selects_logits=selects_logits,
             device=next((tensor.device for tensor in forward.params.values()), CPU),
             num_parameters=sum(parameter.numel() for parameter in module.parameters()),
-            # Training may replace the module's tensors at any time.
+            # Training may replace the module's tensors.
             compiles=False,
             why_eager=_WHY_EAGER,
         )
@@ -167,7 +166,7 @@ class Model:
         return described(self, *self.facts())
 
     def facts(self) -> list[str]:
-        """The facts that a repr shows."""
+        """The parts of the repr."""
         parameters = "" if self.num_parameters is None else f"{self.num_parameters:,} parameters"
         context = "" if self.max_seq_len is None else f"context {self.max_seq_len:,}"
         vocabulary = f"vocabulary {self.vocab_size:,}"
@@ -175,23 +174,23 @@ class Model:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the weights, in memory or mapped; each tensor counts once."""
+        """Bytes of the weights, in memory or mapped; shared tensors count once."""
         leaves = {id(leaf): leaf for leaf in pytree.tree_leaves(self.params) if isinstance(leaf, Tensor)}
         return sum(leaf.numel() * leaf.element_size() for leaf in leaves.values())
 
 
 def _option_or_attribute(module: nn.Module, name: str, option: Any) -> Any:
-    """The option, or if it is None the module's own attribute of that name."""
+    """The option, or the module's attribute of that name."""
     value = getattr(module, name, None) if option is None else option
     if value is None:
-        raise RequestError(f"from_module needs {name}, and this {type(module).__name__} has no such attribute: give it")
+        raise RequestError(f"from_module needs {name}, and this {type(module).__name__} has no such attribute: pass it")
     return value
 
 
 def run_plain(
     forward: Forward, params: Params, tokens: Tensor, offsets: Tensor, cache: Cache, logits_at: Tensor | None = None
 ) -> tuple[Tensor, Cache]:
-    """Call a four-argument forward and pick the logits at `logits_at`, if any, out of all."""
+    """Run a forward without `logits_at`, and select the logits at `logits_at`, if any."""
     logits, cache = logits_and_cache(forward(tokens, offsets, cache, params))
     if logits_at is None:
         return logits, cache
@@ -200,21 +199,20 @@ def run_plain(
 
 
 def computation(model: Model) -> "tuple[WeightsVersion, ops.OpsBackend | None, torch.dtype | None]":
-    """What keys and values depend on beside the ids: the weights as they are now, the kernels, and autocast."""
+    """The inputs of keys and values other than the ids: the current weights, the kernels, and autocast."""
     device = model.device.type
     return WeightsVersion(model), ops.choice() if device == "cpu" else None, autocast_dtype_on(device)
 
 
 @final
 class WeightsVersion:
-    """A snapshot of a model's weights: which tensors, where they lie, and how often each was written to. Compare two
-    with ==.
+    """A snapshot of a model's weights: which tensors, their addresses, and their write counts. Compare two with ==.
 
-    It keeps no tensor in memory. It sees an optimizer's step (a fused one too), `load_state_dict`, Onward's own
-    kernels, an assignment to `tensor.data` and every other write that torch counts. It does not see writes through
+    It keeps no tensor alive. It sees an optimizer's step (a fused one too), `load_state_dict`, Onward's own kernels,
+    an assignment to `tensor.data` and every other write that torch counts. It does not see writes through
     `tensor.data`, a NumPy array or a mapped file: call `torch.autograd.graph.increment_version(tensor)` after one.
 
-    Of tensors created in inference mode torch counts no writes, so snapshots with one are never equal.
+    Torch does not count writes to tensors created in inference mode, so snapshots with one are never equal.
     """
 
     def __init__(self, model: Model) -> None:
@@ -226,40 +224,36 @@ class WeightsVersion:
         self._tensors = [(weakref.ref(tensor), _state_of(tensor)) for tensor in tensors]
 
     def is_of(self, model: Model) -> bool:
-        """Whether the snapshot is of this model's weights, now or earlier."""
+        """Whether the snapshot is of this model, at any time."""
         return self._model() is model
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, WeightsVersion) or len(self._tensors) != len(other._tensors):
-            return False
         model = self._model()
-        return (
-            model is not None
-            and other.is_of(model)
-            and all(
-                mine() is theirs() is not None and state is not None and state == their_state
-                for (mine, state), (theirs, their_state) in zip(self._tensors, other._tensors, strict=True)
-            )
+        if not isinstance(other, WeightsVersion) or model is None or not other.is_of(model):
+            return False
+        return len(self._tensors) == len(other._tensors) and all(
+            mine() is theirs() is not None and state is not None and state == their_state
+            for (mine, state), (theirs, their_state) in zip(self._tensors, other._tensors, strict=True)
         )
 
     __hash__ = None  # type: ignore[assignment]
 
 
 def _state_of(tensor: Tensor) -> tuple[object, ...] | None:
-    """Where a tensor lies, and how often it was written to; None where that is not known."""
+    """A tensor's storage, address and write count; None if they are unknown."""
     if tensor.is_inference():
         return None
-    # Subclasses and other layouts need not have memory of their own.
+    # Subclasses and other layouts may lack memory of their own.
     if type(tensor) not in (Tensor, Parameter) or tensor.layout is not torch.strided:
         return (tensor._version,)
-    # An assignment to `data` counts as no write, and new memory may lie where freed memory did. But no storage is made
-    # in the place of one that a weak reference names.
+    # An assignment to `data` is not counted as a write, and new memory may have a freed address. But no storage is
+    # created at the address of one that a weak reference names.
     storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
     return storage, tensor.data_ptr(), tensor._version
 
 
 def _count_fused_writes(optimizer: Optimizer, args: Any, keywords: Any) -> None:
-    """Count a step's writes where torch does not: those of optimizers with fused=True."""
+    """Count the writes of optimizers with fused=True, which torch does not."""
     for group in optimizer.param_groups:
         if group.get("fused"):
             increment_version([parameter for parameter in group["params"] if parameter.grad is not None])

@@ -1,8 +1,8 @@
-"""A torch module as a forward, in eval mode and without gradients, with its own tensors or others of the same names."""
+"""A torch module as a forward, in eval mode and without gradients, with its own tensors or replacements."""
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache as once
@@ -16,16 +16,16 @@ from onward.cache import KVCache, LayerShape
 from onward.errors import RequestError, one_line
 from onward.models.contract import logits_and_cache, take_positions
 
-# (module, tokens, offsets, cache) -> (logits, cache): calls a module whose own signature is another.
+# (module, tokens, offsets, cache) -> (logits, cache): adapts a module with another signature.
 ModuleCall = Callable[..., tuple[Tensor, Any]]
 
 
 class ModuleForward:
     """The forward of a module: (tokens, offsets, cache, params) -> (logits, cache).
 
-    params: the module's parameters and buffers by name, the tensors themselves. A call with this very dict looks
-    them up anew, so that it also sees tensors that were replaced (an assigned buffer, a parameter loaded with
-    assign=True). A call with another dict of the same names (averaged weights, say) uses that dict's tensors.
+    params: the module's parameters and buffers by name. A call with this very dict looks them up again, so that it sees
+    replaced tensors (an assigned buffer, a parameter loaded with assign=True). A call with another dict of the same
+    names (averaged weights, say) uses that dict's tensors.
     """
 
     def __init__(self, module: nn.Module, call: ModuleCall | None, vocab_size: int) -> None:
@@ -38,14 +38,23 @@ class ModuleForward:
     def __call__(
         self, tokens: Tensor, offsets: Tensor, cache: Any, params: dict[str, Tensor], *, logits_at: Tensor | None = None
     ) -> tuple[Tensor, Any]:
-        """`logits_at` is passed on to the module unless it is None: see `Model.selects_logits`."""
+        """`logits_at` is passed to the module unless it is None: see `Model.selects_logits`."""
         replacements: dict[str, Tensor] = {}
         if params is self.params:
             self.look_up()
         else:
-            self._check_names(params)
+            if unpaired := sorted(params.keys() ^ self.params.keys()):
+                raise RequestError(
+                    "params must have the names of the module's own parameters and buffers; "
+                    f"{unpaired[0]!r} is in one only"
+                )
             replacements = {f"module.{name}": tensor for name, tensor in params.items()}
-        _check_device(params, tokens)
+        device = next((tensor.device for tensor in params.values()), tokens.device)
+        if device != tokens.device:
+            raise RequestError(
+                f"the module is on {device}, but its Model was made for {tokens.device}: make the Model again after "
+                "moving the module"
+            )
         keywords = {} if logits_at is None else {"logits_at": logits_at}
         inputs = (tokens, offsets, cache)
         with torch.no_grad(), eval_mode(self._module):
@@ -57,20 +66,14 @@ class ModuleForward:
         return self._checked(result, tokens if logits_at is None else logits_at)
 
     def look_up(self) -> dict[str, Tensor]:
-        """Update `params` to the tensors that the module has now, and return it."""
-        # Changed only where the module's tensors are others, and never empty: other threads read it meanwhile.
+        """Update `params` to the module's current tensors, and return it."""
+        # Updated only if tensors changed, and never emptied: other threads read it concurrently.
         now = _tensors_of(self._module)
         if now.keys() != self.params.keys() or any(now[name] is not self.params[name] for name in now):
             for name in self.params.keys() - now.keys():
                 del self.params[name]
             self.params.update(now)
         return self.params
-
-    def _check_names(self, params: dict[str, Tensor]) -> None:
-        if unpaired := sorted(params.keys() ^ self.params.keys()):
-            raise RequestError(
-                f"params must have the names of the module's own parameters and buffers; {unpaired[0]!r} is in one only"
-            )
 
     def _checked(self, result: object, positions: Tensor) -> tuple[Tensor, Any]:
         advice = ": adapt it with call=lambda module, tokens, offsets, cache: (…, cache)"
@@ -86,10 +89,8 @@ class ModuleForward:
 
 @contextmanager
 def eval_mode(module: nn.Module) -> Iterator[None]:
-    """Within the block every submodule is in eval mode; after it, also after an error, each is in its former mode.
-
-    Only the flags `training` are set: a module's own `train` and `eval`, which may do more, are not called.
-    """
+    """Put every submodule into eval mode within the block, and restore each mode afterwards, also after an error. Only
+    the `training` flags are set: a module's own `train` and `eval`, which may do more, are not called."""
     modes = [(part, part.training) for part in module.modules()]
     try:
         for part, _ in modes:
@@ -101,7 +102,7 @@ def eval_mode(module: nn.Module) -> Iterator[None]:
 
 
 class _ModuleWithCall(nn.Module):
-    """A module whose forward is `call`, for `functional_call`, which calls modules only."""
+    """A module whose forward is `call`, for `functional_call`, which accepts only modules."""
 
     def __init__(self, module: nn.Module, call: ModuleCall | None) -> None:
         super().__init__()
@@ -115,32 +116,22 @@ class _ModuleWithCall(nn.Module):
 
 
 def _tensors_of(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by name. A tied tensor has its first name only; functional_call replaces it everywhere."""
+    """Parameters and buffers by name. A tied tensor has only its first name; functional_call replaces it everywhere."""
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
-def _check_device(params: dict[str, Tensor], tokens: Tensor) -> None:
-    device = next((tensor.device for tensor in params.values()), tokens.device)
-    if device != tokens.device:
-        raise RequestError(
-            f"the module is on {device}, but its Model was made for {tokens.device}: make the Model again after "
-            "moving the module"
-        )
-
-
 def is_causal_lm(module: nn.Module) -> bool:
-    """Whether it is a model of transformers, which `from_module` can call without `call=`."""
+    """Whether it is a transformers model, which `from_module` can call without `call=`."""
     library = sys.modules.get("transformers.modeling_utils")
     return library is not None and isinstance(module, library.PreTrainedModel)
 
 
 @dataclass(frozen=True)
 class CausalLM:
-    """How Onward calls a model of transformers (a `ModuleCall`) and makes its cache.
+    """Calls a causal language model of transformers (a `ModuleCall`), and creates its cache.
 
-    layers: what each layer caches, found by processing one token, in `dtype`. inputs: the names of its forward's
-    arguments. first_position: what the module calls the position of a text's first token.
-    max_seq_len: None where its config has none.
+    layers: the cache shape of each layer, found by processing one token, in `dtype`. inputs: the argument names of its
+    forward. first_position: the module's position id of a text's first token. max_seq_len: None if its config has none.
     """
 
     layers: Sequence[LayerShape]
@@ -153,42 +144,46 @@ class CausalLM:
 
     @classmethod
     def of(cls, module: Any) -> "CausalLM":
-        """Process one token, to see what the module caches for it.
+        """Process one token, to see what the module caches.
 
         Raises:
-            RequestError: the module is no decoder with a head, or caches more than keys and values.
+            RequestError: the module is not a decoder with a head, or caches more than keys and values.
         """
         name = type(module).__name__
         inputs = frozenset(inspect.signature(module.forward).parameters)
         if getattr(module.config, "is_encoder_decoder", False):
-            raise RequestError(f"{name} is an encoder-decoder, and Onward decodes decoder-only models")
+            raise RequestError(f"{name} is an encoder-decoder; Onward supports only decoder-only models")
         if not {"input_ids", "past_key_values"} <= inputs:
-            raise _not_served(name, "it takes no past_key_values")
+            raise _unsupported(name, "it takes no past_key_values")
         config = module.config.get_text_config()
-        if other := sorted(kind for kind in set(getattr(config, "layer_types", None) or ()) if not _is_attention(kind)):
-            raise _not_served(name, f"layers of the type {', '.join(other)} keep a recurrent state")
+        if other := sorted(
+            kind
+            for kind in set(getattr(config, "layer_types", None) or ())
+            if not kind.endswith("attention") or kind.startswith("linear")
+        ):
+            raise _unsupported(name, f"layers of the type {', '.join(other)} keep a recurrent state")
         if not all(getattr(part, "is_causal", True) for part in module.modules()):
-            raise _not_served(name, "its attention is not causal; BERT and its kin need is_decoder=True")
+            raise _unsupported(name, "its attention is not causal; BERT and similar models need is_decoder=True")
         device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
-        past = _library().DynamicCache()
+        past = sys.modules["transformers.cache_utils"].DynamicCache()
         token = torch.zeros(1, 1, dtype=torch.int64, device=device)
         try:
             with torch.no_grad(), eval_mode(module):
                 output = module(input_ids=token, past_key_values=past, use_cache=True)
         except Exception as error:
-            raise _not_served(name, f"{type(error).__name__}: {one_line(error)}") from error
+            raise _unsupported(name, f"{type(error).__name__}: {one_line(error)}") from error
         logits = getattr(output, "logits", None)
         if not isinstance(logits, Tensor) or logits.dim() != 3:
             raise RequestError(
-                f"{name} has no head that returns logits [B, T, V]: load it as AutoModelForCausalLM, or give call= and "
+                f"{name} has no head that returns logits [B, T, V]: load it as AutoModelForCausalLM, or pass call= and "
                 "new_cache="
             )
         layers = [layer for layer in past.layers if isinstance(layer.keys, Tensor) and layer.keys.dim() == 4]
-        # The last layers of some models read keys and values of earlier ones.
+        # The last layers of some models share keys and values of earlier ones.
         expected = getattr(config, "num_hidden_layers", 0) - (getattr(config, "num_kv_shared_layers", None) or 0)
         expected = max(expected, len(past.layers))
         if not layers or len(layers) < expected:
-            raise _not_served(name, f"{len(layers)} of {expected} layers cached keys and values")
+            raise _unsupported(name, f"{len(layers)} of {expected} layers cached keys and values")
         limit = getattr(config, "max_position_embeddings", None)
         shapes = [LayerShape(x.keys.shape[1], x.keys.shape[3], x.values.shape[3]) for x in layers]
         first = _first_position(module, logits.shape[-1]) if "position_ids" in inputs else 0
@@ -196,7 +191,7 @@ class CausalLM:
         return cls(shapes, layers[0].keys.dtype, device, inputs, first, logits.shape[-1], max_seq_len)
 
     def new_cache(self, batch: int, max_len: int) -> KVCache:
-        """An empty cache in the shapes and dtypes of the module's layers."""
+        """Create an empty cache in the shapes and dtypes of the module's layers."""
         return KVCache.of(self.layers, batch=batch, max_len=max_len, dtype=self.dtype, device=self.device)
 
     def __call__(
@@ -204,17 +199,16 @@ class CausalLM:
     ) -> tuple[Tensor, KVCache]:
         """A forward of the contract in `onward.models.model`."""
         rows = LeftPadded.of(offsets, tokens.shape[1])
-        layer_class = _layer_class()
-        past = _library().Cache(layers=[layer_class(cache, index, offsets, rows) for index in range(len(self.layers))])
+        past = transformers_cache(_Layer, [(cache, index, offsets, rows) for index in range(len(self.layers))])
         inputs: dict[str, Any] = {"input_ids": tokens.long(), "past_key_values": past, "use_cache": True}
         positions = offsets.long().unsqueeze(1) + torch.arange(tokens.shape[1], device=tokens.device)
         if self.max_seq_len is not None:
-            # Padding behind a row's last token may reach past the context; nobody reads its logits.
+            # Padding after a row's last token may exceed the context; its logits are never read.
             positions = positions.clamp(max=self.max_seq_len - 1)
         optional: dict[str, Any] = {"attention_mask": rows.mask, "position_ids": positions + self.first_position}
         indices = logits_at
         if logits_at is not None and "logits_to_keep" in self.inputs:
-            # The module takes the same positions for all rows: here all those that any row asks for.
+            # The module takes the same positions for all rows: the union of all rows' positions.
             optional["logits_to_keep"], indices = torch.unique(logits_at, return_inverse=True)
         inputs |= {name: value for name, value in optional.items() if name in self.inputs}
         logits: Tensor = module(**inputs).logits
@@ -223,11 +217,11 @@ class CausalLM:
 
 @dataclass(frozen=True)
 class LeftPadded:
-    """Rows of different offsets, aligned so that their last columns agree.
+    """Rows of different offsets, aligned at their last columns.
 
-    offset: columns before the new tokens. length: columns in all. mask: int64 [B, length], 0 where a row is padded.
-    positions: int64 [B, length], the row's position in each column (0 in padding); None where column i is position i
-    in every row.
+    offset: columns before the new tokens. length: the number of columns. mask: int64 [B, length], 0 in padding.
+    positions: int64 [B, length], the position in each column (0 in padding); None if column i is position i in every
+    row.
     """
 
     offset: int
@@ -252,14 +246,35 @@ class LeftPadded:
         return layer.gather(2, index)
 
 
-class _Layer:
-    """A layer of transformers' cache that writes to a `KVCache`, for one forward; `_layer_class` adds its base."""
+def transformers_cache(layer: type, arguments: Iterable[tuple[Any, ...]]) -> Any:
+    """A `transformers.Cache` for one forward, of a layer for each tuple of arguments."""
+    library = sys.modules["transformers.cache_utils"]
+    return library.Cache(layers=[_layer_class(layer)(*each) for each in arguments])
+
+
+@once
+def _layer_class(layer: type) -> Any:
+    return type(f"Onward{layer.__name__}", (layer, sys.modules["transformers.cache_utils"].DynamicLayer), {})
+
+
+class CacheLayer:
+    """A layer of transformers' cache over Onward's memory; `transformers_cache` adds transformers' base class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_initialized = True
+
+    def lazy_initialization(self, *_: Any) -> None:
+        """Do nothing: the memory exists already."""
+
+
+class _Layer(CacheLayer):
+    """A layer that writes to a `KVCache`."""
 
     def __init__(self, cache: KVCache, index: int, offsets: Tensor, rows: LeftPadded) -> None:
         super().__init__()
         self._cache, self._index, self._offsets, self._rows = cache, index, offsets, rows
         self._length = rows.offset
-        self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Write new keys and values, and return those of all columns."""
@@ -274,20 +289,17 @@ class _Layer:
         return self._length
 
     def get_mask_sizes(self, *_: Any) -> tuple[int, int]:
-        """How many columns attention sees, and the index of the first."""
+        """The number of columns that attention sees, and the index of the first."""
         return self._rows.length, 0
-
-    def lazy_initialization(self, *_: Any) -> None:
-        """Do nothing: the buffers are there already."""
 
 
 @torch.no_grad()
 def _first_position(module: Any, vocab_size: int) -> int:
-    """What the module calls the position of a text's first token, where it is left to number them: RoBERTa and its kin
-    count from behind the id of padding.
+    """The module's default position id of a text's first token: RoBERTa and similar models count from after the
+    padding id.
 
     Raises:
-        RequestError: it numbers them in yet another way.
+        RequestError: it numbers positions differently.
     """
     padding = getattr(module.config.get_text_config(), "pad_token_id", None)
     padding = padding if isinstance(padding, int) else -1
@@ -296,19 +308,15 @@ def _first_position(module: Any, vocab_size: int) -> int:
     with eval_mode(module):
         expected = module(input_ids=tokens).logits
         if not bool(expected.isfinite().all()):
-            return 0  # broken weights show nothing here; decoding says what is wrong with them
-        # Logits of wrong positions are off by much more than by half of a dtype's digits.
+            return 0  # broken weights show nothing here; decoding reports them
+        # Wrong positions change logits by much more than half of a dtype's digits.
         tolerance = torch.finfo(expected.dtype).eps ** 0.5 * float(expected.abs().max())
         for first in (0, padding + 1):
             positions = first + torch.arange(tokens.shape[1], device=device).unsqueeze(0)
             logits = module(input_ids=tokens, position_ids=positions).logits
             if float((logits - expected).abs().max()) <= tolerance:
                 return first
-    raise _not_served(type(module).__name__, "it numbers positions neither from 0 nor from behind its padding")
-
-
-def _is_attention(layer_type: str) -> bool:
-    return layer_type.endswith("attention") and not layer_type.startswith("linear")
+    raise _unsupported(type(module).__name__, "it numbers positions neither from 0 nor from after its padding")
 
 
 def _as_cached(new: Tensor, buffer: Tensor) -> Tensor:
@@ -320,17 +328,8 @@ def _as_cached(new: Tensor, buffer: Tensor) -> Tensor:
     return new.to(buffer.dtype)
 
 
-def _library() -> Any:
-    return sys.modules["transformers.cache_utils"]
-
-
-@once
-def _layer_class() -> Any:
-    return type("OnwardLayer", (_Layer, _library().DynamicLayer), {})
-
-
-def _not_served(name: str, why: str) -> RequestError:
+def _unsupported(name: str, why: str) -> RequestError:
     return RequestError(
-        f"{name} cannot be decoded as it is ({why}): Onward needs a decoder that caches keys and values alone, so that "
-        "tokens can be taken back; for another module give call= and new_cache="
+        f"{name} cannot be decoded as it is ({why}): Onward needs a decoder that caches only keys and values, so that "
+        "tokens can be taken back; for another module pass call= and new_cache="
     )

@@ -1,11 +1,11 @@
-"""The RoPE fields of a config.json, checked against each other."""
+"""The RoPE fields of a config.json, checked for consistency."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from onward.errors import ConfigError
-from onward.models.fields import flag, json_object, positive_int, positive_number
+from onward.models.fields import REQUIRED, Config, flag, json_object, positive_int, positive_number
 from onward.models.rope import (
     Dynamic,
     Linear,
@@ -19,15 +19,14 @@ from onward.models.rope import (
     yarn_magnitude,
 )
 
-# Older files have some fields beside the RoPE object and not in it.
+# Older files have these fields outside the RoPE object.
 _EITHER_PLACE = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
-# What files of some libraries say beside it: how a scaling was found, and the sections of images' positions, which are
-# equal in texts.
+# Fields without effect on texts: how a scaling was found, and sections of image positions.
 _NO_SAY = {"finetuned", "max_position_embeddings", "mrope_section", "mrope_interleaved"}
 
 
 def rotary_schedule(
-    config: Mapping[str, Any],
+    config: Config,
     head_dim: int,
     max_position: int,
     *,
@@ -39,11 +38,10 @@ def rotary_schedule(
     """Read `rope_parameters` (transformers 5) or `rope_theta` + `rope_scaling` (before) of a config.json.
 
     Args:
-        max_position: the context that the model was trained for, with its scaling.
-        base: of a config without `rope_theta`.
-        partial: of a config without `partial_rotary_factor`, the part of a head that turns; None in families whose
-            heads turn as a whole.
-        interleaved: which features of a head make a pair; no field of a config says it.
+        max_position: the trained context, with its scaling.
+        base, partial: defaults of `rope_theta`, and of `partial_rotary_factor`, the rotated part of a head; partial is
+            None in families that rotate whole heads.
+        interleaved: how features are paired, which no config field says.
         also: fields of the RoPE object that the family reads itself.
 
     Raises:
@@ -56,32 +54,29 @@ def rotary_schedule(
     share = positive_number(fields, "partial_rotary_factor", partial or 1.0)
     if partial is None and share != 1.0:
         raise ConfigError("config.json: partial_rotary_factor is not supported in this family; it must be 1")
-    dims = head_dim if kind == "proportional" and share <= 1 else _turning(head_dim, share)
+    dims = head_dim if kind == "proportional" and share <= 1 else _rotated_dims(head_dim, share)
     base = positive_number(fields, "rope_theta", base)
     original = positive_int(fields, "original_max_position_embeddings", max_position)
     read, names = _SCALINGS[kind]
-    scaling = read(_Given(fields, f"config.json: {kind} RoPE scaling", dims, base, share, original, max_position))
+    scaling = read(_RopeFields(fields, f"config.json: {kind} RoPE scaling", dims, base, share, original, max_position))
     known = {*names, *_EITHER_PLACE, *also, *_NO_SAY}
-    unknown = [name for name, value in fields.items() if name not in known and value is not None]
-    if unknown:
+    if unknown := [name for name, value in fields.items() if name not in known and value is not None]:
         raise ConfigError(
-            f"config.json: {kind} RoPE has no field {unknown[0]!r}: remove it, or name the RoPE type that it belongs to"
+            f"config.json: {kind} RoPE has no field {unknown[0]!r}: remove it, or set the RoPE type that has it"
         )
     return RotarySchedule(dims, base, scaling, interleaved)
 
 
-def rope_fields(config: Mapping[str, Any]) -> dict[str, Any]:
-    """All RoPE fields of a config, from wherever they stand; null is as good as absent."""
-    places = {"rope_parameters": json_object(config, "rope_parameters")}
-    places["rope_scaling"] = json_object(config, "rope_scaling")
-    # Older files have some fields beside the RoPE object and not in it.
+def rope_fields(config: Config) -> dict[str, Any]:
+    """All RoPE fields of a config, wherever they are; null counts as absent."""
+    places = {name: json_object(config, name) for name in ("rope_parameters", "rope_scaling")}
     places["config.json itself"] = {name: config.get(name) for name in _EITHER_PLACE}
     found: dict[str, tuple[str, Any]] = {}
     for place, fields in places.items():
         for name, value in fields.items():
             name = "rope_type" if name == "type" else name
             value = "longrope" if name == "rope_type" and value == "su" else value  # its former name
-            if value is None and name != "truncate":  # the one whose null means false, and which is true by default
+            if value is None and name != "truncate":  # a null truncate means false; its default is true
                 continue
             first, other = found.setdefault(name, (place, value))
             if other is not value and other != value:  # nan is not even itself
@@ -89,13 +84,12 @@ def rope_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, (_, value) in found.items()}
 
 
-def _turning(head_dim: int, share: float) -> int:
-    """How many features of a head turn."""
+def _rotated_dims(head_dim: int, share: float) -> int:
     dims = int(head_dim * share)
     if not 0 < dims <= head_dim or dims % 2:
         raise ConfigError(
-            f"config.json: partial_rotary_factor {share} of head_dim {head_dim} is {dims} features, which RoPE cannot "
-            f"rotate: it wants an even number from 2 to {head_dim}"
+            f"config.json: partial_rotary_factor {share} of head_dim {head_dim} is {dims} features; RoPE needs an even "
+            f"number from 2 to {head_dim}"
         )
     return dims
 
@@ -103,8 +97,8 @@ def _turning(head_dim: int, share: float) -> int:
 # ── scalings ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class _Given(NamedTuple):
-    """The fields of a RoPE object, with what is known before its scaling is read. where: begins an error."""
+class _RopeFields(NamedTuple):
+    """The fields of a RoPE object and the values read before its scaling. where: the start of error messages."""
 
     fields: Mapping[str, Any]
     where: str
@@ -114,10 +108,7 @@ class _Given(NamedTuple):
     original: int
     max_position: int
 
-    def number(self, name: str, default: float | None = None) -> float:
-        """A positive number, required without a default."""
-        if default is None:
-            return positive_number(self.fields, name, where=self.where)
+    def number(self, name: str, default: Any = REQUIRED) -> float:
         return positive_number(self.fields, name, default, where=self.where)
 
     def number_or_zero(self, name: str) -> float:
@@ -126,86 +117,73 @@ class _Given(NamedTuple):
         return 0.0 if value is None or (value == 0 and value is not False) else self.number(name)
 
     def factors(self, name: str) -> tuple[float, ...]:
-        """A list of one positive number for each rotated pair."""
+        """A list of positive numbers, one per rotated pair."""
         values, pairs = self.fields.get(name), self.dims // 2
         if not isinstance(values, list) or len(values) != pairs:
             got = f"a list of {len(values)}" if isinstance(values, list) else repr(values)
             raise ConfigError(
-                f"{self.where}: {name!r} must be a list of {pairs} numbers, one for each rotated pair; got {got}"
+                f"{self.where}: {name!r} must be a list of {pairs} numbers, one per rotated pair; got {got}"
             )
         return tuple(positive_number({name: value}, name, where=self.where) for value in values)
 
 
-def _unscaled(given: _Given) -> Scaling:
-    return Unscaled(given.original)
+def _dynamic(rope: _RopeFields) -> Scaling:
+    if rope.dims == 2:
+        raise ConfigError(
+            "config.json: dynamic RoPE scaling needs a head_dim above 2: a single pair does not depend on the base"
+        )
+    return Dynamic(rope.number("factor"), rope.max_position)
 
 
-def _linear(given: _Given) -> Scaling:
-    return Linear(given.number("factor"), given.original)
-
-
-def _proportional(given: _Given) -> Scaling:
-    return Proportional(given.share, given.number("factor", 1.0), given.original)
-
-
-def _dynamic(given: _Given) -> Scaling:
-    if given.dims == 2:
-        raise ConfigError("config.json: dynamic RoPE scaling needs a head_dim above 2: one pair has no base to grow")
-    return Dynamic(given.number("factor"), given.max_position)
-
-
-def _llama3(given: _Given) -> Scaling:
-    factor, low, high = (given.number(name) for name in ("factor", "low_freq_factor", "high_freq_factor"))
+def _llama3(rope: _RopeFields) -> Scaling:
+    factor, low, high = (rope.number(name) for name in ("factor", "low_freq_factor", "high_freq_factor"))
     if low >= high:
         raise ConfigError(
             f"config.json: llama3 RoPE needs low_freq_factor below high_freq_factor; got {low} and {high}"
         )
-    return Llama3(factor, low, high, given.original)
+    return Llama3(factor, low, high, rope.original)
 
 
-def _yarn(given: _Given) -> Scaling:
-    factor = given.number("factor", given.max_position / given.original)
-    fast, slow = given.number("beta_fast", 32.0), given.number("beta_slow", 1.0)
+def _yarn(rope: _RopeFields) -> Scaling:
+    factor = rope.number("factor", rope.max_position / rope.original)
+    fast, slow = rope.number("beta_fast", 32.0), rope.number("beta_slow", 1.0)
     if slow > fast:
-        raise ConfigError(f"{given.where} needs beta_slow up to beta_fast; got {slow:g} and {fast:g}")
-    if given.base <= 1:
-        raise ConfigError(f"{given.where} needs a rope_theta above 1; got {given.base:g}")
-    mscale, mscale_all_dim = given.number_or_zero("mscale"), given.number_or_zero("mscale_all_dim")
+        raise ConfigError(f"{rope.where} needs beta_slow <= beta_fast; got {slow:g} and {fast:g}")
+    if rope.base <= 1:
+        raise ConfigError(f"{rope.where} needs a rope_theta above 1; got {rope.base:g}")
+    mscale, mscale_all_dim = rope.number_or_zero("mscale"), rope.number_or_zero("mscale_all_dim")
     both = bool(mscale and mscale_all_dim)
     inferred = (
         yarn_magnitude(factor, mscale) / yarn_magnitude(factor, mscale_all_dim) if both else yarn_magnitude(factor)
     )
-    magnitude = given.number("attention_factor", inferred)
+    magnitude = rope.number("attention_factor", inferred)
     if both and not math.isclose(magnitude, inferred, rel_tol=1e-4):
         raise ConfigError(
-            f"{given.where}: attention_factor is {magnitude:g}, but mscale {mscale:g} and mscale_all_dim "
+            f"{rope.where}: attention_factor is {magnitude:g}, but mscale {mscale:g} and mscale_all_dim "
             f"{mscale_all_dim:g} mean {inferred:g}: remove one or the other"
         )
-    truncate = flag(given.fields, "truncate", default=True)
-    return Yarn(factor, given.original, magnitude, fast, slow, truncate, mscale_all_dim)
+    truncate = flag(rope.fields, "truncate", default=True)
+    return Yarn(factor, rope.original, magnitude, fast, slow, truncate, mscale_all_dim)
 
 
-def _longrope(given: _Given) -> Scaling:
-    short, long = given.factors("short_factor"), given.factors("long_factor")
-    factor = given.number("factor", given.max_position / given.original)
+def _longrope(rope: _RopeFields) -> Scaling:
+    short, long = rope.factors("short_factor"), rope.factors("long_factor")
+    factor = rope.number("factor", rope.max_position / rope.original)
     inferred = 1.0
-    if factor > 1 and "attention_factor" not in given.fields:
-        if given.original == 1:
-            raise ConfigError(f"{given.where} needs original_max_position_embeddings above 1, or an attention_factor")
-        inferred = math.sqrt(1 + math.log(factor) / math.log(given.original))
-    return LongRope(factor, given.original, given.number("attention_factor", inferred), short, long)
+    if factor > 1 and "attention_factor" not in rope.fields:
+        if rope.original == 1:
+            raise ConfigError(f"{rope.where} needs original_max_position_embeddings above 1, or an attention_factor")
+        inferred = math.sqrt(1 + math.log(factor) / math.log(rope.original))
+    return LongRope(factor, rope.original, rope.number("attention_factor", inferred), short, long)
 
 
-# rope_type in config.json -> how it is read, and its fields.
-_SCALINGS: dict[str, tuple[Callable[[_Given], Scaling], tuple[str, ...]]] = {
-    "default": (_unscaled, ()),
-    "linear": (_linear, ("factor",)),
+# rope_type in config.json -> its reader and its fields.
+_SCALINGS: dict[str, tuple[Callable[[_RopeFields], Scaling], tuple[str, ...]]] = {
+    "default": (lambda rope: Unscaled(rope.original), ()),
+    "linear": (lambda rope: Linear(rope.number("factor"), rope.original), ("factor",)),
     "dynamic": (_dynamic, ("factor",)),
     "llama3": (_llama3, ("factor", "low_freq_factor", "high_freq_factor")),
-    "yarn": (
-        _yarn,
-        ("factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
-    ),
+    "yarn": (_yarn, ("factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")),
     "longrope": (_longrope, ("factor", "attention_factor", "short_factor", "long_factor")),
-    "proportional": (_proportional, ("factor",)),
+    "proportional": (lambda rope: Proportional(rope.share, rope.number("factor", 1.0), rope.original), ("factor",)),
 }

@@ -1,8 +1,8 @@
-"""A model as the decoding loop calls it: compiled where its forward can be traced, else op by op."""
+"""A model for the decoding loop: compiled if its forward can be traced, else run eagerly."""
 
 import os
 import sys
-from functools import cache, partial
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -19,11 +19,10 @@ from onward.util.process import call_in_forks
 class ModelRun:
     """Callable as (tokens int32 [B, T], offsets int32 [B], cache, logits_at int64 [R, N] or None) -> (logits, cache).
 
-    compile: "auto" takes the best backend of `onward.compile`, and runs a forward that cannot be traced eagerly
-        (`why_eager` says why). The name of a backend insists on it. "eager" traces nothing.
-    programs: those of an earlier `ModelRun` of the same forward and params.
-
-    adapted: runs rows with adapters, the same model with updates beside its weights; None where it has none.
+    compile: "auto" uses the best backend of `onward.compile`, and runs a forward that cannot be traced eagerly
+        (`why_eager` says why). The name of a backend requires it. "eager" traces nothing.
+    programs: of an earlier `ModelRun` of the same forward and params.
+    adapted: runs batches with adapters: the same model with updates beside its weights; None without adapters.
     """
 
     def __init__(self, model: Model, compile: str = "auto", programs: ProgramCache | None = None) -> None:
@@ -48,19 +47,25 @@ class ModelRun:
         self, tokens: Tensor, offsets: Tensor, cache: Cache, logits_at: Tensor | None = None
     ) -> tuple[Tensor, Cache]:
         if self.adapted is not None and _has_adapters(cache):
-            self._programs.arena.calls += 1  # a row without an adapter may go on alone, in programs of this run
+            self._programs.arena.calls += 1  # rows without an adapter may continue in programs of this run
             return self.adapted(tokens, offsets, cache, logits_at)
-        if not self._eager:
-            return self._run(self._compiled(cache), tokens, offsets, cache, logits_at)
-        return self.model(tokens, offsets, cache, logits_at)
+        if self._eager:
+            return self.model(tokens, offsets, cache, logits_at)
+        program = self._compiled(cache)
+        try:
+            if self.model.selects_logits:
+                return program(tokens, offsets, cache, logits_at)
+            return run_plain(lambda *args: program(*args[:3]), None, tokens, offsets, cache, logits_at)
+        except TraceError as error:  # another shape of tokens may take another path
+            return self._refused(error, tokens, offsets, cache, logits_at)
 
     def picked(
         self, tokens: Tensor, offsets: Tensor, cache: Cache, pick: SamplingKernel, positions: Tensor
     ) -> tuple[Tensor, Tensor | None, Cache]:
-        """Process one token a row and choose the next with `pick` (`Program.picked`).
+        """Process one token per row and sample the next with `pick` (`Program.picked`).
 
         Returns:
-            logits [B, 1, V]; the ids int64 [B], None where the caller has to choose; the cache.
+            logits [B, 1, V]; the ids int64 [B], or None if the caller has to sample; the cache.
         """
         if self.adapted is not None and _has_adapters(cache):
             return self.adapted.picked(tokens, offsets, cache, pick, positions)
@@ -74,7 +79,7 @@ class ModelRun:
         return logits, None, cache
 
     def explain(self, batch: int = 1, tokens: int = 1, offset: int = 0) -> Report:
-        """What runs for [batch, tokens] at `offset`, and where the time goes."""
+        """A report on how [batch, tokens] at `offset` runs, and where the time goes."""
         cache = self.model.new_cache(batch, padded_length(offset + tokens, self.model))
         if not self._eager:
             try:
@@ -83,21 +88,10 @@ class ModelRun:
                 self._refuse(error)
         return Report("eager", [], [], self.why_eager)
 
-    def _run(
-        self, program: Program, tokens: Tensor, offsets: Tensor, cache: Cache, logits_at: Tensor | None
-    ) -> tuple[Tensor, Cache]:
-        try:
-            if self.model.selects_logits:
-                return program(tokens, offsets, cache, logits_at)
-            forward = partial(_without_params, program)
-            return run_plain(forward, None, tokens, offsets, cache, logits_at)
-        except TraceError as error:  # for another shape of tokens the forward may take another path
-            return self._refused(error, tokens, offsets, cache, logits_at)
-
     def _refused(
         self, error: ProgramError, tokens: Tensor, offsets: Tensor, cache: Cache, logits_at: Tensor | None
     ) -> tuple[Tensor, Cache]:
-        """Call a forward that cannot be traced. What is wrong with the forward itself is raised before any warning."""
+        """Run a forward that cannot be traced. Errors of the forward itself are raised before any warning."""
         if self.compile != "auto":
             raise error
         result = self.model(tokens, offsets, cache, logits_at)
@@ -105,13 +99,13 @@ class ModelRun:
         return result
 
     def _compiled(self, cache: Cache) -> Program:
-        program = self._program  # another thread may find at any time that the forward cannot be traced
+        program = self._program  # another thread may reset it at any time
         if program is None:
             program = self._program = compile_forward(
                 self.model.forward,
                 params=self.model.params,
                 cache=cache,
-                tokens=0,  # each shape is traced when it first comes
+                tokens=0,  # each shape is traced when it first occurs
                 backend=self.compile,  # type: ignore[arg-type]  # checked above
                 selects_logits=self.model.selects_logits,
                 programs=self._programs,
@@ -124,32 +118,31 @@ class ModelRun:
         self.why_eager = self._programs.refused = str(error)
         self._eager, self._program = True, None
         warn_once(
-            f"a forward runs op by op, slower than as a program, since it cannot be traced: {error} "
+            f"a forward runs eagerly, which is slower than as a program, since it cannot be traced: {error} "
             '(compile="eager" silences this)'
         )
 
 
 def _has_adapters(cache: Cache) -> bool:
-    """Whether some row of a cache has an adapter."""
     return isinstance(cache, KVCache | PagedKVCache) and bool(cache.adapters)
 
 
 @cache
 def _limit_threads_in_forks() -> None:
-    """Make children that are forked from now on run torch's operators on one thread.
+    """Make future forked children run torch's operators on one thread.
 
-    The child does not have the threads of torch's OpenMP pool and would wait for them forever. (`DataLoader` does the
-    same to its workers.) The native kernels start their threads anew by themselves.
+    A child lacks the threads of torch's OpenMP pool and would wait for them forever. (`DataLoader` does the same to its
+    workers.) The native kernels restart their threads themselves.
     """
     call_in_forks(lambda: torch.set_num_threads(1))
 
 
 def _warn_without_kernels() -> None:
-    """Warn if no kernels were built, unless the user turned them off or the system (Windows) has none."""
+    """Warn if no kernels were built, unless they are disabled or unavailable on the system (Windows)."""
     if sys.platform != "win32" and os.environ.get("ONWARD_OPS") != "definition" and not native.built_isas():
         warn_once(
             f"no native kernels were built when onward was installed (none in {native.library_folder()}), so torch's "
-            "operators run: many times slower on a CPU, and rounded by how many rows there are, so that a text may "
+            "operators run: many times slower on a CPU, and with rounding by the number of rows, so that a text may "
             'depend on its batch. Install a C++17 compiler, then onward again (compile="eager" silences this)'
         )
 
@@ -160,30 +153,22 @@ def check_backend(compile: str) -> None:
 
 
 def reused_run(model: Model, compile: str = "auto") -> ModelRun:
-    """A `ModelRun` for one call. It reuses the programs of earlier calls with the same forward and params.
-
-    On a GPU "auto" is eager: a CUDA graph belongs to a cache, and one call seldom repays capturing it.
-    """
+    """A `ModelRun` for one call, with the programs of earlier calls of the same forward and params. On a GPU "auto" is
+    eager: a CUDA graph belongs to one cache, and a single call seldom repays capturing it."""
     if compile == "auto" and model.device.type != "cpu":
         compile = "eager"
     compiles = compile != "eager" and model.compiles
     return ModelRun(model, compile, programs_of(model.forward, model.params) if compiles else None)
 
 
-def _without_params(
-    program: Program, tokens: Tensor, offsets: Tensor, cache: Cache, params: None
-) -> tuple[Tensor, Cache]:
-    return program(tokens, offsets, cache)
-
-
-# Cache lengths are rounded up to a few values, since each length is another shape to compile for. Memory that is never
-# written is never allocated.
-_SHORTEST = 256
+# Cache lengths are rounded up to few values, since each length is another shape to compile. Memory is allocated only
+# when it is written.
+_MIN_LENGTH = 256
 
 
 def padded_length(length: int, model: Model) -> int:
     """A cache length for `length` positions: a power of two, within the model's context."""
     if model.device.type != "cpu":
         return length
-    padded = max(_SHORTEST, 1 << (length - 1).bit_length())
+    padded = max(_MIN_LENGTH, 1 << (length - 1).bit_length())
     return padded if model.max_seq_len is None else max(length, min(padded, model.max_seq_len))

@@ -6,7 +6,7 @@ from typing import Any
 from onward.checkpoint.gguf.keys import DELTA, SIGMOID, SOFTMAX
 from onward.checkpoint.gguf.reader import each_layer, list_of, number, quotient, whole_numbers
 from onward.errors import ConfigError
-from onward.models.config import MOST_LAYERS
+from onward.models.config import MAX_LAYERS
 from onward.models.fields import positive_int
 
 
@@ -36,7 +36,7 @@ def layer_windows(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> dic
 
 def check_layers(layers: int) -> int:
     """Validate a number of layers: a made-up count in a file must not allocate a long list."""
-    return positive_int({"num_hidden_layers": layers}, "num_hidden_layers", most=MOST_LAYERS)
+    return positive_int({"num_hidden_layers": layers}, "num_hidden_layers", most=MAX_LAYERS)
 
 
 def exaone4(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""An adapter: low-rank updates of weights, by the names of modules in the checkpoint.
+"""An adapter: low-rank updates of weights, by their module names in the checkpoint.
 
 Shapes: R rank, K inputs, N outputs of a linear layer.
 """
@@ -14,11 +14,8 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Update:
-    """W + B A of one linear layer; all float32.
-
-    a: [R, K]. b: [N, R], which the scale multiplies already. magnitude: [N] of DoRA: the norms that the rows of W + B A
-    are given; None without it.
-    """
+    """W + B A of one linear layer; all float32. a: [R, K]. b: [N, R], scaled. magnitude: [N], the row norms of W + B A
+    in DoRA; None without it."""
 
     a: Tensor
     b: Tensor
@@ -32,10 +29,10 @@ class Update:
 
 @dataclass(frozen=True)
 class Adapter:
-    """What an adapter changes, by the names of modules in the checkpoint, such as "model.layers.0.self_attn.q_proj".
+    """The changes of an adapter, by module names such as "model.layers.0.self_attn.q_proj".
 
-    updates: of linear layers. embeddings: of tables [V, D], each as that of the table's transpose [D, V]. replaced:
-    tensors by their whole names that take the place of the model's own (modules_to_save, biases).
+    updates: of linear layers. embeddings: of tables [V, D], each as an update of the transposed table [D, V]. replaced:
+    replacement tensors by full name (modules_to_save, biases).
     """
 
     updates: Mapping[str, Update]
@@ -44,7 +41,7 @@ class Adapter:
 
     @cached_property
     def digest(self) -> str:
-        """A hash of all that it changes: adapters of the same digest compute the same."""
+        """A hash of the contents: adapters with the same digest compute the same."""
         digest = hashlib.blake2b(digest_size=16)
         parts = dict(self.replaced)
         for name, update in [*self.updates.items(), *self.embeddings.items()]:

@@ -1,4 +1,4 @@
-"""Merge an adapter into the weights: W becomes W + B A, after which the model is like any other."""
+"""Merge an adapter into the weights: W becomes W + B A."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 from onward.errors import CheckpointError, RequestError
 from onward.models.adapters.adapter import Adapter, Update
 from onward.models.architecture import Architecture, architecture_of, named_params
-from onward.models.blocks import Decoder
+from onward.models.blocks import Decoder, DecoderNames
 from onward.models.linear import Embedding, LatentLinear, Linear, Router, ShortConv, is_marked
 from onward.models.model import Model
 from onward.ops import NativeWeight, QuantizedWeight, Weight, pack
@@ -20,8 +20,8 @@ from onward.ops.quantized import ROUNDED_FORMATS
 
 
 def grown(architecture: Architecture, adapter: Adapter) -> Architecture:
-    """The architecture with the adapter's tokens; the same where it adds none. A tied head is untied where the
-    adapter's embedding and head differ: one of them was trained alone."""
+    """The architecture with the adapter's added tokens, if any. A tied head is untied if the adapter's embedding and
+    head differ: only one of them was trained."""
     names = _tables(architecture)
     rows = {name: len(adapter.replaced[name]) for name in names if name in adapter.replaced}
     count = max(rows.values(), default=0)
@@ -34,14 +34,14 @@ def grown(architecture: Architecture, adapter: Adapter) -> Architecture:
             "save the embedding and the head with it (save_embedding_layers=True)"
         )
     if not isinstance(architecture, Decoder):
-        raise RequestError("an adapter adds tokens to decoders of the common blocks alone: merge it with peft")
+        raise RequestError("an adapter adds tokens only to decoders of the common blocks: merge it with peft")
     tables = [adapter.replaced[name] for name in names if name in rows]
     tied = architecture.tie_word_embeddings and torch.equal(tables[0], tables[-1])
     return replace(architecture, vocab_size=count, tie_word_embeddings=tied)
 
 
 def with_added_tokens(architecture: Architecture, params: Any, adapter: Adapter) -> tuple[Any, Adapter]:
-    """The params with the adapter's larger tables, and what is left of the adapter; both as they are without such."""
+    """The params with the adapter's larger tables, and the rest of the adapter; both unchanged without added tokens."""
     if grown(architecture, adapter) is architecture:
         return params, adapter
     tables = [adapter.replaced[name] for name in _tables(architecture) if name in adapter.replaced]
@@ -57,23 +57,21 @@ def with_added_tokens(architecture: Architecture, params: Any, adapter: Adapter)
 
 def _tables(architecture: Architecture) -> tuple[str, str]:
     """The names of the embedding and of the head."""
-    names = architecture.names if isinstance(architecture, Decoder) else None
-    if names is None:
-        return "model.embed_tokens.weight", "lm_head.weight"
+    names = architecture.names if isinstance(architecture, Decoder) else DecoderNames()
     return f"{names.embed_tokens}.weight", f"{names.lm_head}.weight"
 
 
 def adaptable(model: Model) -> Architecture:
-    """The architecture of a model, whose modules an adapter names."""
+    """The architecture of a model, whose modules adapters name."""
     architecture = architecture_of(model)
     if architecture is None:
-        raise RequestError("an adapter names modules of a checkpoint, and this model's forward was made from none")
+        raise RequestError("an adapter names modules of a checkpoint, and this model was not made from one")
     return architecture
 
 
 def part_names(architecture: Architecture) -> list[str | None]:
-    """The name of the module, or of the tensor, of each leaf of the params, marked matrices being leaves; None for a
-    leaf that is None. A tied head, whose weight has the embedding's name, is "lm_head"."""
+    """The module or tensor name of each leaf of the params, where marked matrices are leaves; None for a None leaf. A
+    tied head, whose weight has the embedding's name, is "lm_head"."""
     leaves = pytree.tree_leaves(named_params(architecture), is_leaf=is_marked)
     tables = {leaf.weight for leaf in leaves if isinstance(leaf, Embedding)}
 
@@ -86,14 +84,14 @@ def part_names(architecture: Architecture) -> list[str | None]:
 
 
 def check_modules(adapter: Adapter, names: Sequence[str | None], parts: Sequence[Any]) -> None:
-    """Raise `CheckpointError` where an adapter changes a module that is none of the model's, or is of another kind.
-    names: `part_names` of the leaves `parts`."""
+    """Raise `CheckpointError` if an adapter changes a module that the model lacks or that is of another kind. names:
+    `part_names` of the leaves `parts`."""
     modules = [name for name in names if name is not None]
-    known = {*modules, *(name.rpartition(".")[0] for name in modules)}  # of a norm the tensor is known by its name
+    known = {*modules, *(name.rpartition(".")[0] for name in modules)}  # norms have tensor names
     changed = {*adapter.updates, *adapter.embeddings, *(name.rpartition(".")[0] for name in adapter.replaced)}
     if unknown := sorted(changed - known):
         raise CheckpointError(
-            f"the adapter changes {len(unknown)} modules that the model does not have, {unknown[0]!r} for one: is it "
+            f"the adapter changes {len(unknown)} modules that the model does not have, such as {unknown[0]!r}: is it "
             "for another model?"
         )
     named = [(name, part) for name, part in zip(names, parts, strict=True) if name is not None]
@@ -103,21 +101,21 @@ def check_modules(adapter: Adapter, names: Sequence[str | None], parts: Sequence
     tensors |= {f"{name}.bias" for name, part in named if is_marked(part) and not isinstance(part, Embedding)}
     others = [*(adapter.updates.keys() - linear), *(adapter.embeddings.keys() - tables)]
     if others := sorted([*others, *(adapter.replaced.keys() - tensors)]):
-        raise CheckpointError(f"the adapter's update of {others[0]} is of another kind of layer than the model's")
+        raise CheckpointError(f"the adapter's update of {others[0]} is for another kind of layer than the model's")
 
 
 def fitting(name: str, tensor: Tensor, weight: Weight) -> Tensor:
-    """A tensor that is to take the place of a weight or a bias."""
+    """A replacement of a weight or bias, checked."""
     shape = tuple(weight.shape) if isinstance(weight, Tensor) else weight_shape(weight)
     if tuple(tensor.shape) != shape:
         more = tensor.dim() == len(shape) == 2 and tensor.shape[1] == shape[1] and tensor.shape[0] > shape[0]
-        advice = ": tokens of its own are taken where it is merged (onward.load(…, merge=adapter))" if more else ""
+        advice = ": added tokens require merging it (onward.load(…, merge=adapter))" if more else ""
         raise CheckpointError(f"the adapter's {name} is {list(tensor.shape)}, and the model's {list(shape)}{advice}")
     return tensor
 
 
 def fitting_update(module: str, update: Update, shape: tuple[int, ...]) -> Update:
-    """An update of a weight of this shape."""
+    """An update of a weight of this shape, checked."""
     if shape != (update.b.shape[0], update.a.shape[1]):
         raise CheckpointError(
             f"the adapter's update of {module} is {[update.b.shape[0], update.a.shape[1]]}, and the model's weight "
@@ -127,33 +125,35 @@ def fitting_update(module: str, update: Update, shape: tuple[int, ...]) -> Updat
 
 
 def fitting_bias(module: str, new: Tensor, bias: Tensor | None) -> Tensor:
-    """A bias that is to take the place of a module's own."""
+    """A replacement of a module's bias, checked."""
     if bias is None:
         raise CheckpointError(f"the adapter has a bias for {module}, and the model has none there")
     return fitting(f"{module}.bias", new, bias)
 
 
 def merged_model(model: Model, adapter: Adapter) -> Model:
-    """A model of a built-in family with an adapter merged in (`merged_params`).
+    """A model with an adapter merged into its weights (`merged_params`).
 
     Raises:
-        RequestError: the model's forward is of no architecture.
+        RequestError: the model has no architecture.
     """
     architecture = adaptable(model)
     if grown(architecture, adapter) is not architecture:
-        raise RequestError("an adapter with tokens of its own is merged as the model is loaded: onward.load(…, merge=)")
+        raise RequestError(
+            "an adapter with added tokens must be merged while the model is loaded: onward.load(…, merge=)"
+        )
     return replace(model, params=merged_params(architecture, model.params, adapter))
 
 
 def merged_params(architecture: Architecture, params: Any, adapter: Adapter) -> Any:
-    """The params with an adapter merged in, in the dtype and layout that they have. The given ones are not changed.
+    """The params with an adapter merged in, in their dtype and layout. The originals are not changed.
 
-    Sums are computed in float32 and rounded once. Where the head is tied to an embedding that the adapter changes, the
-    head keeps the old weight, as in the model with the adapter beside it. With tokens of the adapter's own, the params
-    are those of `grown`, and a tied head stays tied.
+    Sums are computed in float32 and rounded once. If the head is tied to an embedding that the adapter changes, the
+    head keeps the old weight, as with an unmerged adapter. With added tokens, the params are those of `grown`, and a
+    tied head stays tied.
 
     Raises:
-        CheckpointError: the adapter is for another model: a module is not there, or of another kind or shape.
+        CheckpointError: the adapter is for another model: a module is missing, or of another kind or shape.
         RequestError: the weights are quantized.
     """
     params, adapter = with_added_tokens(architecture, params, adapter)
@@ -188,7 +188,7 @@ def _merged_linear(part: Linear | Router, module: str, adapter: Adapter) -> Line
 
 
 def _replaced(weight: Any, module: str, adapter: Adapter) -> Any:
-    """The weight of a module, or the adapter's that takes its place."""
+    """The weight of a module, or the adapter's replacement."""
     new = adapter.replaced.get(f"{module}.weight")
     return weight if new is None else _like(weight, fitting(f"{module}.weight", new, weight))
 
@@ -205,7 +205,7 @@ def _merged_conv(part: ShortConv, module: str, adapter: Adapter) -> ShortConv:
 
 
 def updated(module: str, weight: Tensor, update: Update) -> Tensor:
-    """float32 [N, K]: W + B A of a stock weight [N, K]; with magnitudes its rows are given those norms."""
+    """float32 [N, K]: W + B A of a stock weight [N, K]; with magnitudes, rows have these norms."""
     total = weight.to(torch.float32) + fitting_update(module, update, tuple(weight.shape)).product
     return total if update.magnitude is None else total * (update.magnitude / total.norm(dim=1)).unsqueeze(1)
 
@@ -219,7 +219,7 @@ def _merged_embedding(part: Embedding, module: str, adapter: Adapter) -> Embeddi
 
 
 def _stock(module: str, weight: Weight) -> Tensor:
-    """The float weight [N, K], packed or not."""
+    """The float weight [N, K] of a stock or packed one."""
     if isinstance(weight, QuantizedWeight):
         if weight.format not in ROUNDED_FORMATS:
             return weight.dequantize()
@@ -231,7 +231,7 @@ def _stock(module: str, weight: Weight) -> Tensor:
 
 
 def _like(old: Weight, new: Tensor) -> Any:
-    """A float32 weight in the dtype, on the device and in the layout of the old one."""
+    """A float32 weight in the dtype, device and layout of the old one."""
     if isinstance(old, NativeWeight):
         return pack(new.to(old.data.dtype))
     if isinstance(old, QuantizedWeight):

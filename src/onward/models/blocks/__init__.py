@@ -1,7 +1,7 @@
-"""What families are made of. A block is a frozen dataclass of its numbers.
+"""The building blocks of model families: frozen dataclasses of hyperparameters.
 
-`read(scope)` takes its weights from a checkpoint and returns them as params, a NamedTuple or a tensor. Calling the
-block with these params computes it.
+`read(scope)` reads a block's weights from a checkpoint and returns them as params, a NamedTuple or a tensor. Calling
+the block with these params computes it.
 """
 
 from onward.models.blocks.attention import Attention, AttentionNames, AttentionParams

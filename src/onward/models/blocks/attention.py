@@ -1,6 +1,6 @@
-"""Attention with grouped heads over a cache (arXiv 1706.03762, 2305.13245).
+"""Grouped-query attention over a KV cache (arXiv 1706.03762, 2305.13245).
 
-Shapes: B rows, T new tokens, D hidden_size, H heads, G key/value heads, E head_dim.
+Shapes: B rows, T new tokens, D hidden_size, H query heads, G key/value heads, E head_dim.
 """
 
 from dataclasses import dataclass
@@ -10,19 +10,21 @@ import torch
 from torch import Tensor
 
 from onward import ops
-from onward.cache import KVCache, LayerShape, PagedKVCache
+from onward.cache import LayerShape
 from onward.models.architecture import WeightScope
-from onward.models.blocks.norm import RMSNorm, over_rms
+from onward.models.blocks.layer import LayerCache
+from onward.models.blocks.norm import RMSNorm, read_norm, rms_normalize
 from onward.models.blocks.positions import AttentionTemperature, Positions
 from onward.models.linear import Linear
 from onward.models.rope import RotarySchedule
 
 
 class AttentionParams(NamedTuple):
-    """The weights of one layer's attention. None: norms and sinks in families without them; projections of keys and
-    values that come from elsewhere."""
+    """The weights of one layer's attention. qkv_proj: queries, keys and values in one matrix, where the checkpoint has
+    it. k_proj, v_proj: None also where keys and values are shared."""
 
-    q_proj: Linear
+    qkv_proj: Linear | None
+    q_proj: Linear | None
     k_proj: Linear | None
     v_proj: Linear | None
     o_proj: Linear
@@ -31,19 +33,9 @@ class AttentionParams(NamedTuple):
     sinks: Tensor | None = None
 
 
-class FusedAttentionParams(NamedTuple):
-    """The same where a checkpoint has queries, keys and values in one matrix, one below the other."""
-
-    qkv_proj: Linear
-    o_proj: Linear
-    q_norm: Tensor | None = None
-    k_norm: Tensor | None = None
-    sinks: Tensor | None = None
-
-
 @dataclass(frozen=True)
 class AttentionNames:
-    """What a checkpoint calls the parts. Projections of queries, keys and values have one name everywhere."""
+    """The names of an attention's weights in a checkpoint."""
 
     o_proj: str = "o_proj"
     q_norm: str = "q_norm"
@@ -52,16 +44,15 @@ class AttentionNames:
 
 @dataclass(frozen=True)
 class Attention:
-    """Attention of new tokens over a cache.
+    """Attention of new tokens over a KV cache.
 
-    rope: None in a layer that turns nothing (NoPE). window: how many positions a token sees; None: all. scale: of the
-    products; head_dim ** -0.5 by default. softcap: of the scores (`ops.cached_attention`). q_norm, k_norm: of each head
-    if they are as wide as one, else of the whole projection. query_growth: of queries. fused: whether the checkpoint
-    has `qkv_proj`. output_gate: whether `q_proj` has beside each head's queries as many features of a gate, whose
-    sigmoid multiplies the head's output. sinks: whether each head has a score of nothing beside those of the keys
-    (`ops.cached_attention`). v_norm: the eps of a norm of each head's values, which learns nothing. values_of_keys:
-    whether values are the projection of keys, before it is normalised and turned. reads: the place in the cache of the
-    layer whose keys and values it attends to; None: its own.
+    rope: None for no rotation (NoPE). window: the positions that a token sees; None: all. scale: of the scores;
+    head_dim ** -0.5 by default. softcap: of the scores (`ops.cached_attention`). q_norm, k_norm: of each head if as
+    wide as a head, else of the whole projection. query_growth: a factor of queries by position. fused: the checkpoint
+    has one `qkv_proj`. output_gate: `q_proj` has a gate beside each head's queries, whose sigmoid multiplies the head's
+    output. sinks: each head has an extra score without a value (`ops.cached_attention`). v_norm: the eps of a norm of
+    each head's values without weights. k_eq_v: values are the output of `k_proj`, before norm and RoPE.
+    kv_source_layer: the cache index of the layer whose keys and values are shared; None: its own.
     """
 
     hidden_size: int
@@ -81,82 +72,70 @@ class Attention:
     output_gate: bool = False
     sinks: bool = False
     v_norm: float | None = None
-    values_of_keys: bool = False
-    reads: int | None = None
+    k_eq_v: bool = False
+    kv_source_layer: int | None = None
     names: AttentionNames = AttentionNames()
 
     @property
     def cached(self) -> LayerShape | None:
-        """What it keeps of a token."""
-        if self.reads is not None:
+        if self.kv_source_layer is not None:
             return None
         return LayerShape(self.num_kv_heads, self.head_dim, self.head_dim, self.window)
 
     @property
     def widths(self) -> tuple[int, int, int]:
-        """How many features queries, keys and values have."""
+        """The number of features of queries, keys and values."""
         return self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim, self.num_kv_heads * self.head_dim
 
-    def read(self, scope: WeightScope) -> AttentionParams | FusedAttentionParams:
-        hidden, (queries, keys, values) = self.hidden_size, self.widths
-        if self.fused:
-            qkv_proj = scope.linear("qkv_proj", queries + keys + values, hidden, self.qkv_bias)
-            return FusedAttentionParams(qkv_proj, *self._read_rest(scope))
-        q_proj = scope.linear("q_proj", queries * (1 + self.output_gate), hidden, self.qkv_bias)
-        k_proj = scope.linear("k_proj", keys, hidden, self.qkv_bias) if self.reads is None else None
-        own_values = self.reads is None and not self.values_of_keys
-        v_proj = scope.linear("v_proj", values, hidden, self.qkv_bias) if own_values else None
-        return AttentionParams(q_proj, k_proj, v_proj, *self._read_rest(scope))
+    def read(self, scope: WeightScope) -> AttentionParams:
+        queries, keys, values = self.widths
+        own_keys = self.kv_source_layer is None
 
-    def _read_rest(self, scope: WeightScope) -> tuple[Linear, Tensor | None, Tensor | None, Tensor | None]:
-        o_proj = scope.linear(self.names.o_proj, self.hidden_size, self.num_heads * self.head_dim, self.o_bias)
-        q_norm = None if self.q_norm is None else self.q_norm.read(scope.under(self.names.q_norm))
-        own_norm = self.k_norm if self.reads is None else None
-        k_norm = None if own_norm is None else own_norm.read(scope.under(self.names.k_norm))
-        return o_proj, q_norm, k_norm, scope.take("sinks", self.num_heads) if self.sinks else None
+        def linear(name: str, width: int, exists: bool) -> Linear | None:
+            return scope.linear(name, width, self.hidden_size, self.qkv_bias) if exists else None
+
+        return AttentionParams(
+            qkv_proj=linear("qkv_proj", queries + keys + values, self.fused),
+            q_proj=linear("q_proj", queries * (1 + self.output_gate), not self.fused),
+            k_proj=linear("k_proj", keys, own_keys and not self.fused),
+            v_proj=linear("v_proj", values, own_keys and not self.fused and not self.k_eq_v),
+            o_proj=scope.linear(self.names.o_proj, self.hidden_size, queries, self.o_bias),
+            q_norm=read_norm(self.q_norm, scope.under(self.names.q_norm)),
+            k_norm=read_norm(self.k_norm if own_keys else None, scope.under(self.names.k_norm)),
+            sinks=scope.take("sinks", self.num_heads) if self.sinks else None,
+        )
 
     def __call__(
-        self,
-        params: AttentionParams | FusedAttentionParams,
-        x_BTD: Tensor,
-        positions: Positions,
-        cache: KVCache | PagedKVCache,
-        index: int,
+        self, params: AttentionParams, x_BTD: Tensor, positions: Positions, cache: LayerCache, index: int
     ) -> Tensor:
-        """index: the layer's place in the cache."""
         q, k, v, gate = self._projected(params, x_BTD)
         q_BHTE = self._heads(q, self.q_norm, params.q_norm)
         k_BGTE = None if k is None else self._heads(k, self.k_norm, params.k_norm)
         v_BGTE = None if v is None else self._heads(v, None, None)
         if v_BGTE is not None and self.v_norm is not None:
-            v_BGTE = over_rms(v_BGTE, self.v_norm)
+            v_BGTE = rms_normalize(v_BGTE, self.v_norm)
         if self.query_growth is not None:
-            q_BHTE = positions.grown(q_BHTE, self.query_growth)
+            q_BHTE = positions.scaled_by_position(q_BHTE, self.query_growth)
         if self.rope is not None:
             (cos, sin), interleaved = positions.angles(self.rope), self.rope.interleaved
             q_BHTE = ops.rotate(q_BHTE, cos, sin, interleaved=interleaved)
             k_BGTE = None if k_BGTE is None else ops.rotate(k_BGTE, cos, sin, interleaved=interleaved)
+        source = index if self.kv_source_layer is None else self.kv_source_layer
         mixed = cache.attend(
-            index if self.reads is None else self.reads,
-            q_BHTE,
-            k_BGTE,
-            v_BGTE,
-            positions.offsets,
-            window=self.window,
-            scale=self.scale,
-            sinks=params.sinks,
-            softcap=self.softcap,
-        )
+            source, q_BHTE, k_BGTE, v_BGTE, positions.offsets,
+            window=self.window, scale=self.scale, sinks=params.sinks, softcap=self.softcap,
+        )  # fmt: skip
         out = mixed.transpose(1, 2).flatten(2)
         return params.o_proj(out if gate is None else ops.sigmoid_gate(gate, out))
 
     def _projected(
-        self, params: AttentionParams | FusedAttentionParams, x_BTD: Tensor
+        self, params: AttentionParams, x_BTD: Tensor
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-        """Queries, keys and values [B, T, heads * E], and the gate of the output. None: there are none."""
-        if isinstance(params, FusedAttentionParams):
+        """Queries, keys and values [B, T, heads * E], and the gate of the output; None where absent."""
+        if params.qkv_proj is not None:
             q, k, v = torch.split(params.qkv_proj(x_BTD), list(self.widths), dim=-1)
             return q, k, v, None
+        assert params.q_proj is not None
         q, gate = params.q_proj(x_BTD), None
         if self.output_gate:
             q = q.view(*q.shape[:2], self.num_heads, -1)
@@ -166,7 +145,7 @@ class Attention:
         return q, keys, values, gate
 
     def _heads(self, x: Tensor, norm: RMSNorm | None, weight: Tensor | None) -> Tensor:
-        """[B, T, heads * E] -> [B, heads, T, E], each head or all of them together normalised if there is a norm."""
+        """[B, T, heads * E] -> [B, heads, T, E], normalised by head or as a whole."""
         if norm is not None and weight is not None and norm.width != self.head_dim:
             x = norm(weight, x)
         heads = x.view(*x.shape[:-1], -1, self.head_dim)

@@ -1,6 +1,6 @@
-"""A mixture of experts: feed-forward blocks of which each token goes through a few (arXiv 1701.06538, 2101.03961).
+"""Mixture of experts: a router sends each token through a few feed-forward blocks (arXiv 1701.06538, 2101.03961).
 
-Shapes: E experts, C chosen of them for each token, D width of the stream, I inner width of an expert.
+Shapes: E experts, C chosen per token, D hidden_size, I inner width of an expert.
 """
 
 from dataclasses import dataclass
@@ -11,15 +11,15 @@ from torch import Tensor
 
 from onward import ops
 from onward.models.architecture import WeightScope
-from onward.models.blocks.feed_forward import FeedForward, FeedForwardParams, FusedFeedForwardParams, UngatedFeedForward
-from onward.models.blocks.norm import RMSNorm, over_rms
+from onward.models.blocks.feed_forward import FeedForward, FeedForwardParams, UngatedFeedForward
+from onward.models.blocks.norm import RMSNorm, rms_normalize
 from onward.models.linear import ExpertLinear, Linear, Router
 from onward.ops.experts import ExpertActivation
 
 
 class ExpertsParams(NamedTuple):
-    """The weights of one layer's experts, and of the router that chooses among them. shared: as its block reads them.
-    into, out_of: the way into the latent space of experts, and out of it."""
+    """The weights of one layer's router and experts. shared: as its block reads them. latent_down, latent_up: the
+    projections to the experts' latent space and back."""
 
     router: Router
     choice_bias: Tensor | None
@@ -28,13 +28,13 @@ class ExpertsParams(NamedTuple):
     down_proj: ExpertLinear
     shared: Any
     shared_gate: Router | None = None
-    into: Linear | None = None
-    out_of: Linear | None = None
+    latent_down: Linear | None = None
+    latent_up: Linear | None = None
 
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """What a checkpoint calls the parts. Expert e's matrices are below `experts`.e."""
+    """The names of the weights in a checkpoint. Expert e's matrices are below `experts`.e."""
 
     router: str = "gate"
     choice_bias: str = "gate.e_score_correction_bias"
@@ -44,22 +44,21 @@ class ExpertNames:
     down_proj: str = "down_proj"
     shared: str = "shared_experts"
     shared_gate: str = "shared_expert_gate"
-    into: str = "fc1_latent_proj"
-    out_of: str = "fc2_latent_proj"
+    latent_down: str = "fc1_latent_proj"
+    latent_up: str = "fc2_latent_proj"
 
 
 @dataclass(frozen=True)
 class Experts:
-    """The weighted sum of `num_chosen` of `num_experts` feed-forward blocks, which a router chooses.
+    """The weighted sum of `num_chosen` of `num_experts` feed-forward blocks, chosen by a router.
 
-    score, normalize, scale, groups, kept_groups, group_best: as `ops.top_experts` takes them. sum_eps: what is added to
-    the sum by which weights are divided, where that is not what the op adds. choice_bias: whether a learned bias helps
-    to choose. float32_router: whether the router computes in float32 in a model of another dtype.
-    intermediate_size: of one expert. shared: a block that all tokens go through, added to the sum. shared_gate: whether
-    what it adds is multiplied by the sigmoid of one more feature. activation, alpha, limit: as `ops.experts` takes
-    them; "relu2" has no gate. router_bias, bias: whether the router and the matrices of experts have biases.
-    latent_dim: of what experts work on, which a linear layer makes of the stream and another one puts back; None: on
-    the stream itself. latent_bias: whether these two have biases.
+    score, normalize, scale, groups, kept_groups, group_best: as in `ops.top_experts`. sum_eps: added to the sum that
+    normalises the weights, instead of the op's own. choice_bias: a learned bias helps to choose. float32_router: the
+    router computes in float32. intermediate_size: of one expert. shared: a block for all tokens, added to the sum.
+    shared_gate: its output is multiplied by the sigmoid of one more feature. activation, alpha, limit: as in
+    `ops.experts`; "relu2" has no gate. router_bias, bias: of the router, and of the experts' matrices. latent_dim: the
+    experts' input and output width, with linear projections from and to the hidden size; None: hidden_size.
+    latent_bias: of these projections.
     """
 
     hidden_size: int
@@ -88,7 +87,7 @@ class Experts:
 
     def read(self, scope: WeightScope) -> ExpertsParams:
         hidden, inner, count = self.hidden_size, self.intermediate_size, self.num_experts
-        width = self.latent_dim or hidden
+        width, has_gate = self.latent_dim or hidden, self.activation != "relu2"
         below, names = scope.under(self.names.experts), self.names
         if self.float32_router:
             router = Router(scope.under(names.router).take_float32("weight", count, hidden))
@@ -97,26 +96,20 @@ class Experts:
         return ExpertsParams(
             router=router,
             choice_bias=scope.take_float32(names.choice_bias, count) if self.choice_bias else None,
-            gate_proj=None if self.ungated else below.experts(names.gate_proj, count, inner, width, self.bias),
+            gate_proj=below.experts(names.gate_proj, count, inner, width, self.bias) if has_gate else None,
             up_proj=below.experts(names.up_proj, count, inner, width, self.bias),
             down_proj=below.experts(names.down_proj, count, width, inner, self.bias),
             shared=None if self.shared is None else self.shared.read(scope.under(names.shared)),
             shared_gate=scope.router(names.shared_gate, 1, hidden) if self.shared_gate else None,
-            into=scope.linear(names.into, width, hidden, self.latent_bias) if self.latent_dim else None,
-            out_of=scope.linear(names.out_of, hidden, width, self.latent_bias) if self.latent_dim else None,
+            latent_down=scope.linear(names.latent_down, width, hidden, self.latent_bias) if self.latent_dim else None,
+            latent_up=scope.linear(names.latent_up, hidden, width, self.latent_bias) if self.latent_dim else None,
         )
 
-    @property
-    def ungated(self) -> bool:
-        """Whether experts have no gate."""
-        return self.activation == "relu2"
-
     def __call__(self, params: ExpertsParams, x: Tensor) -> Tensor:
-        """float [..., D] -> [..., D]."""
         chosen, shares = self.routed(params, x)
-        mixed = self.mixed(params, x if params.into is None else params.into(x), chosen, shares)
-        if params.out_of is not None:
-            mixed = params.out_of(mixed)
+        mixed = self.mixed(params, x if params.latent_down is None else params.latent_down(x), chosen, shares)
+        if params.latent_up is not None:
+            mixed = params.latent_up(mixed)
         if self.shared is None or params.shared is None:
             return mixed
         shared = self.shared(params.shared, x)
@@ -125,7 +118,7 @@ class Experts:
         return ops.add(mixed, shared)
 
     def routed(self, params: ExpertsParams, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The experts that the router chooses for x [..., D], and their weights (`ops.top_experts`)."""
+        """The experts chosen for x [..., D], and their weights (`ops.top_experts`)."""
         logits = params.router(x.to(torch.float32) if self.float32_router else x)
         by_op = self.sum_eps is None
         chosen, shares = ops.top_experts(
@@ -147,10 +140,10 @@ class Experts:
 
 
 class DenseAndExpertsParams(NamedTuple):
-    """router_scale: [D], of what the router reads. expert_scale: [E], of the experts' weights."""
+    """router_scale: [D], of the router's input. expert_scale: [E], of the experts' weights."""
 
     dense_norm: Tensor
-    dense: FeedForwardParams | FusedFeedForwardParams
+    dense: FeedForwardParams
     dense_post_norm: Tensor
     router_scale: Tensor
     expert_scale: Tensor
@@ -161,12 +154,11 @@ class DenseAndExpertsParams(NamedTuple):
 
 @dataclass(frozen=True)
 class DenseAndExperts:
-    """A dense block beside experts (Gemma 4), of the stream as it is before a norm:
+    """A dense block in parallel with experts (Gemma 4), on the residual stream before any norm:
 
     norm_1(dense(norm(x))) + norm_2(experts(norm_3(x))).
 
-    The router reads x / rms(x) * router_scale * D ** -0.5; what it gives of each expert is multiplied by that expert's
-    scale. norm: of each of the four norms.
+    The router's input is x / rms(x) * router_scale * D ** -0.5; each expert's weight is multiplied by its scale.
     """
 
     dense: FeedForward
@@ -187,10 +179,9 @@ class DenseAndExperts:
         )
 
     def __call__(self, params: DenseAndExpertsParams, x: Tensor) -> Tensor:
-        """float [..., D] -> [..., D]."""
         dense = self.dense(params.dense, self.norm(params.dense_norm, x))
-        direction = over_rms(x, self.norm.eps)
-        chosen, shares = self.experts.routed(params.experts, direction * params.router_scale * x.shape[-1] ** -0.5)
+        router_input = rms_normalize(x, self.norm.eps) * params.router_scale * x.shape[-1] ** -0.5
+        chosen, shares = self.experts.routed(params.experts, router_input)
         scales = ops.embedding(chosen, params.expert_scale.unsqueeze(-1)).squeeze(-1)
         shares = shares * scales.to(torch.float32)
         mixed = self.experts.mixed(params.experts, self.norm(params.experts_norm, x), chosen, shares)

@@ -1,4 +1,4 @@
-"""Feed-forward blocks: gated ones (arXiv 2002.05202), and those of relu2 (arXiv 2109.08668)."""
+"""Feed-forward blocks: gated (arXiv 2002.05202) and relu2 (arXiv 2109.08668)."""
 
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -14,24 +14,25 @@ from onward.models.linear import Linear
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 
 
+def gated_product(activation: Activation, gate: Tensor, up: Tensor) -> Tensor:
+    """activation(gate) * up."""
+    if activation == "silu":
+        return ops.swiglu(gate, up)
+    return ops.geglu(gate, up, approximate=activation == "gelu_tanh")
+
+
 class FeedForwardParams(NamedTuple):
-    """The weights of one layer's feed-forward block."""
+    """The weights of one layer's feed-forward block, with gate and up in one matrix or in two."""
 
-    gate_proj: Linear
-    up_proj: Linear
-    down_proj: Linear
-
-
-class FusedFeedForwardParams(NamedTuple):
-    """The same where a checkpoint has gate and up in one matrix, one below the other."""
-
-    gate_up_proj: Linear
+    gate_up_proj: Linear | None
+    gate_proj: Linear | None
+    up_proj: Linear | None
     down_proj: Linear
 
 
 @dataclass(frozen=True)
 class FeedForwardNames:
-    """What a checkpoint calls the parts. gate_up_proj: where gate and up are in one matrix."""
+    """The names of the weights in a checkpoint. gate_up_proj: gate and up in one matrix."""
 
     gate_proj: str = "gate_proj"
     up_proj: str = "up_proj"
@@ -41,8 +42,8 @@ class FeedForwardNames:
 
 @dataclass(frozen=True)
 class FeedForward:
-    """down(activation(gate(x)) * up(x)). fused: whether the checkpoint has `gate_up_proj`. gate_multiplier,
-    down_multiplier: factors of gate(x), and of the result."""
+    """down(activation(gate(x)) * up(x)). fused: the checkpoint has `gate_up_proj`. gate_multiplier, down_multiplier:
+    factors of gate(x), and of the result."""
 
     hidden_size: int
     intermediate_size: int
@@ -53,33 +54,27 @@ class FeedForward:
     down_multiplier: float = 1.0
     names: FeedForwardNames = FeedForwardNames()
 
-    def read(self, scope: WeightScope) -> FeedForwardParams | FusedFeedForwardParams:
-        hidden, inner = self.hidden_size, self.intermediate_size
-        down = self.names.down_proj, hidden, inner, self.bias
-        if self.fused:
-            both = scope.linear(self.names.gate_up_proj, 2 * inner, hidden, self.bias)
-            return FusedFeedForwardParams(both, scope.linear(*down))
-        gate, up = (scope.linear(name, inner, hidden, self.bias) for name in (self.names.gate_proj, self.names.up_proj))
-        return FeedForwardParams(gate, up, scope.linear(*down))
-
-    def __call__(self, params: FeedForwardParams | FusedFeedForwardParams, x: Tensor) -> Tensor:
-        """float [..., D] -> [..., D]."""
-        if isinstance(params, FusedFeedForwardParams):
-            gate, up = params.gate_up_proj(x).chunk(2, dim=-1)
-        else:
-            gate, up = params.gate_proj(x), params.up_proj(x)
-        return multiplied(
-            params.down_proj(self._gated(multiplied(gate, self.gate_multiplier), up)), self.down_multiplier
+    def read(self, scope: WeightScope) -> FeedForwardParams:
+        names, hidden, inner = self.names, self.hidden_size, self.intermediate_size
+        return FeedForwardParams(
+            scope.linear(names.gate_up_proj, 2 * inner, hidden, self.bias) if self.fused else None,
+            None if self.fused else scope.linear(names.gate_proj, inner, hidden, self.bias),
+            None if self.fused else scope.linear(names.up_proj, inner, hidden, self.bias),
+            scope.linear(names.down_proj, hidden, inner, self.bias),
         )
 
-    def _gated(self, gate: Tensor, up: Tensor) -> Tensor:
-        if self.activation == "silu":
-            return ops.swiglu(gate, up)
-        return ops.geglu(gate, up, approximate=self.activation == "gelu_tanh")
+    def __call__(self, params: FeedForwardParams, x: Tensor) -> Tensor:
+        if params.gate_proj and params.up_proj:
+            gate, up = params.gate_proj(x), params.up_proj(x)
+        else:
+            assert params.gate_up_proj is not None
+            gate, up = params.gate_up_proj(x).chunk(2, dim=-1)
+        gated = gated_product(self.activation, multiplied(gate, self.gate_multiplier), up)
+        return multiplied(params.down_proj(gated), self.down_multiplier)
 
 
 class UngatedFeedForwardParams(NamedTuple):
-    """The weights of one layer's feed-forward block without a gate."""
+    """The weights of one layer's block without a gate."""
 
     up_proj: Linear
     down_proj: Linear
@@ -102,5 +97,4 @@ class UngatedFeedForward:
         )
 
     def __call__(self, params: UngatedFeedForwardParams, x: Tensor) -> Tensor:
-        """float [..., D] -> [..., D]."""
         return params.down_proj(torch.relu(params.up_proj(x)).square())

@@ -1,4 +1,4 @@
-"""Gated DeltaNet (arXiv 2412.06464): a mixer that keeps a state of a fixed size instead of keys and values.
+"""Gated DeltaNet (arXiv 2412.06464), which caches a recurrent state of fixed size instead of keys and values.
 
 Shapes: B rows, T new tokens, D hidden_size, G key heads of K features, H value heads of V features.
 """
@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from onward import ops
-from onward.cache import KVCache, PagedKVCache, StateShape
+from onward.cache import StateShape
 from onward.models.architecture import WeightScope
+from onward.models.blocks.layer import LayerCache
 from onward.models.blocks.norm import RMSNorm
 from onward.models.blocks.positions import Positions
 from onward.models.linear import Linear, ShortConv
@@ -19,24 +20,15 @@ from onward.ops.gated_delta import state_width
 
 
 class GatedDeltaParams(NamedTuple):
-    """The weights of one layer. conv: of 2 G K + H V channels. log_rate, decay_bias: float32 [H]."""
+    """The weights of one layer, with projections in two matrices or in four. conv: of 2 G K + H V channels. log_rate,
+    decay_bias: float32 [H]."""
 
-    qkv_proj: Linear
-    z_proj: Linear
-    decay_proj: Linear
-    beta_proj: Linear
-    conv: ShortConv
-    log_rate: Tensor
-    decay_bias: Tensor
-    norm: Tensor
-    out_proj: Linear
-
-
-class FusedGatedDeltaParams(NamedTuple):
-    """The same where a checkpoint has the projections in two matrices."""
-
-    qkvz_proj: Linear
-    beta_decay_proj: Linear
+    qkvz_proj: Linear | None
+    beta_decay_proj: Linear | None
+    qkv_proj: Linear | None
+    z_proj: Linear | None
+    decay_proj: Linear | None
+    beta_proj: Linear | None
     conv: ShortConv
     log_rate: Tensor
     decay_bias: Tensor
@@ -46,11 +38,10 @@ class FusedGatedDeltaParams(NamedTuple):
 
 @dataclass(frozen=True)
 class GatedDelta:
-    """Queries, keys and values go through a short convolution and the gated delta rule. What is read from the state is
-    normalised by head and multiplied by silu(z).
+    """Queries, keys and values go through a short convolution and the gated delta rule. The output is normalised by
+    head and gated by silu(z).
 
-    norm: of a value head. fused: whether the checkpoint has `in_proj_qkvz` and `in_proj_ba`, in which the parts of a
-    key head lie together.
+    norm: of a value head. fused: the checkpoint has `in_proj_qkvz` and `in_proj_ba`, grouped by key head.
     """
 
     hidden_size: int
@@ -58,77 +49,70 @@ class GatedDelta:
     value_heads: int
     key_dim: int
     value_dim: int
-    taps: int
+    kernel_size: int
     norm: RMSNorm
     fused: bool = False
 
     @property
     def widths(self) -> tuple[int, int]:
-        """How many features all queries have, as all keys do, and all values."""
+        """The number of features of all queries (and of all keys), and of all values."""
         return self.key_heads * self.key_dim, self.value_heads * self.value_dim
 
     rope: ClassVar[None] = None
-    reads: ClassVar[None] = None
+    kv_source_layer: ClassVar[None] = None
     window: ClassVar[None] = None
 
     @property
     def cached(self) -> StateShape:
-        """What it keeps of a text."""
         keys, values = self.widths
-        return StateShape(2 * keys + values, self.taps, self.value_heads, state_width(self.key_dim, self.value_dim))
-
-    def read(self, scope: WeightScope) -> GatedDeltaParams | FusedGatedDeltaParams:
-        hidden, heads, (keys, values) = self.hidden_size, self.value_heads, self.widths
-        if self.fused:
-            qkvz_proj = scope.linear("in_proj_qkvz", 2 * keys + 2 * values, hidden)
-            beta_decay_proj = scope.linear("in_proj_ba", 2 * heads, hidden)
-            return FusedGatedDeltaParams(qkvz_proj, beta_decay_proj, *self._read_rest(scope))
-        return GatedDeltaParams(
-            scope.linear("in_proj_qkv", 2 * keys + values, hidden),
-            scope.linear("in_proj_z", values, hidden),
-            scope.linear("in_proj_a", heads, hidden),
-            scope.linear("in_proj_b", heads, hidden),
-            *self._read_rest(scope),
+        return StateShape(
+            2 * keys + values, self.kernel_size, self.value_heads, state_width(self.key_dim, self.value_dim)
         )
 
-    def _read_rest(self, scope: WeightScope) -> tuple[ShortConv, Tensor, Tensor, Tensor, Linear]:
-        keys, values = self.widths
-        return (
-            scope.short_conv("conv1d", 2 * keys + values, self.taps),
-            scope.take_float32("A_log", self.value_heads),
-            scope.take_float32("dt_bias", self.value_heads),
-            self.norm.read(scope.under("norm")),
-            scope.linear("out_proj", self.hidden_size, values),
+    def read(self, scope: WeightScope) -> GatedDeltaParams:
+        heads, (keys, values) = self.value_heads, self.widths
+
+        def linear(name: str, width: int, exists: bool) -> Linear | None:
+            return scope.linear(name, width, self.hidden_size) if exists else None
+
+        return GatedDeltaParams(
+            qkvz_proj=linear("in_proj_qkvz", 2 * keys + 2 * values, self.fused),
+            beta_decay_proj=linear("in_proj_ba", 2 * heads, self.fused),
+            qkv_proj=linear("in_proj_qkv", 2 * keys + values, not self.fused),
+            z_proj=linear("in_proj_z", values, not self.fused),
+            decay_proj=linear("in_proj_a", heads, not self.fused),
+            beta_proj=linear("in_proj_b", heads, not self.fused),
+            conv=scope.short_conv("conv1d", 2 * keys + values, self.kernel_size),
+            log_rate=scope.take_float32("A_log", heads),
+            decay_bias=scope.take_float32("dt_bias", heads),
+            norm=self.norm.read(scope.under("norm")),
+            out_proj=scope.linear("out_proj", self.hidden_size, values),
         )
 
     def __call__(
-        self,
-        params: GatedDeltaParams | FusedGatedDeltaParams,
-        x_BTD: Tensor,
-        positions: Positions,
-        cache: KVCache | PagedKVCache,
-        index: int,
+        self, params: GatedDeltaParams, x_BTD: Tensor, positions: Positions, cache: LayerCache, index: int
     ) -> Tensor:
-        """index: the layer's place among the recurrent layers of the cache."""
-        if isinstance(params, FusedGatedDeltaParams):
-            qkv, z, decay, beta = self._taken_apart(params.qkvz_proj(x_BTD), params.beta_decay_proj(x_BTD))
-        else:
+        if params.qkv_proj and params.z_proj and params.decay_proj and params.beta_proj:
             qkv, z = params.qkv_proj(x_BTD), params.z_proj(x_BTD)
             decay, beta = params.decay_proj(x_BTD), params.beta_proj(x_BTD)
-        kept = cache.state(index)
-        where = kept.held, positions.offsets, kept.rows
-        mixed = ops.short_conv(qkv, params.conv.by_tap, kept.inputs, *where)
+        else:
+            assert params.qkvz_proj is not None
+            assert params.beta_decay_proj is not None
+            qkv, z, decay, beta = self._split(params.qkvz_proj(x_BTD), params.beta_decay_proj(x_BTD))
+        state = cache.state(index)
+        rows = state.held, positions.offsets, state.rows
+        mixed = ops.short_conv(qkv, params.conv.by_tap, state.inputs, *rows)
         out_BTHV = ops.gated_delta(
-            mixed, decay, beta, params.log_rate, params.decay_bias, kept.state, *where,
+            mixed, decay, beta, params.log_rate, params.decay_bias, state.state, *rows,
             key_heads=self.key_heads, key_dim=self.key_dim,
         )  # fmt: skip
         return params.out_proj(ops.swiglu(z, self.norm(params.norm, out_BTHV).flatten(2)))
 
-    def _taken_apart(self, qkvz: Tensor, beta_decay: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The parts of the fused projections, in which those of a key head lie together."""
-        of_group = self.value_heads // self.key_heads
-        widths = [self.key_dim, self.key_dim, of_group * self.value_dim, of_group * self.value_dim]
+    def _split(self, qkvz: Tensor, beta_decay: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The parts of the fused projections, which are grouped by key head."""
+        ratio = self.value_heads // self.key_heads
+        widths = [self.key_dim, self.key_dim, ratio * self.value_dim, ratio * self.value_dim]
         qkvz, beta_decay = (x.view(*x.shape[:2], self.key_heads, -1) for x in (qkvz, beta_decay))
         q, k, v, z = (x.flatten(2) for x in torch.split(qkvz, widths, -1))
-        beta, decay = (x.flatten(2) for x in torch.split(beta_decay, of_group, -1))
+        beta, decay = (x.flatten(2) for x in torch.split(beta_decay, ratio, -1))
         return torch.cat([q, k, v], -1), z, decay, beta

@@ -1,4 +1,4 @@
-"""A decoder's layer: a mixer of tokens and a feed-forward block, each added to the stream, with norms around them."""
+"""A decoder layer: a token mixer and a feed-forward block with residual connections and norms."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -8,31 +8,32 @@ from torch import Tensor
 from onward import ops
 from onward.cache import KVCache, LayerShape, PagedKVCache, StateShape
 from onward.models.architecture import WeightScope
-from onward.models.blocks.norm import RMSNorm, multiplied
+from onward.models.blocks.norm import RMSNorm, multiplied, read_norm
 from onward.models.blocks.per_layer_embeddings import PerLayerInput, PerLayerInputParams
 from onward.models.blocks.positions import Positions
 from onward.models.rope import RotarySchedule
 
 
 class AttentionAndState(NamedTuple):
-    """What a mixer keeps that attends and is recurrent too: of a token, and of a text."""
+    """The cache of a mixer with both attention and a recurrent state."""
 
     attention: LayerShape
     state: StateShape
 
 
 Cached = LayerShape | StateShape | AttentionAndState
+LayerCache = KVCache | PagedKVCache
 
 
 class Mixer(Protocol):
-    """A block that mixes what tokens know: attention, say.
+    """A block that mixes tokens, such as attention.
 
-    cached: what it keeps of a token, or a recurrent one of a text, or both; None: nothing of its own. rope: how it
-    turns queries and keys; None: not at all. reads: whose keys it reads, as a place among the layers with keys; None:
-    its own, or none. window: how many positions a token sees; None: all.
+    cached: what the cache stores for the layer; None: nothing. rope: its RoPE schedule, if any. kv_source_layer: the
+    cache index of the layer whose keys and values are shared; None: its own, or none. window: the positions that a
+    token sees; None: all.
 
-    Called with its params, x float [B, T, D], the tokens' positions, the cache and the layer's place in it: that among
-    the layers with keys and values, or that among the recurrent ones, or both.
+    Called with its params, x float [B, T, D], the tokens' positions, the cache and the layer's index in it: among the
+    attention layers, among the recurrent layers, or a pair of both.
     """
 
     @property
@@ -42,20 +43,18 @@ class Mixer(Protocol):
     def rope(self) -> RotarySchedule | None: ...
 
     @property
-    def reads(self) -> int | None: ...
+    def kv_source_layer(self) -> int | None: ...
 
     @property
     def window(self) -> int | None: ...
 
     def read(self, scope: WeightScope) -> Any: ...
 
-    def __call__(
-        self, params: Any, x_BTD: Tensor, positions: Positions, cache: KVCache | PagedKVCache, index: Any
-    ) -> Tensor: ...
+    def __call__(self, params: Any, x_BTD: Tensor, positions: Positions, cache: LayerCache, index: Any) -> Tensor: ...
 
 
 class TokenBlock(Protocol):
-    """A block that works on each token alone: float [..., D] -> [..., D]."""
+    """A block that processes each token separately: float [..., D] -> [..., D]."""
 
     def read(self, scope: WeightScope) -> Any: ...
 
@@ -64,10 +63,8 @@ class TokenBlock(Protocol):
 
 @dataclass(frozen=True)
 class LayerNames:
-    """What a checkpoint calls the parts of a layer. The names of norms that a layer has not are not used.
-
-    Llama's post_attention_layernorm is applied after the attention's sum, so it is the norm before the MLP.
-    """
+    """The names of a layer's parts in a checkpoint; those of absent norms are unused. Llama's post_attention_layernorm
+    follows the residual sum, so it is the norm before the MLP."""
 
     mixer_norm: str = "input_layernorm"
     mixer: str = "self_attn"
@@ -78,7 +75,7 @@ class LayerNames:
 
 
 class LayerParams(NamedTuple):
-    """The weights of a layer, each as its block reads them; None for norms that the layer has not."""
+    """The weights of a layer, each as its block reads them; None for absent norms."""
 
     mixer_norm: Tensor | None
     mixer: Any
@@ -94,8 +91,8 @@ class LayerParams(NamedTuple):
 class DecoderLayer:
     """x + m * post_norm(mixer(norm(x))), then the same with the feed-forward block; m is `residual_multiplier`.
 
-    mixer, feed_forward: None in a layer that has but the other one. layer_input: what the layer then does with its own
-    embedding of the token. scaled: whether a learned number multiplies the stream at the end.
+    mixer, feed_forward: one of them may be None. layer_input: adds the layer's own embedding of the tokens. scaled:
+    a learned scalar multiplies the output.
     """
 
     mixer: Mixer | None
@@ -111,36 +108,30 @@ class DecoderLayer:
 
     @property
     def cached(self) -> Cached | None:
-        """What a cache keeps for it."""
         return None if self.mixer is None else self.mixer.cached
 
     def read(self, scope: WeightScope) -> LayerParams:
+        names, block = self.names, self.feed_forward
         return LayerParams(
-            mixer_norm=_read_norm(self.mixer_norm, scope.under(self.names.mixer_norm)),
-            mixer=None if self.mixer is None else self.mixer.read(scope.under(self.names.mixer)),
-            mixer_post_norm=_read_norm(self.mixer_post_norm, scope.under(self.names.mixer_post_norm)),
-            feed_forward_norm=_read_norm(self.feed_forward_norm, scope.under(self.names.feed_forward_norm)),
-            feed_forward=self._read_feed_forward(scope.under(self.names.feed_forward)),
-            feed_forward_post_norm=_read_norm(
-                self.feed_forward_post_norm, scope.under(self.names.feed_forward_post_norm)
-            ),
+            mixer_norm=read_norm(self.mixer_norm, scope.under(names.mixer_norm)),
+            mixer=None if self.mixer is None else self.mixer.read(scope.under(names.mixer)),
+            mixer_post_norm=read_norm(self.mixer_post_norm, scope.under(names.mixer_post_norm)),
+            feed_forward_norm=read_norm(self.feed_forward_norm, scope.under(names.feed_forward_norm)),
+            feed_forward=None if block is None else block.read(scope.under(names.feed_forward)),
+            feed_forward_post_norm=read_norm(self.feed_forward_post_norm, scope.under(names.feed_forward_post_norm)),
             layer_input=None if self.layer_input is None else self.layer_input.read(scope),
             scalar=scope.take("layer_scalar", 1) if self.scaled else None,
         )
-
-    def _read_feed_forward(self, scope: WeightScope) -> Any:
-        return None if self.feed_forward is None else self.feed_forward.read(scope)
 
     def __call__(
         self,
         params: LayerParams,
         x_BTD: Tensor,
         positions: Positions,
-        cache: KVCache | PagedKVCache,
+        cache: LayerCache,
         index: Any,
-        given_BTP: Tensor | None = None,
+        layer_embedding_BTP: Tensor | None = None,
     ) -> Tensor:
-        """index: the layer's place in the cache. given_BTP: its own embedding of the tokens."""
         if self.mixer is not None:
             normed = _normed(self.mixer_norm, params.mixer_norm, x_BTD)
             mixed = self.mixer(params.mixer, normed, positions, cache, index)
@@ -149,16 +140,12 @@ class DecoderLayer:
             normed = _normed(self.feed_forward_norm, params.feed_forward_norm, x_BTD)
             fed = self.feed_forward(params.feed_forward, normed)
             x_BTD = self._added(x_BTD, _normed(self.feed_forward_post_norm, params.feed_forward_post_norm, fed))
-        if self.layer_input is not None and params.layer_input is not None and given_BTP is not None:
-            x_BTD = self.layer_input(params.layer_input, x_BTD, given_BTP)
+        if self.layer_input is not None and params.layer_input is not None and layer_embedding_BTP is not None:
+            x_BTD = self.layer_input(params.layer_input, x_BTD, layer_embedding_BTP)
         return x_BTD if params.scalar is None else x_BTD * params.scalar
 
     def _added(self, x_BTD: Tensor, branch: Tensor) -> Tensor:
         return ops.add(x_BTD, multiplied(branch, self.residual_multiplier))
-
-
-def _read_norm(norm: RMSNorm | None, scope: WeightScope) -> Tensor | None:
-    return None if norm is None else norm.read(scope)
 
 
 def _normed(norm: RMSNorm | None, weight: Tensor | None, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Root mean square normalisation (arXiv 1910.07467) with a weight; numbers as a dtype has them, and factors."""
+"""RMSNorm (arXiv 1910.07467), rounding to a dtype, and scalar factors."""
 
 import struct
 from dataclasses import dataclass
@@ -14,8 +14,8 @@ from onward.models.architecture import WeightScope
 class RMSNorm:
     """x / rms(x) * (offset + weight) over the last `width` features (`ops.rms_norm`). Its params are the weight.
 
-    after_cast: multiply after the cast to the dtype of x; by default where offset is 0. groups: how many parts of the
-    features, all of one width, have a mean square each; their weight is not offset.
+    after_cast: multiply after the cast to the dtype of x; by default where offset is 0. groups: the number of equal
+    parts of the features that are normalised separately, without offset.
     """
 
     width: int
@@ -28,23 +28,24 @@ class RMSNorm:
         return scope.take("weight", self.width)
 
     def __call__(self, weight: Tensor, x: Tensor) -> Tensor:
-        if self.groups > 1:
-            return self._by_group(weight, x)
-        return ops.rms_norm(x, weight, eps=self.eps, offset=self.offset, after_cast=self.after_cast)
-
-    def _by_group(self, weight: Tensor, x: Tensor) -> Tensor:
+        if self.groups == 1:
+            return ops.rms_norm(x, weight, eps=self.eps, offset=self.offset, after_cast=self.after_cast)
         wide = x.to(torch.float32) if self.after_cast is False else x
-        parts = over_rms(wide.reshape(*x.shape[:-1], self.groups, -1), self.eps)
+        parts = rms_normalize(wide.reshape(*x.shape[:-1], self.groups, -1), self.eps)
         return (parts.flatten(-2) * weight).to(x.dtype)
 
 
-def over_rms(x: Tensor, eps: float) -> Tensor:
-    """x / rms(x) over the last axis: a norm that has learned nothing."""
+def rms_normalize(x: Tensor, eps: float) -> Tensor:
+    """x / rms(x) over the last axis: a norm without weights."""
     return ops.rms_norm(x, x.new_ones(x.shape[-1]), eps=eps)
 
 
+def read_norm(norm: RMSNorm | None, scope: WeightScope) -> Tensor | None:
+    return None if norm is None else norm.read(scope)
+
+
 def rounded(number: float, dtype: torch.dtype) -> float:
-    """The value of `dtype` next to a positive number. No tensor is read for it, which a trace would not let pass."""
+    """A positive number rounded to `dtype`, without a tensor, whose value a trace could not read."""
     if dtype == torch.float16:
         return float(struct.unpack("e", struct.pack("e", number))[0])
     bits = int(struct.unpack("I", struct.pack("f", number))[0])
@@ -54,5 +55,5 @@ def rounded(number: float, dtype: torch.dtype) -> float:
 
 
 def multiplied(x: Tensor, factor: float) -> Tensor:
-    """x * factor, which is x itself where the factor is 1."""
+    """x * factor; x itself for a factor of 1."""
     return x if factor == 1.0 else x * factor

@@ -1,4 +1,4 @@
-"""Attention and a recurrent mixer side by side in one layer (Falcon-H1, arXiv 2507.22448)."""
+"""Attention and a recurrent mixer in parallel (Falcon-H1, arXiv 2507.22448)."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -6,10 +6,9 @@ from typing import NamedTuple
 from torch import Tensor
 
 from onward import ops
-from onward.cache import KVCache, PagedKVCache
 from onward.models.architecture import WeightScope
-from onward.models.blocks.attention import Attention, AttentionParams, FusedAttentionParams
-from onward.models.blocks.layer import AttentionAndState
+from onward.models.blocks.attention import Attention, AttentionParams
+from onward.models.blocks.layer import AttentionAndState, LayerCache
 from onward.models.blocks.mamba2 import Mamba2, Mamba2Params
 from onward.models.blocks.norm import multiplied
 from onward.models.blocks.positions import Positions
@@ -17,18 +16,14 @@ from onward.models.rope import RotarySchedule
 
 
 class ParallelMixerParams(NamedTuple):
-    """The weights of the two."""
-
-    attention: AttentionParams | FusedAttentionParams
+    attention: AttentionParams
     recurrent: Mamba2Params
 
 
 @dataclass(frozen=True)
 class ParallelMixer:
-    """The sum of what attention and Mamba2 make of the same input.
-
-    attention_in, attention_out, recurrent_out: factors of attention's input and output, and of Mamba2's output.
-    """
+    """The sum of attention and Mamba2 on the same input. attention_in, attention_out, recurrent_out: factors of
+    attention's input and output, and of Mamba2's output."""
 
     attention: Attention
     recurrent: Mamba2
@@ -38,23 +33,19 @@ class ParallelMixer:
 
     @property
     def cached(self) -> AttentionAndState:
-        """What it keeps of a token, and of a text."""
         assert self.attention.cached is not None
         return AttentionAndState(self.attention.cached, self.recurrent.cached)
 
     @property
     def rope(self) -> RotarySchedule | None:
-        """That of the attention."""
         return self.attention.rope
 
     @property
-    def reads(self) -> int | None:
-        """That of the attention."""
-        return self.attention.reads
+    def kv_source_layer(self) -> int | None:
+        return self.attention.kv_source_layer
 
     @property
     def window(self) -> int | None:
-        """That of the attention."""
         return self.attention.window
 
     def read(self, scope: WeightScope) -> ParallelMixerParams:
@@ -67,11 +58,10 @@ class ParallelMixer:
         params: ParallelMixerParams,
         x_BTD: Tensor,
         positions: Positions,
-        cache: KVCache | PagedKVCache,
+        cache: LayerCache,
         index: tuple[int, int],
     ) -> Tensor:
-        """index: the layer's places among those with keys and values, and among the recurrent ones."""
         place, state = index
-        read = self.recurrent(params.recurrent, x_BTD, positions, cache, state)
+        recurrent = self.recurrent(params.recurrent, x_BTD, positions, cache, state)
         attended = self.attention(params.attention, multiplied(x_BTD, self.attention_in), positions, cache, place)
-        return ops.add(multiplied(read, self.recurrent_out), multiplied(attended, self.attention_out))
+        return ops.add(multiplied(recurrent, self.recurrent_out), multiplied(attended, self.attention_out))

@@ -1,6 +1,6 @@
-"""Per-layer embeddings (Gemma 3n and 4): each layer adds what a table of its own has of a token to the stream.
+"""Per-layer embeddings (Gemma 3n and 4): each layer adds its own embedding of the tokens to the residual stream.
 
-Shapes: B rows, T new tokens, D hidden_size, L layers, P width of what a layer is given.
+Shapes: B rows, T new tokens, D hidden_size, L layers, P width of a layer's embedding.
 """
 
 from dataclasses import dataclass
@@ -10,13 +10,13 @@ from torch import Tensor
 
 from onward import ops
 from onward.models.architecture import WeightScope
-from onward.models.blocks.feed_forward import Activation
+from onward.models.blocks.feed_forward import Activation, gated_product
 from onward.models.blocks.norm import RMSNorm, rounded
 from onward.models.linear import Embedding, Linear
 
 
 class PerLayerEmbeddingsParams(NamedTuple):
-    """The tables of all layers side by side, and what makes as much of the embedded tokens."""
+    """The tables of all layers side by side, and the projection of the main embedding."""
 
     embed_tokens: Embedding
     projection: Linear
@@ -25,10 +25,8 @@ class PerLayerEmbeddingsParams(NamedTuple):
 
 @dataclass(frozen=True)
 class PerLayerEmbeddings:
-    """What each layer is given of a token: (table[id] * P ** 0.5 + norm(projection(x) * D ** -0.5)) * 2 ** -0.5.
-
-    norm: of P features. The factor of the table is rounded to its dtype.
-    """
+    """The embeddings of all layers: (table[id] * P ** 0.5 + norm(projection(x) * D ** -0.5)) * 2 ** -0.5. norm: of P
+    features. The factor of the table is rounded to its dtype."""
 
     vocab_size: int
     hidden_size: int
@@ -45,15 +43,15 @@ class PerLayerEmbeddings:
         )
 
     def __call__(self, params: PerLayerEmbeddingsParams, tokens: Tensor, x_BTD: Tensor) -> Tensor:
-        """int [B, T] ids and float [B, T, D], the embedded tokens -> [B, T, L, P]."""
+        """int [B, T] ids and their main embedding float [B, T, D] -> [B, T, L, P]."""
         shape = *tokens.shape, self.num_layers, self.width
-        given = params.embed_tokens(tokens) * rounded(self.width**0.5, x_BTD.dtype)
+        embedded = params.embed_tokens(tokens) * rounded(self.width**0.5, x_BTD.dtype)
         projected = (params.projection(x_BTD) * self.hidden_size**-0.5).view(shape)
-        return (self.norm(params.norm, projected) + given.view(shape)) * 2**-0.5
+        return (self.norm(params.norm, projected) + embedded.view(shape)) * 2**-0.5
 
 
 class PerLayerInputParams(NamedTuple):
-    """The weights with which a layer takes what it is given."""
+    """The weights of one layer's input."""
 
     gate: Linear
     projection: Linear
@@ -62,7 +60,7 @@ class PerLayerInputParams(NamedTuple):
 
 @dataclass(frozen=True)
 class PerLayerInput:
-    """x + norm(projection(activation(gate(x)) * given)), at the end of a layer."""
+    """x + norm(projection(activation(gate(x)) * embedding)), at the end of a layer."""
 
     hidden_size: int
     width: int
@@ -76,11 +74,6 @@ class PerLayerInput:
             self.norm.read(scope.under("post_per_layer_input_norm")),
         )
 
-    def __call__(self, params: PerLayerInputParams, x_BTD: Tensor, given_BTP: Tensor) -> Tensor:
-        gated = self._gated(params.gate(x_BTD), given_BTP)
+    def __call__(self, params: PerLayerInputParams, x_BTD: Tensor, embedding_BTP: Tensor) -> Tensor:
+        gated = gated_product(self.activation, params.gate(x_BTD), embedding_BTP)
         return ops.add(x_BTD, self.norm(params.norm, params.projection(gated)))
-
-    def _gated(self, gate: Tensor, given: Tensor) -> Tensor:
-        if self.activation == "silu":
-            return ops.swiglu(gate, given)
-        return ops.geglu(gate, given, approximate=self.activation == "gelu_tanh")

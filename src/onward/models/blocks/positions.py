@@ -1,4 +1,4 @@
-"""Where the tokens of a forward stand."""
+"""The positions of the tokens in one forward pass."""
 
 from dataclasses import dataclass
 
@@ -10,21 +10,16 @@ from onward.models.rope import RotarySchedule
 
 @dataclass(frozen=True)
 class AttentionTemperature:
-    """A factor of queries that grows with the position: 1 + beta * ln(1 + floor(position / length)).
-
-    Llama 4's, which keeps attention sharp in long texts (`llama_4_scaling_beta` in config.json).
-    """
+    """A factor of queries by position: 1 + beta * ln(1 + floor(position / length)). It comes from Llama 4 and keeps
+    attention sharp in long texts (`llama_4_scaling_beta` in config.json)."""
 
     beta: float
     length: int
 
 
 class Positions:
-    """The positions of one forward's tokens, and their angles, which are computed once for each schedule.
-
-    offsets: int32 [B], of each row's first token. every: int32 [B, T], of every token. context: the most positions that
-    the model serves.
-    """
+    """The positions of one forward pass, and the RoPE angles, computed once per schedule. offsets: int32 [B], of each
+    row's first token. every: int32 [B, T], of every token. context: the model's max_seq_len."""
 
     def __init__(self, tokens: Tensor, offsets: Tensor, context: int) -> None:
         self.offsets = offsets
@@ -39,8 +34,8 @@ class Positions:
             self._angles[schedule] = schedule.angles(self.every, self.context)
         return self._angles[schedule]
 
-    def grown(self, q_BHTE: Tensor, growth: AttentionTemperature) -> Tensor:
-        """Queries float [B, H, T, E], each times the factor of its position."""
+    def scaled_by_position(self, q_BHTE: Tensor, growth: AttentionTemperature) -> Tensor:
+        """Queries float [B, H, T, E], each multiplied by the factor of its position."""
         if growth not in self._factors:
             lengths = (self.every // growth.length).to(torch.float32)
             self._factors[growth] = (1.0 + growth.beta * torch.log(1.0 + lengths)).unsqueeze(1).unsqueeze(-1)

@@ -1,41 +1,28 @@
-"""The table of families: a file for those of one kin, which names its architectures and reads their config.json."""
+"""The table of model families: one file per family or group, which lists its architectures and reads their configs."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
 from onward.errors import ConfigError, UnsupportedArchitectureError
 from onward.models.architecture import Architecture
-from onward.models.fields import TrackedFields
+from onward.models.fields import Config, TrackedFields, words
 
-_FAMILIES = (  # the names of their files
-    "deepseek",
-    "gemma",
-    "gemma4",
-    "glm",
-    "gpt_oss",
-    "granite",
-    "hybrids",
-    "lfm2",
-    "llama",
-    "mistral",
-    "olmo",
-    "qwen",
-)
+_FAMILIES = words("deepseek gemma gemma4 glm gpt_oss granite hybrids lfm2 llama mistral olmo qwen")  # their files
 
 # An architecture's name in config.json -> the function that reads its config.
-FAMILIES: dict[str, Callable[[Mapping[str, Any]], Architecture]] = {
+FAMILIES: dict[str, Callable[[Config], Architecture]] = {
     name: read for file in _FAMILIES for name, read in import_module(f"{__name__}.{file}").ARCHITECTURES.items()
 }
 
 
-def read_config(config: Mapping[str, Any]) -> Architecture:
-    """A checkpoint's config.json -> the numbers of its model and its forward.
+def read_config(config: Config) -> Architecture:
+    """Read a checkpoint's config.json.
 
     Raises:
-        ConfigError: a field is missing or wrong, or the family does not know it. UnsupportedArchitectureError: there is
-        no such family.
+        ConfigError: a field is missing, wrong or unknown to the family.
+        UnsupportedArchitectureError: there is no such family.
     """
     names = config.get("architectures")
     if not isinstance(names, list) or len(names) != 1:
@@ -50,7 +37,7 @@ def read_config(config: Mapping[str, Any]) -> Architecture:
     return architecture
 
 
-# Bases of names whose model_type is not their words in lower case.
+# Class name prefixes whose model_type is not their words in lower case.
 _UNLIKE = {
     "GraniteMoe": "granitemoe",
     "GraniteMoeHybrid": "granitemoehybrid",
@@ -70,8 +57,8 @@ _OF_MODEL_TYPES = dict.fromkeys(("internlm3", "iquestcoder"), "LlamaForCausalLM"
 _OF_MODEL_TYPES |= {_model_type(name): name for name in FAMILIES}
 
 
-def with_architecture(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A config.json with the architecture that its model_type stands for, where it names none, or the base model alone
+def with_architecture(config: Config) -> dict[str, Any]:
+    """A config.json with the architecture of its model_type, where it names none or only the base model
     ("LlamaModel"), as files saved without a head do."""
     kind = config.get("model_type")
     architecture = _OF_MODEL_TYPES.get(kind) if isinstance(kind, str) else None

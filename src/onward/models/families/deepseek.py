@@ -1,5 +1,5 @@
 """DeepSeek-V2 (arXiv 2405.04434), V3 and R1 (arXiv 2412.19437), and Kimi K2: multi-head latent attention, and experts
-chosen by softmax in V2 and by sigmoids later."""
+chosen by softmax in V2, later by sigmoids."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -10,8 +10,8 @@ from onward.models.blocks import Decoder, DecoderLayer, Experts, LatentAttention
 from onward.models.blocks.layer import Mixer
 from onward.models.config import CommonFields, common_fields, only
 from onward.models.family_fields import grouped_experts, layers_ahead, num_dense_layers, routed_experts
-from onward.models.fields import FieldOverlay, flag, positive_int, positive_number
-from onward.models.rope import RotarySchedule, Yarn, yarn_magnitude
+from onward.models.fields import Config, FieldOverlay, flag, positive_int, positive_number
+from onward.models.rope import Yarn, yarn_magnitude
 from onward.models.rope_config import rope_fields
 
 _LATENT = {
@@ -19,8 +19,8 @@ _LATENT = {
 }  # fmt: skip
 
 
-def _read_v2(config: Mapping[str, Any]) -> Decoder:
-    """V2-Lite has no groups of experts."""
+def _read_v2(config: Config) -> Decoder:
+    """V2-Lite has no expert groups."""
     only(config, scoring_func="softmax", moe_layer_freq=1, norm_topk_prob=False, mlp_bias=False)
     only(config, topk_method=("greedy", "group_limited_greedy"))
     fields, attention = latent_attention(config, _LATENT)
@@ -33,43 +33,48 @@ def _read_v2(config: Mapping[str, Any]) -> Decoder:
     return fields.decoder(dense_then_sparse(config, fields, attention, experts, 0))
 
 
-def _read_v3(config: Mapping[str, Any]) -> Decoder:
+def _read_v3(config: Config) -> Decoder:
     only(config, scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1)
     fields, attention = latent_attention(config, _LATENT)
     experts = deepseek_experts(config, fields, count=256, inner=2048, scale=2.5, groups=(8, 4))
-    return fields.decoder(
-        dense_then_sparse(config, fields, attention, experts, 3), unread=layers_ahead(config, fields.num_layers)
-    )
+    layers = dense_then_sparse(config, fields, attention, experts, 3)
+    return fields.decoder(layers, unread=layers_ahead(config, fields.num_layers))
 
 
 def latent_attention(
-    config: Mapping[str, Any], defaults: Mapping[str, Any], **options: Any
+    config: Config, defaults: Mapping[str, Any], **options: Any
 ) -> tuple[CommonFields, LatentAttention]:
-    """The fields of a config with multi-head latent attention, and that attention.
-
-    Args:
-        defaults: the family's own of the fields that size it. A `q_lora_rank` of null means no bottleneck.
-        options: as `common_fields` takes them.
-    """
+    """The fields of a config with multi-head latent attention, and that attention. defaults: of the size fields. A
+    `q_lora_rank` of null means no bottleneck. options: of `common_fields`."""
     sizes = {name: positive_int(config, name, defaults[name]) for name in defaults if name != "q_lora_rank"}
     content, rotary = sizes["qk_nope_head_dim"], sizes["qk_rope_head_dim"]
     rank = config.get("q_lora_rank", defaults["q_lora_rank"])
-    _check_sizes(config, content, rotary)
-    # A config that says what part of a head turns, says it of the whole head.
+    if rotary % 2:
+        raise ConfigError(f"config.json: qk_rope_head_dim must be even, since RoPE rotates pairs; got {rotary}")
+    if (total := positive_int(config, "qk_head_dim", content + rotary)) != content + rotary:
+        raise ConfigError(
+            f"config.json: qk_head_dim is {total}, but qk_nope_head_dim {content} and qk_rope_head_dim {rotary} make "
+            f"{content + rotary}"
+        )
+    # partial_rotary_factor, if present, is relative to the whole head.
     whole = rope_fields(config).get("partial_rotary_factor") not in (None, 1, 1.0)
     head_dim = {"head_dim": content + rotary if whole else rotary}
     interleaved = flag(config, "rope_interleave", default=True)
-    fields = common_fields(FieldOverlay(head_dim, config), **options, interleaved=interleaved, partial_rotary=1.0)
+    fields = common_fields(FieldOverlay(head_dim, config), **options, interleaved=interleaved, partial=1.0)
     if fields.rope.dims != rotary:
         raise ConfigError(
-            f"config.json: partial_rotary_factor makes {fields.rope.dims} features of a head turn, and "
-            f"qk_rope_head_dim {rotary}"
+            f"config.json: partial_rotary_factor rotates {fields.rope.dims} features of a head, but qk_rope_head_dim "
+            f"is {rotary}"
         )
     if fields.num_kv_heads != fields.num_heads:
         raise ConfigError(
-            f"config.json: num_key_value_heads ({fields.num_kv_heads}) must be num_attention_heads "
+            f"config.json: num_key_value_heads ({fields.num_kv_heads}) must equal num_attention_heads "
             f"({fields.num_heads}) in this family, whose heads share one latent"
         )
+    scale, scaling = (content + rotary) ** -0.5, fields.rope.scaling
+    if isinstance(scaling, Yarn) and scaling.mscale_all_dim:
+        # In this family YaRN's magnitude is not in cos and sin alone.
+        scale *= yarn_magnitude(scaling.factor, scaling.mscale_all_dim) ** 2
     return fields, LatentAttention(
         hidden_size=fields.hidden_size,
         num_heads=fields.num_heads,
@@ -79,32 +84,13 @@ def latent_attention(
         rotary_dim=rotary,
         value_dim=sizes["v_head_dim"],
         rope=fields.rope,
-        scale=(content + rotary) ** -0.5 * _sharpened(fields.rope),
+        scale=scale,
         bias=flag(config, "attention_bias"),
     )
 
 
-def _check_sizes(config: Mapping[str, Any], content: int, rotary: int) -> None:
-    if rotary % 2:
-        raise ConfigError(f"config.json: qk_rope_head_dim must be even, since RoPE rotates pairs; got {rotary}")
-    total = positive_int(config, "qk_head_dim", content + rotary)
-    if total != content + rotary:
-        raise ConfigError(
-            f"config.json: qk_head_dim is {total}, but qk_nope_head_dim {content} and qk_rope_head_dim {rotary} make "
-            f"{content + rotary}"
-        )
-
-
-def _sharpened(rope: RotarySchedule) -> float:
-    """What YaRN multiplies the products of queries and keys by: here its magnitude is not in cos and sin alone."""
-    scaling = rope.scaling
-    if not isinstance(scaling, Yarn) or not scaling.mscale_all_dim:
-        return 1.0
-    return yarn_magnitude(scaling.factor, scaling.mscale_all_dim) ** 2
-
-
 def deepseek_experts(
-    config: Mapping[str, Any],
+    config: Config,
     fields: CommonFields,
     *,
     count: int,
@@ -115,35 +101,28 @@ def deepseek_experts(
     groups: tuple[int, int] = (1, 1),
     **changes: Any,
 ) -> Experts:
-    """The experts of this family and its kin.
+    """The experts of this family and related ones.
 
     Args:
-        count, inner, scale, chosen, shared, groups: of a config that does not say how many there are, how wide, by what
-            their weights are multiplied, how many a token goes through, and beside them all tokens, and in how many
-            groups they lie, of which how many are kept.
-        changes: fields of `Experts` that differ.
+        count, inner, scale, chosen, shared, groups: defaults of the number of experts, their inner width, the scale of
+            their weights, the number of chosen and of shared experts per token, and the number of groups, in all and
+            per token.
+        changes: other fields of `Experts`.
     """
     count, inner = positive_int(config, "n_routed_experts", count), positive_int(config, "moe_intermediate_size", inner)
     experts = routed_experts(
-        config,
-        fields,
-        count,
-        chosen,
-        intermediate_size=inner,
-        score="sigmoid",
+        config, fields, count, chosen, intermediate_size=inner, score="sigmoid",
         normalize=flag(config, "norm_topk_prob", default=True),
-        scale=positive_number(config, "routed_scaling_factor", scale),
-        choice_bias=True,
-        float32_router=True,
+        scale=positive_number(config, "routed_scaling_factor", scale), choice_bias=True, float32_router=True,
         shared=fields.feed_forward(intermediate_size=inner * positive_int(config, "n_shared_experts", shared)),
-    )
+    )  # fmt: skip
     return replace(grouped_experts(config, experts, groups), **changes)
 
 
 def dense_then_sparse(
-    config: Mapping[str, Any], fields: CommonFields, mixer: Mixer, experts: Experts, first: int
+    config: Config, fields: CommonFields, mixer: Mixer, experts: Experts, first: int
 ) -> list[DecoderLayer]:
-    """All layers: the first ones without experts. first: how many, of a config that does not say."""
+    """All layers, the leading ones without experts. first: the default number of these."""
     first, dense = num_dense_layers(config, first), fields.feed_forward()
     return [fields.layer(mixer, dense if i < first else experts) for i in range(fields.num_layers)]
 

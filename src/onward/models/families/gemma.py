@@ -1,11 +1,12 @@
-"""Gemma 2 (arXiv 2408.00118): four norms a layer, a window in every other layer, capped scores and logits.
-Gemma 3 (arXiv 2503.19786): norms of heads instead of caps, and layers with a window that turn faster.
+"""Gemma 2 (arXiv 2408.00118): four norms per layer, a window in every other layer, soft caps on scores and logits.
+Gemma 3 (arXiv 2503.19786): norms of heads instead of caps, and a smaller RoPE base in layers with a window.
 
-Of multimodal checkpoints the text part is loaded.
+Only the text part of multimodal checkpoints is loaded.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from onward.models.blocks import Attention, Decoder, DecoderLayer, LayerNames
@@ -19,10 +20,10 @@ from onward.models.config import (
     ropes_by_type,
     sliding_window,
 )
-from onward.models.fields import FieldOverlay, flag, positive_int, positive_number, softcap
+from onward.models.fields import Config, FieldOverlay, flag, positive_int, positive_number, softcap, words
 from onward.models.rope_config import rotary_schedule
 
-# What a config that does not name a field means. Files of the hub leave most of them out.
+# The defaults of fields, which most files on the hub omit.
 DEFAULTS = {
     "vocab_size": 256_000,
     "num_attention_heads": 8,
@@ -42,13 +43,13 @@ NAMES = LayerNames(
     feed_forward_norm="pre_feedforward_layernorm",
     feed_forward_post_norm="post_feedforward_layernorm",
 )
-_IMAGES = (
-    *("vision_config", "mm_tokens_per_image", "boi_token_index", "eoi_token_index", "image_token_index"),
-    *("boi_token_id", "eoi_token_id", "image_token_id"),
-)
+_IMAGES = words("""
+    vision_config mm_tokens_per_image boi_token_index eoi_token_index image_token_index boi_token_id eoi_token_id
+    image_token_id
+""")
 
 
-def _read_gemma2(config: Mapping[str, Any]) -> Decoder:
+def _read_gemma2(config: Config) -> Decoder:
     config = FieldOverlay(config, DEFAULTS)
     fields = common_fields(config, **ACTIVATION)
     attention = fields.attention(softcap=softcap(config, "attn_logit_softcapping", 50.0))
@@ -57,11 +58,11 @@ def _read_gemma2(config: Mapping[str, Any]) -> Decoder:
     return _decoder(config, fields, (replace(attention, window=window) for window in windows), cap)
 
 
-def _read_gemma3(config: Mapping[str, Any]) -> Decoder:
+def _read_gemma3(config: Config) -> Decoder:
     ropes = ropes_by_type(config)
     full = {"rope_parameters": ropes.get("full_attention", {})}
     config = FieldOverlay(full, config, _DEFAULTS_3)
-    fields = common_fields(config, **ACTIVATION, default_base=1e6)
+    fields = common_fields(config, **ACTIVATION, base=1e6)
     sliding = {"rope_theta": config.get("rope_local_base_freq"), "rope_parameters": ropes.get("sliding_attention")}
     local = rotary_schedule(sliding, fields.head_dim, fields.max_position_embeddings, base=1e4)
     norm = fields.norm(fields.head_dim, offset=1.0)
@@ -72,10 +73,8 @@ def _read_gemma3(config: Mapping[str, Any]) -> Decoder:
     return _decoder(config, fields, attentions, softcap(config, "final_logit_softcapping"))
 
 
-def _decoder(
-    config: Mapping[str, Any], fields: CommonFields, attentions: Iterable[Attention], cap: float | None
-) -> Decoder:
-    """Norms before and after each block, all of them with weights that are added to 1. cap: of the logits."""
+def _decoder(config: Config, fields: CommonFields, attentions: Iterable[Attention], cap: float | None) -> Decoder:
+    """Norms before and after each block, with weights added to 1. cap: of the logits."""
     bias, scale = flag(config, "attention_bias"), positive_number(config, "query_pre_attn_scalar") ** -0.5
     norm = fields.norm(offset=1.0)
     mixers = (replace(attention, qkv_bias=bias, o_bias=bias, scale=scale) for attention in attentions)
@@ -88,12 +87,8 @@ def _decoder(
     )
 
 
-def _read_gemma3_with_images(config: Mapping[str, Any]) -> Decoder:
-    return read_text_part(config, _read_gemma3, _IMAGES, ("model.vision_tower.", "model.multi_modal_projector."))
-
-
 ARCHITECTURES = {
     "Gemma2ForCausalLM": _read_gemma2,
     "Gemma3ForCausalLM": _read_gemma3,
-    "Gemma3ForConditionalGeneration": _read_gemma3_with_images,
+    "Gemma3ForConditionalGeneration": partial(read_text_part, read=_read_gemma3, other_fields=_IMAGES),
 }

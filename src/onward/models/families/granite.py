@@ -1,7 +1,7 @@
-"""Granite 3 (arXiv 2405.04324): Llama with factors on embedding, residual branches, scores and logits; with experts, of
-which newer models have a block of all tokens beside them. Granite 4: Mamba2 (arXiv 2405.21060) in most layers."""
+"""Granite 3 (arXiv 2405.04324): Llama with factors on embedding, residual branches, scores and logits; optionally with
+experts, and in newer models a dense block beside them. Granite 4: Mamba2 (arXiv 2405.21060) in most layers."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -9,17 +9,17 @@ from onward.models.blocks import Attention, Decoder, ExpertNames, Experts, FeedF
 from onward.models.blocks.layer import Mixer, TokenBlock
 from onward.models.config import CommonFields, common_fields, ignore, only
 from onward.models.family_fields import FULL, LINEAR, hybrid_types, mamba_block, routed_experts
-from onward.models.fields import FieldOverlay, flag, positive_int, positive_number
+from onward.models.fields import Config, FieldOverlay, flag, positive_int, positive_number
 
 
-def _read_granite(config: Mapping[str, Any]) -> Decoder:
+def _read_granite(config: Config) -> Decoder:
     fields = common_fields(config)
     block = fields.feed_forward(bias=flag(config, "mlp_bias"))
     return _decoder(config, fields, [(_attention(config, fields), block, LayerNames())] * fields.num_layers)
 
 
-def _read_moe(config: Mapping[str, Any], *, has_shared: bool = False) -> Decoder:
-    """Shares of experts by softmax of the chosen."""
+def _read_moe(config: Config, *, has_shared: bool = False) -> Decoder:
+    """Experts weighted by the softmax of the chosen ones."""
     fields = common_fields(config)
     has_shared = has_shared and bool(config.get("shared_intermediate_size"))
     experts = _experts(config, fields, _shared_block(config, fields) if has_shared else None)
@@ -27,20 +27,20 @@ def _read_moe(config: Mapping[str, Any], *, has_shared: bool = False) -> Decoder
     return _decoder(config, fields, [layer] * fields.num_layers)
 
 
-def _read_hybrid(config: Mapping[str, Any]) -> Decoder:
-    """Mamba2 in most layers, attention without positions in the others; experts, or dense."""
-    fields = common_fields(FieldOverlay(config, {"intermediate_size": 1}))  # of experts, which a dense model has not
+def _read_hybrid(config: Config) -> Decoder:
+    """Mamba2 in most layers, attention without RoPE in the others; experts, or dense."""
+    fields = common_fields(FieldOverlay(config, {"intermediate_size": 1}))  # of experts; absent in dense models
     only(config, position_embedding_type=("rope", "nope"), normalization_function="rmsnorm")
     dense = config.get("num_local_experts") == 0
     ignore(config, "init_method", *(["num_experts_per_tok"] if dense else []))
     shared = _shared_block(config, fields)
     block = shared if dense else _experts(config, fields, shared)
-    turns = config.get("position_embedding_type") == "rope"
     types = hybrid_types(config, "layer_types", fields.num_layers, default=[LINEAR] * fields.num_layers)
-    mixers: dict[str, Mixer] = {FULL: _attention(config, fields, rope=fields.rope if turns else None)}
+    rope = fields.rope if config.get("position_embedding_type") == "rope" else None
+    mixers: dict[str, Mixer] = {FULL: _attention(config, fields, rope=rope)}
     if LINEAR in types:
         mixers[LINEAR] = mamba_block(config, fields)
-    # Files have these without such layers too.
+    # Files have these even without such layers.
     ignore(config, *(name for name in config if name.startswith(("mamba_", "time_step_"))))
     names = {
         kind: LayerNames(mixer="self_attn" if kind == FULL else "mamba", feed_forward="shared_mlp" if dense else "")
@@ -49,13 +49,12 @@ def _read_hybrid(config: Mapping[str, Any]) -> Decoder:
     return _decoder(config, fields, ((mixers[kind], block, names[kind]) for kind in types))
 
 
-def _attention(config: Mapping[str, Any], fields: CommonFields, **changes: Any) -> Attention:
+def _attention(config: Config, fields: CommonFields, **changes: Any) -> Attention:
     bias, scale = flag(config, "attention_bias"), positive_number(config, "attention_multiplier", 1.0)
     return fields.attention(qkv_bias=bias, o_bias=bias, scale=scale, **changes)
 
 
-def _shared_block(config: Mapping[str, Any], fields: CommonFields) -> FeedForward:
-    """The feed-forward block of all tokens."""
+def _shared_block(config: Config, fields: CommonFields) -> FeedForward:
     return fields.feed_forward(
         intermediate_size=positive_int(config, "shared_intermediate_size", 1024),
         fused=True,
@@ -63,15 +62,13 @@ def _shared_block(config: Mapping[str, Any], fields: CommonFields) -> FeedForwar
     )
 
 
-def _experts(config: Mapping[str, Any], fields: CommonFields, shared: FeedForward | None) -> Experts:
+def _experts(config: Config, fields: CommonFields, shared: FeedForward | None) -> Experts:
     names = ExpertNames("block_sparse_moe.router.layer", experts="block_sparse_moe.experts", shared="shared_mlp")
     count = positive_int(config, "num_local_experts", 8)
     return routed_experts(config, fields, count, 2, score="softmax_of_chosen", shared=shared, names=names)
 
 
-def _decoder(
-    config: Mapping[str, Any], fields: CommonFields, layers: Iterable[tuple[Mixer, TokenBlock, LayerNames]]
-) -> Decoder:
+def _decoder(config: Config, fields: CommonFields, layers: Iterable[tuple[Mixer, TokenBlock, LayerNames]]) -> Decoder:
     multiplier = positive_number(config, "residual_multiplier", 1.0)
     return fields.decoder(
         (fields.layer(mixer, block, residual_multiplier=multiplier, names=names) for mixer, block, names in layers),

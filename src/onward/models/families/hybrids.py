@@ -1,10 +1,7 @@
-"""Bamba: Mamba2 (arXiv 2405.21060) in most layers, attention with half of a head turning in the others.
-Falcon-H1 (arXiv 2507.22448): attention and Mamba2 side by side in each layer, with factors on nearly everything.
-Nemotron-H and Nemotron 3 (arXiv 2504.03624): layers of one block each: Mamba2, attention without positions, a
-feed-forward block of relu2, or experts of such."""
-
-from collections.abc import Mapping
-from typing import Any
+"""Bamba: Mamba2 (arXiv 2405.21060) in most layers, attention with half-rotated heads in the others.
+Falcon-H1 (arXiv 2507.22448): attention and Mamba2 in parallel in each layer, with factors on nearly everything.
+Nemotron-H and Nemotron 3 (arXiv 2504.03624): each layer is one block: Mamba2, attention without RoPE, a relu2
+feed-forward block, or relu2 experts."""
 
 from onward.errors import ConfigError
 from onward.models.blocks import (
@@ -30,19 +27,19 @@ from onward.models.family_fields import (
     mamba_block,
     routed_experts,
 )
-from onward.models.fields import FieldOverlay, flag, number, positive_int, positive_number
+from onward.models.fields import Config, FieldOverlay, flag, number, positive_int, positive_number, words
 
 _FINAL = DecoderNames(norm="model.final_layernorm")
 
 
 def _names(mixer: str) -> LayerNames:
-    """Of Bamba and Falcon-H1."""
+    """The names of Bamba and Falcon-H1."""
     return LayerNames(mixer=mixer, feed_forward_norm="pre_ff_layernorm", feed_forward="feed_forward")
 
 
-def _read_bamba(config: Mapping[str, Any]) -> Decoder:
+def _read_bamba(config: Config) -> Decoder:
     ignore(config, "z_loss_coefficient")  # of the training
-    fields = common_fields(config, partial_rotary=0.5, default_eps=1e-5)
+    fields = common_fields(config, partial=0.5, default_eps=1e-5)
     bias = flag(config, "attention_bias")
     mixers: dict[str, Mixer] = {FULL: fields.attention(qkv_bias=bias, o_bias=bias), LINEAR: mamba_block(config, fields)}
     feed_forward = fields.feed_forward(bias=flag(config, "mlp_bias"))
@@ -55,12 +52,9 @@ def _read_bamba(config: Mapping[str, Any]) -> Decoder:
     return fields.decoder((layers[kind] for kind in types), names=_FINAL)
 
 
-# ── Falcon-H1 ─────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def _read_falcon_h1(config: Mapping[str, Any]) -> Decoder:
+def _read_falcon_h1(config: Config) -> Decoder:
     only(config, mamba_use_mlp=True)
-    ignore(config, "attn_layer_indices", "mlp_expansion_factor")  # no forward asks for these
+    ignore(config, "attn_layer_indices", "mlp_expansion_factor")  # without effect
     fields = common_fields(config, default_eps=1e-5)
     gate, down = _numbers(config, "mlp_multipliers", 2)
     feed_forward = fields.feed_forward(bias=flag(config, "mlp_bias"), gate_multiplier=gate, down_multiplier=down)
@@ -73,7 +67,7 @@ def _read_falcon_h1(config: Mapping[str, Any]) -> Decoder:
     )
 
 
-def _side_by_side(config: Mapping[str, Any], fields: CommonFields) -> ParallelMixer:
+def _side_by_side(config: Config, fields: CommonFields) -> ParallelMixer:
     by_width = "mamba_d_ssm" in config and config["mamba_d_ssm"] is None
     bias = flag(config, "attention_bias")
     mamba = mamba_block(
@@ -86,7 +80,7 @@ def _side_by_side(config: Mapping[str, Any], fields: CommonFields) -> ParallelMi
         multipliers=_numbers(config, "ssm_multipliers", 5),
         **({} if flag(config, "mamba_rms_norm") else {"norm": None}),
     )
-    # A factor of keys is one of the products.
+    # A factor of keys is a factor of the scores.
     scale = fields.head_dim**-0.5 * number(config, "key_multiplier", 1.0)
     return ParallelMixer(
         attention=fields.attention(qkv_bias=bias, o_bias=bias, scale=scale),
@@ -97,8 +91,8 @@ def _side_by_side(config: Mapping[str, Any], fields: CommonFields) -> ParallelMi
     )
 
 
-def _numbers(config: Mapping[str, Any], name: str, count: int) -> tuple[float, ...]:
-    """So many factors; 1 by default."""
+def _numbers(config: Config, name: str, count: int) -> tuple[float, ...]:
+    """A list of `count` factors; 1 by default."""
     values = config.get(name)
     if values is None:
         return (1.0,) * count
@@ -107,27 +101,23 @@ def _numbers(config: Mapping[str, Any], name: str, count: int) -> tuple[float, .
     return tuple(number({name: value}, name) for value in values)
 
 
-# ── Nemotron-H ────────────────────────────────────────────────────────────────────────────────────────────────
-
 _MLP, _MOE = "mlp", "moe"
 _BY_LETTER = {"M": LINEAR, "*": FULL, "-": _MLP, "E": _MOE}
-# Of layers that predict several tokens, of the training, and what follows from other fields; and of experts and Mamba2,
-# which files name for models without such layers too.
-_NO_SAY = (
-    *("num_nextn_predict_layers", "mtp_layers_block_type", "mtp_hybrid_override_pattern"),
-    *("moe_shared_expert_overlap", "expand", "time_step_limit"),
-    *("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "moe_shared_expert_intermediate_size"),
-    *("moe_latent_size", "n_group", "topk_group", "norm_topk_prob", "routed_scaling_factor"),
-    *("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel", "use_bias", "use_conv_bias"),
-    *("mlp_bias", *MAMBA_FIELDS),
-)
+# Fields of multi-token prediction and training, fields that follow from others, and fields of experts and Mamba2, which
+# files have even without such layers.
+_NO_EFFECT = words("""
+    num_nextn_predict_layers mtp_layers_block_type mtp_hybrid_override_pattern moe_shared_expert_overlap expand
+    time_step_limit n_routed_experts num_experts_per_tok moe_intermediate_size moe_shared_expert_intermediate_size
+    moe_latent_size n_group topk_group norm_topk_prob routed_scaling_factor mamba_num_heads mamba_head_dim n_groups
+    ssm_state_size conv_kernel use_bias use_conv_bias mlp_bias
+""")
 _LAYER = LayerNames(mixer_norm="norm", mixer="mixer", feed_forward_norm="norm", feed_forward="mixer")
 
 
-def _read_nemotron_h(config: Mapping[str, Any]) -> Decoder:
+def _read_nemotron_h(config: Config) -> Decoder:
     only(config, mlp_hidden_act="relu2", mamba_hidden_act="silu", attention_bias=False, residual_in_fp32=False)
     only(config, mamba_proj_bias=False, n_shared_experts=1)
-    ignore(config, *_NO_SAY)
+    ignore(config, *_NO_EFFECT, *MAMBA_FIELDS)
     eps = positive_number(config, "layer_norm_epsilon", 1e-5)
     for name in ("norm_eps", "rms_norm_eps"):
         if config.get(name) not in (None, eps):
@@ -145,21 +135,21 @@ def _read_nemotron_h(config: Mapping[str, Any]) -> Decoder:
     )
 
 
-def _layer_types(config: Mapping[str, Any]) -> list[str]:
-    """The block of each layer: by name, or by a pattern of letters."""
+def _layer_types(config: Config) -> list[str]:
+    """The block of each layer, by name or by a pattern of letters."""
     pattern, types = config.get("hybrid_override_pattern"), config.get("layers_block_type")
     if types is None and isinstance(pattern, str) and set(pattern) <= set(_BY_LETTER):
         types = [_BY_LETTER[letter] for letter in pattern]
     if not isinstance(types, list) or not types:
         raise ConfigError(
-            "config.json: this family wants hybrid_override_pattern, a letter of "
+            "config.json: this family needs hybrid_override_pattern, a letter of "
             f"{', '.join(_BY_LETTER)} for each layer, or layers_block_type; got {pattern!r} and {types!r}"
         )
     count = positive_int(config, "num_hidden_layers", len(types))
     return hybrid_types({"layers_block_type": types}, "layers_block_type", count, also=(_MLP, _MOE))
 
 
-def _layer(config: Mapping[str, Any], fields: CommonFields, kind: str) -> DecoderLayer:
+def _layer(config: Config, fields: CommonFields, kind: str) -> DecoderLayer:
     norm = fields.norm(after_cast=False)
     if kind in (FULL, LINEAR):
         mixer: Mixer = fields.attention(rope=None) if kind == FULL else _mamba(config, fields)
@@ -168,45 +158,35 @@ def _layer(config: Mapping[str, Any], fields: CommonFields, kind: str) -> Decode
     return DecoderLayer(None, block, feed_forward_norm=norm, names=_LAYER)
 
 
-def _mamba(config: Mapping[str, Any], fields: CommonFields) -> Mamba2:
+def _mamba(config: Config, fields: CommonFields) -> Mamba2:
     bias = flag(config, "use_bias")
     return mamba2(
-        config,
-        fields,
+        config, fields,
         heads=positive_int(config, "mamba_num_heads", 128),
         head_dim=positive_int(config, "mamba_head_dim", 64),
         groups=positive_int(config, "n_groups", 8),
         state_dim=positive_int(config, "ssm_state_size", 128),
-        taps=positive_int(config, "conv_kernel", 4),
+        kernel_size=positive_int(config, "conv_kernel", 4),
         conv_bias=flag(config, "use_conv_bias", default=True),
-        in_bias=bias,
-        out_bias=bias,
-        limits=(positive_number(config, "time_step_min", 0.001), float("inf")),
-    )
+        in_bias=bias, out_bias=bias, limits=(positive_number(config, "time_step_min", 0.001), float("inf")),
+    )  # fmt: skip
 
 
-def _feed_forward(config: Mapping[str, Any], inner: int, fields: CommonFields) -> UngatedFeedForward:
+def _feed_forward(config: Config, inner: int, fields: CommonFields) -> UngatedFeedForward:
     return UngatedFeedForward(fields.hidden_size, inner, flag(config, "mlp_bias"))
 
 
-def _experts(config: Mapping[str, Any], fields: CommonFields) -> Experts:
+def _experts(config: Config, fields: CommonFields) -> Experts:
     latent = config.get("moe_latent_size")
     experts = routed_experts(
-        config,
-        fields,
-        positive_int(config, "n_routed_experts", 8),
-        2,
+        config, fields, positive_int(config, "n_routed_experts", 8), 2, score="sigmoid", activation="relu2",
         intermediate_size=positive_int(config, "moe_intermediate_size", 7688),
-        score="sigmoid",
         normalize=flag(config, "norm_topk_prob", default=True),
-        scale=positive_number(config, "routed_scaling_factor", 1.0),
-        choice_bias=True,
-        float32_router=True,
+        scale=positive_number(config, "routed_scaling_factor", 1.0), choice_bias=True, float32_router=True,
         shared=_feed_forward(config, positive_int(config, "moe_shared_expert_intermediate_size", 7688), fields),
-        activation="relu2",
         latent_dim=None if latent is None else positive_int(config, "moe_latent_size"),
         latent_bias=flag(config, "mlp_bias"),
-    )
+    )  # fmt: skip
     return grouped_experts(config, experts)
 
 

@@ -1,8 +1,7 @@
-"""LFM2 (arXiv 2511.23404): gated short convolutions in most layers, attention with norms of heads in the others; dense,
-and with experts."""
+"""LFM2 (arXiv 2511.23404), dense and with experts: gated short convolutions in most layers, attention with norms of
+heads in the others."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from onward.errors import ConfigError
 from onward.models.blocks import (
@@ -15,23 +14,23 @@ from onward.models.blocks import (
     ShortConvMixer,
 )
 from onward.models.blocks.layer import TokenBlock
-from onward.models.config import CommonFields, check_attends, check_layer_types, common_fields, ignore, only
+from onward.models.config import CommonFields, check_attends, common_fields, ignore, layer_types, only
 from onward.models.family_fields import FULL, layers_by_index, num_dense_layers, routed_experts
-from onward.models.fields import FieldOverlay, flag, positive_int, positive_number
+from onward.models.fields import Config, FieldOverlay, flag, positive_int, positive_number
 
 _FEED_FORWARD = FeedForwardNames("w1", "w3", "w2")
 _CONV = "conv"
 
 
-def _read_lfm2(config: Mapping[str, Any]) -> Decoder:
+def _read_lfm2(config: Config) -> Decoder:
     fields = _fields(config)
     width = _adjusted(config, fields.intermediate_size)
     feed_forward = fields.feed_forward(intermediate_size=width, names=_FEED_FORWARD)
     return _decoder(config, fields, [feed_forward] * fields.num_layers)
 
 
-def _read_lfm2_moe(config: Mapping[str, Any]) -> Decoder:
-    """Experts by sigmoids in all layers but the first."""
+def _read_lfm2_moe(config: Config) -> Decoder:
+    """Experts chosen by sigmoids, in all layers but the first."""
     fields = _fields(config)
     experts = routed_experts(
         config,
@@ -51,21 +50,20 @@ def _read_lfm2_moe(config: Mapping[str, Any]) -> Decoder:
     return _decoder(config, fields, [feed_forward if i < first else experts for i in range(fields.num_layers)])
 
 
-def _fields(config: Mapping[str, Any]) -> CommonFields:
-    """The common fields under the names that this family gives them."""
+def _fields(config: Config) -> CommonFields:
+    """The common fields, under this family's names."""
     shared = {"intermediate_size": config.get("block_ff_dim"), "tie_word_embeddings": config.get("tie_embedding")}
     eps = positive_number(config, "norm_eps", 1e-5)
-    fields = common_fields(FieldOverlay(shared, {"rms_norm_eps": eps}, config), default_tie=True, default_base=1e6)
+    fields = common_fields(FieldOverlay(shared, {"rms_norm_eps": eps}, config), default_tie=True, base=1e6)
     hidden = fields.hidden_size
     only(config, block_dim=hidden, conv_dim=hidden, conv_dim_out=hidden, num_heads=fields.num_heads)
     only(config, block_norm_eps=eps, block_use_swiglu=True, use_pos_enc=True)
-    # How the weights were drawn before the training.
+    # How weights were initialised.
     ignore(config, "block_mlp_init_scale", "block_out_init_scale", "block_use_xavier_init", "conv_use_xavier_init")
     return fields
 
 
-def _decoder(config: Mapping[str, Any], fields: CommonFields, feed_forwards: Sequence[TokenBlock]) -> Decoder:
-    """feed_forwards: the block of each layer."""
+def _decoder(config: Config, fields: CommonFields, feed_forwards: Sequence[TokenBlock]) -> Decoder:
     norm = fields.norm(fields.head_dim)
     attention = fields.attention(
         q_norm=norm, k_norm=norm, names=AttentionNames(o_proj="out_proj", q_norm="q_layernorm", k_norm="k_layernorm")
@@ -84,8 +82,8 @@ def _decoder(config: Mapping[str, Any], fields: CommonFields, feed_forwards: Seq
     )
 
 
-def _adjusted(config: Mapping[str, Any], size: int) -> int:
-    """The inner width: two thirds of what the config says, rounded up, unless the config says that it is exact."""
+def _adjusted(config: Config, size: int) -> int:
+    """The inner width: two thirds of the config's, rounded up, unless auto-adjustment is off."""
     multiple = positive_int(config, "block_multiple_of", 256)
     factor = positive_number(config, "block_ffn_dim_multiplier", 1.0)
     if not flag(config, "block_auto_adjust_ff_dim", default=True):
@@ -93,18 +91,16 @@ def _adjusted(config: Mapping[str, Any], size: int) -> int:
     return multiple * -(-int(factor * int(2 * size / 3)) // multiple)
 
 
-def _layer_types(config: Mapping[str, Any], num_layers: int) -> list[str]:
-    """What each layer mixes with: `layer_types`, or attention in those that `full_attn_idxs` names, or in all."""
-    types, attending = config.get("layer_types"), config.get("full_attn_idxs")
-    if attending is not None:
-        by_index = layers_by_index(config, "full_attn_idxs", num_layers, _CONV)
-        if types is not None and types != by_index:
-            raise ConfigError(f"config.json: layer_types and full_attn_idxs {attending} name other layers: keep one")
-        types = by_index
-    types = [FULL] * num_layers if types is None else types
-    check_layer_types(types, num_layers, (FULL, _CONV))
+def _layer_types(config: Config, num_layers: int) -> tuple[str, ...]:
+    """The mixer of each layer: `layer_types`, or attention in the layers of `full_attn_idxs`, or in all."""
+    attention_layers, default = config.get("full_attn_idxs"), [FULL] * num_layers
+    if attention_layers is not None:
+        default = layers_by_index(config, "full_attn_idxs", num_layers, _CONV)
+        if config.get("layer_types") not in (None, default):
+            raise ConfigError(f"config.json: layer_types and full_attn_idxs {attention_layers} differ: keep one")
+    types = layer_types(config, default, (FULL, _CONV))
     check_attends(types)
-    return list(types)
+    return types
 
 
 ARCHITECTURES = {"Lfm2ForCausalLM": _read_lfm2, "Lfm2MoeForCausalLM": _read_lfm2_moe}

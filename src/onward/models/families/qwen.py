@@ -1,10 +1,9 @@
 """Qwen2 and 2.5 (arXiv 2407.10671), Qwen3 (arXiv 2505.09388), Qwen3-Next, Qwen3.5 and 3.6; dense, and with experts.
 
-Layers that predict several tokens (`mtp.*`) are no part of these forwards. Checkpoints of Qwen3.5 and 3.6 come with a
-vision tower too (`model.visual.*`), of which nothing is read.
+Multi-token prediction layers (`mtp.*`) are not used, nor is the vision tower of Qwen3.5 and 3.6 (`model.visual.*`).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -17,41 +16,42 @@ from onward.models.config import (
     check_layer_types,
     common_fields,
     ignore,
+    layer_types,
     layer_windows,
     read_text_part,
     sliding_window,
 )
 from onward.models.family_fields import FULL, LINEAR, layers_with_experts, qwen_expert_count, routed_experts
-from onward.models.fields import FieldOverlay, flag, positive_int
+from onward.models.fields import Config, FieldOverlay, flag, positive_int, words
 
-# Fields of Qwen3-Next's experts and of the block beside them.
-_EXPERTS = (
-    *("num_experts_per_tok", "norm_topk_prob", "moe_intermediate_size", "shared_expert_intermediate_size"),
-    *("num_experts", "num_local_experts"),
-)
-_VISION = ("vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
-# What some files of Qwen3.5 say and no forward of this family asks, for it is always so.
-_ALWAYS = {"attn_output_gate": True, "norm_topk_prob": True, "decoder_sparse_step": 1}
-# Of layers that predict several tokens, and of states, which are float32.
-_NO_SAY = ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype")
+_HYBRID: dict[str, Any] = {"default_head_dim": 256, "partial": 0.25}
+# Fields of Qwen3-Next's experts, shared ones included.
+_EXPERTS = words("""
+    num_experts_per_tok norm_topk_prob moe_intermediate_size shared_expert_intermediate_size num_experts
+    num_local_experts
+""")
+_VISION = words("vision_config image_token_id video_token_id vision_start_token_id vision_end_token_id")
+# Fields of some Qwen3.5 files whose value is fixed.
+_FIXED = {"attn_output_gate": True, "norm_topk_prob": True, "decoder_sparse_step": 1}
+# Fields of multi-token prediction, and of recurrent states, which are always float32.
+_NO_EFFECT = words("mtp_num_hidden_layers mtp_use_dedicated_embeddings mamba_ssm_dtype")
 
 
-def _read_qwen2(config: Mapping[str, Any]) -> Decoder:
+def _read_qwen2(config: Config) -> Decoder:
     """Biases on queries, keys and values."""
     fields = common_fields(config)
     return fields.decoder(fields.windowed(fields.attention(qkv_bias=True), _windows(config, fields.num_layers)))
 
 
-def _read_qwen3(config: Mapping[str, Any]) -> Decoder:
+def _read_qwen3(config: Config) -> Decoder:
     """A norm on every query and key head, no biases."""
-    # A Qwen3 config without head_dim means 128, not hidden_size / heads.
+    # head_dim defaults to 128, not hidden_size / heads.
     fields = common_fields(config, default_head_dim=128)
     return fields.decoder(fields.windowed(_attention(config, fields), _windows(config, fields.num_layers)))
 
 
-def _windows(config: Mapping[str, Any], num_layers: int) -> tuple[int | None, ...]:
-    """The window of each layer; none without `use_sliding_window`. By default those from `max_window_layers` on have
-    one."""
+def _windows(config: Config, num_layers: int) -> tuple[int | None, ...]:
+    """The window of each layer, if `use_sliding_window` is set; by default from layer `max_window_layers` on."""
     window = sliding_window(config) if flag(config, "use_sliding_window") else None
     types = config.get("layer_types")
     if types is None:
@@ -61,36 +61,33 @@ def _windows(config: Mapping[str, Any], num_layers: int) -> tuple[int | None, ..
     return layer_windows(types, window, has_switch=True)
 
 
-def _read_qwen3_moe(config: Mapping[str, Any]) -> Decoder:
-    """Qwen3's attention, and experts in all layers or some."""
+def _read_qwen3_moe(config: Config) -> Decoder:
+    """Qwen3's attention, and experts in all or some layers."""
     fields = common_fields(config)
     window = sliding_window(config) if flag(config, "use_sliding_window") else None
     attention = _attention(config, fields, window=window)
-    inner = positive_int(config, "moe_intermediate_size", 768)
-    normalize = flag(config, "norm_topk_prob")
-    count = qwen_expert_count(config, 128)
-    experts = routed_experts(config, fields, count, 8, intermediate_size=inner, normalize=normalize)
+    experts = routed_experts(
+        config, fields, qwen_expert_count(config, 128), 8, normalize=flag(config, "norm_topk_prob"),
+        intermediate_size=positive_int(config, "moe_intermediate_size", 768),
+    )  # fmt: skip
     return fields.decoder(
         fields.layer(attention, experts if sparse else fields.feed_forward())
         for sparse in layers_with_experts(config, fields.num_layers)
     )
 
 
-def _attention(config: Mapping[str, Any], fields: CommonFields, offset: float = 0.0, **changes: Any) -> Attention:
-    """offset: of the norms of heads. changes: fields of `Attention` that differ."""
+def _attention(config: Config, fields: CommonFields, offset: float = 0.0, **changes: Any) -> Attention:
+    """offset: of the norms of heads. changes: other fields of `Attention`."""
     bias, norm = flag(config, "attention_bias"), fields.norm(fields.head_dim, offset=offset)
     return fields.attention(qkv_bias=bias, o_bias=bias, q_norm=norm, k_norm=norm, **changes)
 
 
-# ── Gated DeltaNet ────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def _read_qwen3_next(config: Mapping[str, Any]) -> Decoder:
-    """Three layers of Gated DeltaNet (arXiv 2412.06464) to one of attention with an output gate; experts."""
-    fields = _hybrid_fields(config)
+def _read_qwen3_next(config: Config) -> Decoder:
+    """Three Gated DeltaNet layers (arXiv 2412.06464) to one of attention with an output gate; experts."""
+    fields = common_fields(config, **_HYBRID)
     sparse = layers_with_experts(config, fields.num_layers)
     if config.get("num_experts") == 0:
-        ignore(config, *_EXPERTS)  # which no layer has
+        ignore(config, *_EXPERTS)
         blocks: list[TokenBlock] = [fields.feed_forward()] * fields.num_layers
     else:
         experts = _gated_experts(config, fields, 512, 10, flag(config, "norm_topk_prob", default=True))
@@ -98,65 +95,48 @@ def _read_qwen3_next(config: Mapping[str, Any]) -> Decoder:
     return _hybrid_decoder(config, fields, blocks, fused=True)
 
 
-def _read_qwen3_5(config: Mapping[str, Any], *, sparse: bool = False) -> Decoder:
-    """Qwen3-Next's layers with the projections of Gated DeltaNet apart; dense, or with experts in all layers."""
-    for field, value in _ALWAYS.items():
+def _read_qwen3_5(config: Config, *, sparse: bool = False) -> Decoder:
+    """Qwen3-Next's layers with separate projections in Gated DeltaNet; dense, or with experts in all layers."""
+    for field, value in _FIXED.items():
         if config.get(field) not in (None, value):
             raise ConfigError(f"config.json: {field} must be {value!r} in this family; got {config[field]!r}")
-    ignore(config, *_VISION, *_NO_SAY)
-    # No layer is dense where there are experts, so files leave the size of a dense block out.
-    fields = _hybrid_fields(FieldOverlay(config, {"intermediate_size": 1}) if sparse else config)
+    ignore(config, *_VISION, *_NO_EFFECT)
+    # With experts no layer is dense, so files omit the size of the dense block.
+    fields = common_fields(FieldOverlay(config, {"intermediate_size": 1}) if sparse else config, **_HYBRID)
     block: TokenBlock = _gated_experts(config, fields, 256, 8, True) if sparse else fields.feed_forward()
     return _hybrid_decoder(config, fields, [block] * fields.num_layers, fused=False)
 
 
-def _read_qwen3_5_with_vision(config: Mapping[str, Any], *, sparse: bool = False) -> Decoder:
-    ignore(config, *_NO_SAY)
+def _read_qwen3_5_with_vision(config: Config, *, sparse: bool = False) -> Decoder:
+    ignore(config, *_NO_EFFECT)
     return read_text_part(config, partial(_read_qwen3_5, sparse=sparse), _VISION, ("model.visual.", "mtp."))
 
 
-def _hybrid_fields(config: Mapping[str, Any]) -> CommonFields:
-    return common_fields(config, default_head_dim=256, partial_rotary=0.25)
-
-
-def _gated_experts(
-    config: Mapping[str, Any], fields: CommonFields, count: int, chosen: int, normalize: bool
-) -> Experts:
-    """Experts beside a block that all tokens go through, which has a gate. count, chosen: by default."""
+def _gated_experts(config: Config, fields: CommonFields, count: int, chosen: int, normalize: bool) -> Experts:
+    """Experts, and a shared expert with a gate. count, chosen: the default numbers."""
     return routed_experts(
-        config,
-        fields,
-        qwen_expert_count(config, count),
-        chosen,
-        intermediate_size=positive_int(config, "moe_intermediate_size", 512),
-        normalize=normalize,
+        config, fields, qwen_expert_count(config, count), chosen,
+        intermediate_size=positive_int(config, "moe_intermediate_size", 512), normalize=normalize,
         shared=fields.feed_forward(intermediate_size=positive_int(config, "shared_expert_intermediate_size", 512)),
-        shared_gate=True,
-        names=ExpertNames(shared="shared_expert"),
-    )
+        shared_gate=True, names=ExpertNames(shared="shared_expert"),
+    )  # fmt: skip
 
 
-def _hybrid_decoder(
-    config: Mapping[str, Any], fields: CommonFields, blocks: Sequence[TokenBlock], *, fused: bool
-) -> Decoder:
+def _hybrid_decoder(config: Config, fields: CommonFields, blocks: Sequence[TokenBlock], *, fused: bool) -> Decoder:
     """blocks: the feed-forward block or experts of each layer. fused: as in `GatedDelta`."""
     norm = fields.norm(offset=1.0)
     attention = _attention(config, fields, offset=1.0, output_gate=True)
-    delta, linear = _delta(config, fields, fused), LayerNames(mixer="linear_attn")
+    delta, linear_names = _delta(config, fields, fused), LayerNames(mixer="linear_attn")
     layers = [
-        fields.layer(
-            attention if kind == FULL else delta,
-            block,
-            mixer_norm=norm,
-            feed_forward_norm=norm,
-            names=LayerNames() if kind == FULL else linear,
-        )
+        fields.layer(attention, block, mixer_norm=norm, feed_forward_norm=norm)
+        if kind == FULL
+        else fields.layer(delta, block, mixer_norm=norm, feed_forward_norm=norm, names=linear_names)
         for kind, block in zip(_layer_types(config, fields.num_layers), blocks, strict=True)
     ]
     return fields.decoder(layers, norm=norm, unread=("mtp.",))
 
 
-def _delta(config: Mapping[str, Any], fields: CommonFields, fused: bool) -> GatedDelta:
+def _delta(config: Config, fields: CommonFields, fused: bool) -> GatedDelta:
     key_heads = positive_int(config, "linear_num_key_heads", 16)
     value_heads = positive_int(config, "linear_num_value_heads", 32)
     value_dim = positive_int(config, "linear_value_head_dim", 128, most=256)
@@ -171,21 +151,19 @@ def _delta(config: Mapping[str, Any], fields: CommonFields, fused: bool) -> Gate
         value_heads=value_heads,
         key_dim=positive_int(config, "linear_key_head_dim", 128, most=256),
         value_dim=value_dim,
-        taps=positive_int(config, "linear_conv_kernel_dim", 4),
+        kernel_size=positive_int(config, "linear_conv_kernel_dim", 4),
         norm=fields.norm(value_dim),
         fused=fused,
     )
 
 
-def _layer_types(config: Mapping[str, Any], num_layers: int) -> list[str]:
-    """What each layer mixes with: every fourth attends, unless the config says otherwise."""
+def _layer_types(config: Config, num_layers: int) -> tuple[str, ...]:
+    """The mixer of each layer: by default attention in every fourth."""
     interval = positive_int(config, "full_attention_interval", 4)
-    types = config.get("layer_types")
-    if types is None:
-        types = [LINEAR if (index + 1) % interval else FULL for index in range(num_layers)]
-    check_layer_types(types, num_layers, (FULL, LINEAR))
+    default = [LINEAR if (index + 1) % interval else FULL for index in range(num_layers)]
+    types = layer_types(config, default, (FULL, LINEAR))
     check_attends(types)
-    return list(types)
+    return types
 
 
 ARCHITECTURES = {

@@ -1,12 +1,9 @@
-"""Models of transformers inside Onward: their own forward over our weights, attention, experts and caches.
+"""Architectures that run through transformers' own forward pass, with Onward's weights, attention and KV cache.
 
-transformers is an extra, and is imported when a model is first loaded through it.
+transformers is an optional extra, imported when a model is first loaded through it.
 """
 
 from onward.models.transformers.host import host
 from onward.models.transformers.step import library
 
-__all__ = [
-    "host",
-    "library",
-]
+__all__ = ["host", "library"]

@@ -1,47 +1,37 @@
-"""The forward of a module of transformers over Onward's caches, as the contract of `onward.models.model` wants it."""
+"""A transformers module as a forward over Onward's KV cache (the contract of `onward.models.model`)."""
 
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache as once
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from onward.cache import KVCache, LayerShape, PagedKVCache
+from onward.cache import LayerShape
+from onward.models.blocks.layer import LayerCache
 from onward.models.linear import Embedding, Linear
+from onward.models.module import CacheLayer, transformers_cache
 from onward.models.transformers.linears import Hosted
-from onward.models.transformers.step import (
-    CacheSurvey,
-    Step,
-    TransformersLayer,
-    UnsupportedModuleError,
-    a_step,
-    current_step,
-    library,
-)
+from onward.models.transformers.step import CacheSurvey, Step, UnsupportedModuleError, current_step, running
 from onward.util.process import renew_in_forks
 
 
-class _Layer:
-    """A layer of transformers' cache; `_layer_class` adds its base. It says that nothing was cached before.
-
-    A module asks that only where it gets no positions; masks are ours.
-    """
+class _Layer(CacheLayer):
+    """A layer that reports an empty cache. A module asks for its length only where it gets no positions; masks are
+    Onward's."""
 
     def __init__(self, step: Step, index: int) -> None:
         super().__init__()
         self._step, self._index = step, index
-        self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Remember new keys and values [B, G, T, D], and return them as they are."""
+        """Record new keys and values [B, G, T, D], and return them."""
         survey = self._step.survey
         if survey is not None:
             survey.dtypes |= {key_states.dtype, value_states.dtype}
             survey.cached[self._index] = LayerShape(key_states.shape[1], key_states.shape[3], value_states.shape[3])
-        self._step.remember(self._index, key_states, value_states)
+        self._step.states[id(key_states)] = self._index, (key_states, value_states)
         return key_states, value_states
 
     def get_seq_length(self, *_: Any) -> int:
@@ -50,23 +40,9 @@ class _Layer:
     def get_mask_sizes(self, query_length: int, *_: Any) -> tuple[int, int]:
         return query_length, 0
 
-    def lazy_initialization(self, *_: Any) -> None:
-        """Do nothing: the memory is there already."""
 
-
-@once
-def _layer_class() -> Any:
-    return type("OnwardHostedLayer", (_Layer, library("cache_utils").DynamicLayer), {})
-
-
-def new_cache_of(step: Step, num_layers: int) -> Any:
-    """A `transformers.Cache` for one forward."""
-    layer_class = _layer_class()
-    return library("cache_utils").Cache(layers=[layer_class(step, index) for index in range(num_layers)])
-
-
-# Of a window that no field names, the longest that is looked for.
-_LONGEST_UNNAMED = 64
+# The longest window to look for if no field names it.
+_MAX_UNNAMED_WINDOW = 64
 
 
 def attend(
@@ -80,31 +56,32 @@ def attend(
     s_aux: Tensor | None = None,
     **keywords: Any,
 ) -> tuple[Tensor, None]:
-    """Store new keys and values [B, G, T, D] in the cache and attend over it; [B, T, H, D]."""
+    """Store new keys and values [B, G, T, D] in the cache, and attend over it; [B, T, H, D]."""
     step = current_step()
     layer, new = step.layer_of(key, value)
     if step.survey is not None:
         _survey(step, layer, module, attention_mask, keywords)
         return value.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
-    place, cache = step.places[layer], step.cache
+    cache = step.cache
     assert cache is not None
-    options: dict[str, Any] = {"window": step.layers[step.calls].window, "scale": scaling, "sinks": s_aux}
-    options["softcap"] = softcap
+    window = step.windows[step.calls]
     step.calls += 1
-    # None: another layer's keys and values, which that one has stored.
-    out = cache.attend(place, query, key if new else None, value if new else None, step.offsets, **options)
+    # None: keys and values of another layer, which has stored them already.
+    out = cache.attend(
+        step.places[layer], query, key if new else None, value if new else None, step.offsets,
+        window=window, scale=scaling, sinks=s_aux, softcap=softcap,
+    )  # fmt: skip
     return out.transpose(1, 2), None
 
 
 def mask(*, mask_function: Callable[..., Any], local_size: int | None = None, **_: Any) -> Tensor | None:
-    """No mask: `attend` knows what a token sees. During a survey, a stand-in that says which window it is for."""
+    """No mask, since `attend` knows the window. During a survey, a placeholder for the window."""
     step = current_step()
     if step.survey is None:
         return None
-    stand_in = torch.zeros(1, 1, 1, 1)
-    step.survey.windows[id(stand_in)] = _window(mask_function, local_size)
-    step.survey.stand_ins.append(stand_in)
-    return stand_in
+    placeholder = torch.zeros(1, 1, 1, 1)
+    step.survey.masks[id(placeholder)] = placeholder, _window(mask_function, local_size)
+    return placeholder
 
 
 def _survey(step: Step, layer: int, module: Any, attention_mask: Tensor | None, keywords: dict[str, Any]) -> None:
@@ -112,23 +89,24 @@ def _survey(step: Step, layer: int, module: Any, attention_mask: Tensor | None, 
     assert survey is not None
     if not keywords.get("is_causal", getattr(module, "is_causal", True)):
         raise UnsupportedModuleError("its attention is not causal")
-    if attention_mask is not None and id(attention_mask) not in survey.windows:
-        raise UnsupportedModuleError("it makes a mask of its own for attention")
-    strange = [name for name, given in keywords.items() if isinstance(given, Tensor) and name not in _PASSED]
-    if strange:
-        raise UnsupportedModuleError(f"its attention takes {', '.join(sorted(strange))}")
-    window = keywords.get("sliding_window") if attention_mask is None else survey.windows[id(attention_mask)]
-    survey.layers.append(TransformersLayer(window))
+    mask_of = None if attention_mask is None else survey.masks.get(id(attention_mask))
+    if attention_mask is not None and mask_of is None:
+        raise UnsupportedModuleError("it makes its own attention mask")
+    unknown = [name for name, value in keywords.items() if isinstance(value, Tensor) and name not in _IGNORED_TENSORS]
+    if unknown:
+        raise UnsupportedModuleError(f"its attention takes {', '.join(sorted(unknown))}")
+    window = keywords.get("sliding_window") if mask_of is None else mask_of[1]
+    survey.windows.append(window)
     survey.windows_of.setdefault(layer, set()).add(window)
 
 
-# Tensors that modules pass on to every function below them, and attention does not read.
-_PASSED = frozenset({"position_ids", "cache_position", "input_ids"})
+# Tensors that modules pass to every function below them, and that attention does not read.
+_IGNORED_TENSORS = frozenset({"position_ids", "cache_position", "input_ids"})
 
 
 def _window(mask_function: Callable[..., Any], local_size: int | None) -> int | None:
-    """The window of a mask, which is compared with a causal one of that window; None: a token sees all before it."""
-    length = 2 * (local_size or _LONGEST_UNNAMED) + 3
+    """The window of a mask, compared with the causal mask of that window; None: full attention."""
+    length = 2 * (local_size or _MAX_UNNAMED_WINDOW) + 3
     queries = sorted({at for edge in (0, length // 2, length) for at in range(edge - 3, edge + 3) if 0 <= at < length})
     query, key = torch.tensor(queries).unsqueeze(1), torch.arange(length).unsqueeze(0)
     seen = torch.as_tensor(mask_function(0, 0, query, key)).expand(len(queries), length)
@@ -139,11 +117,8 @@ def _window(mask_function: Callable[..., Any], local_size: int | None) -> int | 
 
 
 class TransformersParams(NamedTuple):
-    """The weights of a hosted module.
-
-    layers: its linear layers, in order. outer: the head and what it is tied to, by name. tensors: all other parameters
-    and buffers by name.
-    """
+    """The weights of a hosted module. layers: its linear layers, in order. outer: the head and its tied embedding, by
+    name. tensors: all other parameters and buffers by name."""
 
     layers: tuple[Linear, ...]
     outer: dict[str, Linear | Embedding]
@@ -151,15 +126,13 @@ class TransformersParams(NamedTuple):
 
 
 class TransformersForward:
-    """(tokens int32 [B, T], offsets int32 [B], cache, params, logits_at int64 [R, N] or None) -> (logits, cache).
-
-    The module holds no weights of its own: each call gives it those of `params`.
-    """
+    """(tokens int32 [B, T], offsets int32 [B], cache, params, logits_at int64 [R, N] or None) -> (logits, cache). The
+    module has no weights of its own: each call binds those of `params`."""
 
     def __init__(
         self, module: Any, parts: dict[str, Hosted], outer: set[str], first_position: int, max_seq_len: int | None
     ) -> None:
-        """parts: the linear layers and tables that were replaced, by name. outer: the names of those in
+        """parts: the replaced linear layers and tables, by name. outer: the names of those in
         `TransformersParams.outer`. first_position: as in `CausalLM`."""
         self._module = module
         self._inner = [name for name in parts if name not in outer]
@@ -170,17 +143,17 @@ class TransformersForward:
         self._num_layers: int = module.config.get_text_config().num_hidden_layers
         self._outer = outer
         self.places: dict[int, int] = {}
-        self.layers: list[TransformersLayer] = []
+        self.windows: list[int | None] = []
         self.renew()
         renew_in_forks(self)
 
     def renew(self) -> None:
-        """In a forked child: the lock may be held by a thread that is not there, half way through binding weights."""
+        """In a forked child: create a new lock, since another thread may have held the old one while binding."""
         self._lock = threading.RLock()
         self._bound: TransformersParams | None = None
 
     def params(self) -> TransformersParams:
-        """The weights that the module holds now."""
+        """The module's current weights."""
         return TransformersParams(
             tuple(self._parts[name].part for name in self._inner),  # type: ignore[misc]
             {name: self._parts[name].part for name in sorted(self._outer)},
@@ -188,10 +161,10 @@ class TransformersForward:
         )
 
     def survey(self, device: torch.device) -> CacheSurvey:
-        """Call the module for two tokens, to see what it caches and how it attends; nothing is computed of keys.
+        """Call the module for two tokens, to see what it caches and how it attends; attention is not computed.
 
         Raises:
-            UnsupportedModuleError: it attends in a way that Onward's caches do not serve.
+            UnsupportedModuleError: its attention cannot run over Onward's KV cache.
         """
         found = CacheSurvey()
         offsets = torch.zeros(1, dtype=torch.int32, device=device)
@@ -200,7 +173,7 @@ class TransformersForward:
             self._call(torch.zeros(1, 2, dtype=torch.int32, device=device), step)
         if step.unread:
             raise UnsupportedModuleError("its attention is not called through transformers' AttentionInterface")
-        self.layers = found.layers
+        self.windows = found.windows
         self.places = {layer: place for place, layer in enumerate(sorted(found.cached))}
         return found
 
@@ -208,12 +181,12 @@ class TransformersForward:
         self,
         tokens: Tensor,
         offsets: Tensor,
-        cache: KVCache | PagedKVCache,
+        cache: LayerCache,
         params: TransformersParams,
         *,
         logits_at: Tensor | None = None,
-    ) -> tuple[Tensor, KVCache | PagedKVCache]:
-        step = Step(offsets, cache, self.places, self.layers, logits_at)
+    ) -> tuple[Tensor, LayerCache]:
+        step = Step(offsets, cache, self.places, self.windows, logits_at)
         with torch.no_grad(), self._lock, self._with(params):
             return self._call(tokens, step), cache
 
@@ -222,21 +195,17 @@ class TransformersForward:
         columns = torch.arange(first, first + tokens.shape[1], device=tokens.device)
         positions = step.offsets.long().unsqueeze(1) + columns
         if self._max_seq_len is not None:
-            # Padding behind a row's last token may reach past the context; nobody reads its logits.
+            # Padding after a row's last token may exceed the context; its logits are never read.
             positions = positions.clamp(max=first + self._max_seq_len - 1)
-        with a_step(step):
-            output = self._module(
-                input_ids=tokens.long(),
-                position_ids=positions,
-                past_key_values=new_cache_of(step, self._num_layers),
-                use_cache=True,
-            )
+        past = transformers_cache(_Layer, [(step, index) for index in range(self._num_layers)])
+        with running(step):
+            output = self._module(input_ids=tokens.long(), position_ids=positions, past_key_values=past, use_cache=True)
         logits: Tensor = output.logits
         return logits
 
     @contextmanager
     def _with(self, params: TransformersParams) -> Iterator[None]:
-        """Within the block the module has these weights; then again those that it was bound to before."""
+        """Bind these weights within the block, then the earlier ones."""
         before = self._bound
         if params is not before:
             self.bind(params)
@@ -247,7 +216,7 @@ class TransformersForward:
                 self.bind(before)
 
     def bind(self, params: TransformersParams) -> None:
-        """Give the module these weights."""
+        """Set the module's weights."""
         for name, part in zip(self._inner, params.layers, strict=True):
             self._parts[name].part = part
         for name, outer_part in params.outer.items():
@@ -258,7 +227,7 @@ class TransformersForward:
 
 
 def _places_of_tensors(module: Any) -> dict[str, tuple[dict[str, Any], str]]:
-    """Where each parameter and buffer is held: the dict of its module, and its key there."""
+    """The location of each parameter and buffer: its module's dict, and its key there."""
     places: dict[str, tuple[dict[str, Any], str]] = {}
     for prefix, part in module.named_modules():
         for owner in (part._parameters, part._buffers):

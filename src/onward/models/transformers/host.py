@@ -1,6 +1,7 @@
-"""A causal language model of transformers as a `Model`: its own forward, with our weights, attention and caches."""
+"""A causal language model of transformers as a `Model`: its own forward pass with Onward's weights, attention and KV
+cache."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
@@ -19,35 +20,33 @@ from onward.models.transformers.step import NAME, CacheSurvey, UnsupportedModule
 
 Prepare = Callable[[TransformersParams], TransformersParams]
 
-# The logits of a hosted module are compared with those of the module alone: relative to the largest. A mask, scale or
-# cap that was lost shifts them by more, roundings by less.
+# The tolerance, relative to the largest logit, between a hosted module and the original. A lost mask, scale or cap
+# changes logits by more, rounding by less.
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 _TOKENS_COMPARED = 4
 
 
 def host(module: Any, prepare: Prepare = lambda params: params, max_seq_len: int | None = None) -> Model:
-    """Make a Model of a module of transformers.
+    """Create a Model from a transformers module.
 
-    Where its attention can run over Onward's caches, its forward may become a program, and rows may come and go. Where
-    not, it keeps its own attention and runs eagerly, and `Model.why_eager` says why.
+    If its attention can run over Onward's KV cache, its forward may be compiled, and rows may join and leave a batch.
+    If not, it keeps its own attention and runs eagerly, and `Model.why_eager` says why.
 
     Args:
-        module: a causal language model with its weights. It is taken over: its linear layers are replaced.
+        module: a causal language model with its weights. It is modified: its linear layers are replaced.
         prepare: packs or quantizes the weights.
-        max_seq_len: the most positions; the config's max_position_embeddings by default.
+        max_seq_len: the maximum number of positions; the config's max_position_embeddings by default.
 
     Raises:
-        RequestError: the module cannot be decoded at all (`Model.from_module` says why), or is not causal.
+        RequestError: the module cannot be decoded (`Model.from_module` says why), or is not causal.
     """
     module.eval().requires_grad_(False)
     plain = Model.from_module(module, max_seq_len=max_seq_len)
     tokens = torch.arange(_TOKENS_COMPARED, dtype=torch.int32, device=plain.device).unsqueeze(0) % plain.vocab_size
     expected = _logits(plain, tokens)
     if _difference(_logits(plain, tokens[:, :2]), expected[:, :2]):
-        raise RequestError(
-            f"{type(module).__name__} cannot be decoded: the logits of its tokens depend on the tokens after them"
-        )
-    own = [(config, config._attn_implementation, _experts_of(config)) for config in _configs(module)]
+        raise RequestError(f"{type(module).__name__} cannot be decoded: its logits depend on later tokens")
+    own = [(x, x._attn_implementation, getattr(x, "_experts_implementation", None)) for x in _configs(module)]
     parts = replace_linears(module)
     outer = {name for name, part in parts.items() if isinstance(part, TransformersHead | TransformersEmbedding)}
     assert isinstance(plain.forward, ModuleForward)
@@ -56,7 +55,15 @@ def host(module: Any, prepare: Prepare = lambda params: params, max_seq_len: int
     model, why = plain, ""
     try:
         shapes, dtype = _take_over(module, forward, plain.device)
-        model = _hosted_model(plain, forward, shapes, dtype)
+        model = replace(
+            plain,
+            forward=forward,
+            params=forward.params(),
+            new_cache=partial(new_cache, shapes, (), dtype, plain.device),
+            new_blocks=partial(new_blocks, without_useless_windows(shapes, plain.max_seq_len), (), dtype, plain.device),
+            selects_logits=True,
+            compiles=True,
+        )
         why = _difference(_logits(model, tokens), expected)
     except Exception as error:
         why = one_line(error) if isinstance(error, OnwardError) else f"{type(error).__name__}: {one_line(error)}"
@@ -69,8 +76,10 @@ def host(module: Any, prepare: Prepare = lambda params: params, max_seq_len: int
     return replace(plain, why_eager=f"transformers' own attention runs, since {why}")
 
 
-def _take_over(module: Any, forward: TransformersForward, device: torch.device) -> tuple[list[LayerShape], torch.dtype]:
-    """Put our attention and experts into the module; what its layers cache."""
+def _take_over(
+    module: Any, forward: TransformersForward, device: torch.device
+) -> tuple[tuple[LayerShape, ...], torch.dtype]:
+    """Install Onward's attention and experts in the module; what its layers cache."""
     _register()
     _silence(module)
     for config in _configs(module):
@@ -83,24 +92,24 @@ def _take_over(module: Any, forward: TransformersForward, device: torch.device) 
 
 @cache
 def _register() -> None:
-    """Tell transformers of our attention, masks and experts."""
+    """Register Onward's attention, masks and experts in transformers."""
     library("modeling_utils").ALL_ATTENTION_FUNCTIONS.register(NAME, attend)
     library("masking_utils").ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, mask)
     library("integrations.moe").ALL_EXPERTS_FUNCTIONS.register(NAME, run_experts)
 
 
-def _shapes(found: CacheSurvey) -> list[LayerShape]:
-    """What each layer caches, with its window. A module whose layers see the keys of one layer both through a window
-    and without has no windows: there the attention that sees a layer does not say whether it slides."""
+def _shapes(found: CacheSurvey) -> tuple[LayerShape, ...]:
+    """What each layer caches, with its window. If some layer's keys are attended both with and without a window, the
+    module has no windows, since attention does not say which one applies."""
     windows = {layer: found.windows_of.get(layer, {None}) for layer in sorted(found.cached)}
     if any(None in seen and len(seen) > 1 for seen in windows.values()):
         windows = {layer: {None} for layer in windows}
     widest = {layer: max((w for w in seen if w is not None), default=None) for layer, seen in windows.items()}
-    return [found.cached[layer]._replace(window=window) for layer, window in widest.items()]
+    return tuple(found.cached[layer]._replace(window=window) for layer, window in widest.items())
 
 
 def _silence(module: Any) -> None:
-    """Some modules look at the ids to warn of padding, which rows here do not have; a trace has no ids to look at."""
+    """Disable a warning about padding, for which some modules read the ids; a trace has no values to read."""
     for part in module.modules():
         if hasattr(part, "warn_if_padding_and_no_attention_mask"):
             part.warn_if_padding_and_no_attention_mask = _no_warning
@@ -110,32 +119,10 @@ def _no_warning(*_: Any, **__: Any) -> None:
     """Nothing is padded."""
 
 
-def _configs(module: Any) -> Iterator[Any]:
-    """The config of the module and those within it, each once."""
-    seen: dict[int, Any] = {}
-    for part in module.modules():
-        config = getattr(part, "config", None)
-        if hasattr(config, "_attn_implementation"):
-            seen.setdefault(id(config), config)
-    return iter(seen.values())
-
-
-def _experts_of(config: Any) -> Any:
-    return getattr(config, "_experts_implementation", None)
-
-
-def _hosted_model(
-    plain: Model, forward: TransformersForward, shapes: Sequence[LayerShape], dtype: torch.dtype
-) -> Model:
-    return replace(
-        plain,
-        forward=forward,
-        params=forward.params(),
-        new_cache=partial(new_cache, tuple(shapes), (), dtype, plain.device),
-        new_blocks=partial(new_blocks, without_useless_windows(shapes, plain.max_seq_len), (), dtype, plain.device),
-        selects_logits=True,
-        compiles=True,
-    )
+def _configs(module: Any) -> Iterable[Any]:
+    """The distinct configs of the module and its submodules."""
+    configs = [getattr(part, "config", None) for part in module.modules()]
+    return {id(config): config for config in configs if hasattr(config, "_attn_implementation")}.values()
 
 
 def _logits(model: Model, tokens: torch.Tensor) -> torch.Tensor:
@@ -144,9 +131,9 @@ def _logits(model: Model, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def _difference(logits: torch.Tensor, expected: torch.Tensor) -> str:
-    """How the logits over Onward's caches are others than those of the module alone; empty where they are not."""
+    """A description of the difference between logits over Onward's cache and the module's own; "" if there is none."""
     largest = float(expected.abs().max())
-    off = float((logits.float() - expected.float()).abs().max())
-    if off <= _TOLERANCE[expected.dtype] * largest:
+    difference = float((logits.float() - expected.float()).abs().max())
+    if difference <= _TOLERANCE[expected.dtype] * largest:
         return ""
-    return f"over Onward's caches its logits are off by {off:.2g} of {largest:.2g}"
+    return f"over Onward's caches its logits are off by {difference:.2g} of {largest:.2g}"

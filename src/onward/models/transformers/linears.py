@@ -1,7 +1,7 @@
-"""Products with weights inside a hosted module: packed, quantized, or as they are.
+"""Linear layers of a hosted module, with packed, quantized or stock weights.
 
-Each `nn.Linear` is replaced by a module that holds a mark of `onward.models.linear` and calls `onward.ops`. So packing
-and quantization find its matrix, and its product has the exactness of ours.
+Each `nn.Linear` is replaced by a module that has a mark of `onward.models.linear` and calls `onward.ops`, so packing
+and quantization find its matrix, and its products are exact like those of other models.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ from onward.models.transformers.step import library, running_step
 
 
 class TransformersLinear(nn.Module):
-    """x @ weight.T + bias. part: the weights of the forward that runs."""
+    """x @ weight.T + bias. part: the weights of the current forward pass."""
 
     def __init__(self, part: Linear, in_features: int, out_features: int) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class TransformersLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The stock weight [N, K], for a module that reads it by itself."""
+        """The stock weight [N, K], for modules that read it directly."""
         return _stock(self.part.weight)
 
     @property
@@ -37,7 +37,7 @@ class TransformersLinear(nn.Module):
 
 
 class TransformersHead(TransformersLinear):
-    """The head, which computes the logits of the wanted positions alone."""
+    """The head, which computes only the selected logits."""
 
     def forward(self, x: Tensor) -> Tensor:
         step = running_step()
@@ -45,7 +45,7 @@ class TransformersHead(TransformersLinear):
 
 
 class TransformersEmbedding(nn.Module):
-    """Rows of a table that a tied head shares."""
+    """An embedding that shares the weight of a tied head."""
 
     def __init__(self, part: Embedding, num_embeddings: int, embedding_dim: int) -> None:
         super().__init__()
@@ -64,29 +64,24 @@ Hosted = TransformersLinear | TransformersEmbedding
 
 
 def replace_linears(module: Any) -> dict[str, Hosted]:
-    """Replace the linear layers of a module, and the embedding that its head is tied to; the new parts by name."""
+    """Replace a module's linear layers, and the embedding of a tied head; the new parts by name."""
     head = module.get_output_embeddings()
     table = module.get_input_embeddings()
     conv1d = library("pytorch_utils").Conv1D
     replaced: dict[int, Hosted] = {}
-    tied: dict[int, Tensor] = {}  # one tensor under both names, so that it is packed once
+    tied: dict[int, Tensor] = {}  # one tensor for both, so that it is packed once
     if type(table) is nn.Embedding and head is not None and getattr(head, "weight", None) is table.weight:
         tied[id(table.weight)] = table.weight.detach()
         replaced[id(table)] = TransformersEmbedding(Embedding(tied[id(table.weight)]), *table.weight.shape)
     for part in list(module.modules()):
         if type(part) is nn.Linear:
+            weight = tied.get(id(part.weight), part.weight.detach())
+            bias = None if part.bias is None else part.bias.detach()
             kind = TransformersHead if part is head else TransformersLinear
-            replaced[id(part)] = kind(
-                Linear(
-                    tied.get(id(part.weight), part.weight.detach()), None if part.bias is None else part.bias.detach()
-                ),
-                part.in_features,
-                part.out_features,
-            )
+            replaced[id(part)] = kind(Linear(weight, bias), part.in_features, part.out_features)
         elif type(part) is conv1d:  # GPT-2 stores [K, N]
-            replaced[id(part)] = TransformersLinear(
-                Linear(part.weight.detach().T, part.bias.detach()), *part.weight.shape
-            )
+            linear = Linear(part.weight.detach().T, part.bias.detach())
+            replaced[id(part)] = TransformersLinear(linear, *part.weight.shape)
     for part in list(module.modules()):
         for name, child in list(part.named_children()):
             if id(child) in replaced:
@@ -95,7 +90,7 @@ def replace_linears(module: Any) -> dict[str, Hosted]:
 
 
 def _stock(weight: ops.Weight | ops.Table) -> Tensor:
-    """The matrix [N, K] as it was, or as near as its format is."""
+    """The original matrix [N, K], or its dequantized values."""
     if isinstance(weight, Tensor):
         return weight
     if isinstance(weight, ops.NativeWeight):
@@ -103,20 +98,18 @@ def _stock(weight: ops.Weight | ops.Table) -> Tensor:
     return weight.dequantize() if isinstance(weight, ops.QuantizedWeight) else weight.blocks.to_dense()
 
 
-# Tokens whose experts' matrices are copied at once.
-_MOST_TOKENS = 16
+# Tokens whose expert matrices are gathered at once.
+_MAX_TOKENS = 16
 
 
 def run_experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Sum the chosen experts of each token, in the order in which they were chosen.
+    """Sum the chosen experts of each token, in the order of the choice.
 
     Args:
         hidden_states: [N, D]. top_k_index: int [N, K]. top_k_weights: [N, K].
     """
-    given = (hidden_states, top_k_index, top_k_weights)
-    outputs = [
-        _run_few(self, *piece) for piece in zip(*(torch.split(each, _MOST_TOKENS) for each in given), strict=True)
-    ]
+    chunks = zip(*(torch.split(each, _MAX_TOKENS) for each in (hidden_states, top_k_index, top_k_weights)), strict=True)
+    outputs = [_run_few(self, *chunk) for chunk in chunks]
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 

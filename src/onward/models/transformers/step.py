@@ -1,91 +1,82 @@
-"""What the parts of a hosted module know of the forward that runs: the module calls them, and passes nothing on."""
+"""The running forward pass, for the parts of a hosted module, to which the module itself passes nothing."""
 
 import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from onward.cache import KVCache, LayerShape, PagedKVCache
+from onward.cache import LayerShape
 from onward.errors import RequestError
+from onward.models.blocks.layer import LayerCache
 
-NAME = "onward"  # under which its registries know our attention, masks and experts
+NAME = "onward"  # of Onward's attention, masks and experts in transformers' registries
 
 
 def library(module: str = "") -> Any:
-    """The package, or a module of it.
+    """Import transformers, or a module of it.
 
     Raises:
-        RequestError: it is not installed, or too old for its registries.
+        RequestError: it is not installed, or too old.
     """
     try:
         return importlib.import_module(f"transformers.{module}" if module else "transformers")
     except ImportError as error:
         raise RequestError(
-            f"via='transformers' wants transformers 5 or newer ({error}): pip install 'onward[transformers]'"
+            f"via='transformers' needs transformers 5 or newer ({error}): pip install 'onward[transformers]'"
         ) from error
 
 
 class UnsupportedModuleError(RequestError):
-    """A module of transformers whose attention cannot run over Onward's caches; the message says why."""
-
-
-class TransformersLayer(NamedTuple):
-    """A layer's attention as the module calls it. window: how many positions a token sees; None: all."""
-
-    window: int | None
+    """A transformers module whose attention cannot run over Onward's KV cache; the message says why."""
 
 
 @dataclass(eq=False)
 class CacheSurvey:
-    """What a first forward shows: the layers that cache something, in order, and how each layer attends.
+    """The observations of a first forward pass.
 
-    cached: shape by layer index. windows_of: what is seen of the keys of each layer. layers: by the number of the call
-    of attention. windows: by the id of the stand-in for a mask. stand_ins: these, kept alive.
+    cached: the cache shape by layer index. windows_of: the windows of each layer's keys. windows: by the number of the
+    attention call. masks: placeholders (kept alive) and their windows, by id.
     """
 
     cached: dict[int, LayerShape] = field(default_factory=dict)
     windows_of: dict[int, set[int | None]] = field(default_factory=dict)
-    layers: list[TransformersLayer] = field(default_factory=list)
-    windows: dict[int, int | None] = field(default_factory=dict)
+    windows: list[int | None] = field(default_factory=list)
+    masks: dict[int, tuple[Tensor, int | None]] = field(default_factory=dict)
     dtypes: set[torch.dtype] = field(default_factory=set)
-    stand_ins: list[Tensor] = field(default_factory=list)
 
 
 @dataclass(eq=False)
 class Step:
-    """One forward.
+    """One forward pass.
 
-    offsets: int32 [B]. cache: of the contract; None during a survey. places: a layer's place in the cache by its index.
-    layers: by the number of the call of attention. logits_at: int64 [R, N], the positions that the head is to compute.
+    offsets: int32 [B]. cache: None during a survey. places: the cache index of each layer. windows: by the number of
+    the attention call. logits_at: int64 [R, N], the positions whose logits the head computes. states: the layer, keys
+    and values of each cache update, by the keys' id.
     """
 
     offsets: Tensor
-    cache: KVCache | PagedKVCache | None
+    cache: LayerCache | None
     places: dict[int, int]
-    layers: list[TransformersLayer]
+    windows: list[int | None]
     logits_at: Tensor | None = None
     survey: CacheSurvey | None = None
     calls: int = 0
-    _states: dict[int, tuple[int, Any]] = field(default_factory=dict)
+    states: dict[int, tuple[int, tuple[Tensor, Tensor]]] = field(default_factory=dict)
     _written: set[int] = field(default_factory=set)
-
-    def remember(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """New keys and values of a layer, which its attention, and perhaps later layers', will be called with."""
-        self._states[id(keys)] = layer, (keys, values)
 
     @property
     def unread(self) -> bool:
-        """Whether a layer cached keys and values that attention was not called with, or none did."""
-        return not self._states or len(self._written) < len(self._states)
+        """Whether attention was not called with all cached keys and values, or none were cached."""
+        return not self.states or len(self._written) < len(self.states)
 
     def layer_of(self, keys: Tensor, values: Tensor) -> tuple[int, bool]:
-        """The index of the layer whose keys and values these are, and whether they are new to the cache."""
-        layer, states = self._states.get(id(keys), (-1, None))
+        """The index of the layer with these keys and values, and whether they are new to the cache."""
+        layer, states = self.states.get(id(keys), (-1, None))
         if states is None or states[1] is not values:
             raise UnsupportedModuleError("a layer changes keys or values between its cache and its attention")
         new = layer not in self._written
@@ -97,21 +88,21 @@ _current: ContextVar[Step | None] = ContextVar("onward_hosted_step", default=Non
 
 
 def running_step() -> Step | None:
-    """The forward that runs in this thread; None where the module keeps its own attention."""
+    """The forward pass of this thread; None if the module runs its own attention."""
     return _current.get()
 
 
 def current_step() -> Step:
-    """The forward that runs in this thread."""
+    """The forward pass of this thread."""
     step = _current.get()
     if step is None:
-        raise UnsupportedModuleError("a module that Onward hosts was called by something else")
+        raise UnsupportedModuleError("a module that Onward runs was called from outside of Onward")
     return step
 
 
 @contextmanager
-def a_step(step: Step) -> Iterator[None]:
-    """Within the block `current_step` is this one."""
+def running(step: Step) -> Iterator[None]:
+    """Make a step the current one within the block."""
     token = _current.set(step)
     try:
         yield

@@ -21,7 +21,7 @@ from onward.decoding.api import chooser_of
 from onward.decoding.speculation.drafter import Speculation
 from onward.decoding.speculation.model_drafter import ModelDrafter
 from onward.decoding.speculation.speculator import Speculator
-from onward.decoding.speculation.step import drafted_text
+from onward.decoding.speculation.step import draft_state
 from onward.errors import ContextOverflowError, RequestError
 from onward.models import Cache, Model, ModelRun, reused_run
 from onward.models.contract import take_positions
@@ -265,7 +265,7 @@ def speculate(
     longest = max(len(sequence.token_ids) for sequence in sequences)
     ids = [each.token_ids + each.token_ids[-1:] * (longest - len(each.token_ids)) for each in sequences]
     return SpeculateOutput(
-        torch.tensor(ids, device=device), [drafted_text(sequence).counts(sequence) for sequence in sequences]
+        torch.tensor(ids, device=device), [draft_state(sequence).counts(sequence) for sequence in sequences]
     )
 
 

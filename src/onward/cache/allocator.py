@@ -172,9 +172,9 @@ class BlockPool(BlockAccounts):
         budget.blocks = weakref.proxy(self)
 
     @property
-    def most_cached(self) -> int:
+    def max_cached(self) -> int:
         """How many units the blocks may take that nobody holds."""
-        return self._budget.most_cached
+        return self._budget.max_cached
 
     def settle(self, blocks: Sequence[int], path: Sequence[PrefixNode] = ()) -> None:
         """After `drop`: blocks that nobody holds become cached, or free where they cannot be found.

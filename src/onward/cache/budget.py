@@ -78,21 +78,21 @@ class BlockCosts(NamedTuple):
 class CacheBudget:
     """The accounts of all pools of one memory together.
 
-    total: how many units there are. most_cached: how many the blocks may take that nobody holds.
+    total: how many units there are. max_cached: how many the blocks may take that nobody holds.
     blocks, windows, states: the pools, which say so when they are made. They are held weakly: their memory goes with
         the slots, and does not wait for the collector.
     clock: counts; says what was used before what.
     """
 
-    def __init__(self, prices: BlockCosts, total: int, most_cached: int) -> None:
-        self.prices, self.total, self.most_cached = prices, total, most_cached
+    def __init__(self, prices: BlockCosts, total: int, max_cached: int) -> None:
+        self.prices, self.total, self.max_cached = prices, total, max_cached
         self.clock: Iterator[int] = itertools.count()
         self.blocks: AccountedBlocks
         self.windows: AccountedWindows
         self.states: AccountedStates
 
     @classmethod
-    def of(cls, memory: KVPool, most_cached: int, nbytes: int | None) -> "CacheBudget":
+    def of(cls, memory: KVPool, max_cached: int, nbytes: int | None) -> "CacheBudget":
         """For so many bytes of a memory; by default for all of it."""
         prices = BlockCosts.of(memory)
         total = memory.count * prices.block
@@ -100,7 +100,7 @@ class CacheBudget:
             total += memory.windows.count * prices.window
         if memory.states is not None:
             total += memory.states.count * prices.state
-        return cls(prices, total if nbytes is None else min(total, nbytes // prices.unit), most_cached)
+        return cls(prices, total if nbytes is None else min(total, nbytes // prices.unit), max_cached)
 
     @property
     def cached(self) -> int:
@@ -120,7 +120,7 @@ class CacheBudget:
 
     def trim(self) -> None:
         """Keep no more blocks that nobody holds than are to be kept, and no more memory of free ones."""
-        while self._of_blocks() > self.most_cached:
+        while self._of_blocks() > self.max_cached:
             self._evict()
         self.blocks.cool()
         self.windows.cool()

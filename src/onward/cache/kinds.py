@@ -134,27 +134,27 @@ class StateShape(NamedTuple):
 
 
 class RecurrentState(NamedTuple):
-    """The states of one layer, as the ops take them: inputs [N, 2, K - 1 + 16, C], state float32 [N, 2, H, width], held
-    int32 [N, 2], rows int32 [B] or None."""
+    """The states of one layer, as the ops take them: inputs [N, 2, K - 1 + 16, C], state float32 [N, 2, H, width],
+    block_numbers int32 [N, 2], rows int32 [B] or None."""
 
     inputs: Tensor
     state: Tensor
-    held: Tensor
+    block_numbers: Tensor
     rows: Tensor | None
 
 
 def new_states(
     shapes: Sequence[StateShape], slots: int, dtype: torch.dtype, device: torch.device | str
 ) -> tuple[Tensor, ...]:
-    """Empty states of `slots` slots: inputs and state of each layer, then `held`; nothing without layers."""
+    """Empty states of `slots` slots: inputs and state of each layer, then `block_numbers`; nothing without layers."""
     if not shapes:
         return ()
     device = torch.device(device)
     inputs = [(shape.taps - 1 + STATE_BLOCK, shape.channels) for shape in shapes]
     states = [(shape.heads, shape.width) for shape in shapes]
     parts = zip(_parts(inputs, slots, dtype, device), _parts(states, slots, torch.float32, device), strict=True)
-    held = torch.zeros(slots, 2, dtype=torch.int32, device=device)
-    return *(part for layer in parts for part in layer), held
+    block_numbers = torch.zeros(slots, 2, dtype=torch.int32, device=device)
+    return *(part for layer in parts for part in layer), block_numbers
 
 
 def _parts(sizes: Sequence[tuple[int, int]], slots: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:

@@ -244,8 +244,8 @@ class PagedCacheManager:
         with self.lock:
             self._mend(slot)
             count = self._pools.count(length) - len(slot.blocks)
-            windows = max(slot.most_windows, self._windows.most(self._pools.count(length)))
-            if not self._pools.fit(max(count, 0), windows - slot.most_windows, 0):
+            windows = max(slot.max_windows, self._windows.most(self._pools.count(length)))
+            if not self._pools.fit(max(count, 0), windows - slot.max_windows, 0):
                 return False
             self._changing = True
             if count > 0:
@@ -406,7 +406,7 @@ class PagedCacheManager:
 
     def _reserve_windows(self, slot: Slot, count: int) -> bool:
         """Let a slot have so many window blocks. False: there is no room now."""
-        more = count - slot.most_windows
+        more = count - slot.max_windows
         if more > 0:
             if not self._pools.fit(0, more, 0):
                 return False
@@ -457,7 +457,7 @@ class PagedCacheManager:
                     break
             count = max(self.block, count // 2)
         end = (first + count) // self.block * self.block
-        if slot is None or not self._states.most_kept or end <= first:
+        if slot is None or not self._states.max_kept or end <= first:
             return count
         return (slot.branch if first < slot.branch < end else end) - first
 

@@ -47,7 +47,7 @@ class Pools:
         """What these slots hold together."""
         prices = self.budget.prices
         blocks = len({block for slot in slots for block in slot.blocks}) * prices.block
-        return blocks + sum(slot.most_windows * prices.window + prices.state for slot in slots)
+        return blocks + sum(slot.max_windows * prices.window + prices.state for slot in slots)
 
     def can_hold(self, length: int) -> bool:
         """Whether `length` positions could ever be reserved: with no other slot there."""
@@ -183,7 +183,7 @@ class PrefixIndex:
         after the noted ones."""
         states = self._pools.states
         is_found = slot.findable and count > 0 and slot.noted + len(path) == self._pools.count(count)
-        if slot.state is None or not (is_found and states.most_kept and states.holds(slot.state, count)):
+        if slot.state is None or not (is_found and states.max_kept and states.holds(slot.state, count)):
             states.give_back(slot.state)
             return
         states.keep(path[-1] if path else self.last_noted(slot), slot.state, count)

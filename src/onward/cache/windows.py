@@ -47,8 +47,8 @@ class WindowPool(BlockAccounts):
 
     def reserve(self, slot: Slot, count: int) -> None:
         """Let a slot have up to `count` blocks."""
-        self.reserved += count - slot.most_windows
-        slot.most_windows = count
+        self.reserved += count - slot.max_windows
+        slot.max_windows = count
 
     # Which blocks a text needs
 
@@ -186,9 +186,9 @@ class WindowPool(BlockAccounts):
             windows = {index: block for index, block in slot.windows.items() if index < len(slot.blocks)}
             if len(windows) < len(slot.windows):
                 slot.place_windows(windows)
-            slot.most_windows = max(self.most(len(slot.blocks)), len(windows))
+            slot.max_windows = max(self.most(len(slot.blocks)), len(windows))
         self.recount([slot.windows.values() for slot in slots])
-        self.reserved = sum(slot.most_windows for slot in slots)
+        self.reserved = sum(slot.max_windows for slot in slots)
 
     def _unlink(self, node: PrefixNode) -> int:
         block = node.window

@@ -11,7 +11,7 @@ REPLACEMENT = "\ufffd"
 # How many of a prompt's last ids are decoded again with what follows. One would do but for special tokens.
 _CONTEXT = 8
 # Of a character in UTF-8.
-_MOST_BYTES = 4
+_MAX_BYTES = 4
 
 
 class Detokenizer(Protocol):
@@ -85,7 +85,7 @@ def _whole_end(decode: Callable[[Sequence[int]], str], ids: Sequence[int]) -> li
     that starts inside one. None where the ids end inside a character, which is no part of a text then.
     """
     last = list(ids[-_CONTEXT:])
-    starts = range(min(_MOST_BYTES, len(last)))
+    starts = range(min(_MAX_BYTES, len(last)))
     return next((last[start:] for start in starts if not decode(last[start:]).endswith(REPLACEMENT)), [])
 
 

@@ -116,7 +116,7 @@ class GatedDelta:
             qkv, z = params.qkv_proj(x_BTD), params.z_proj(x_BTD)
             decay, beta = params.decay_proj(x_BTD), params.beta_proj(x_BTD)
         kept = cache.state(index)
-        where = kept.held, positions.offsets, kept.rows
+        where = kept.block_numbers, positions.offsets, kept.rows
         mixed = ops.short_conv(qkv, params.conv.by_tap, kept.inputs, *where)
         out_BTHV = ops.gated_delta(
             mixed, decay, beta, params.log_rate, params.decay_bias, kept.state, *where,

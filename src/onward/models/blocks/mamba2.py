@@ -94,7 +94,7 @@ class Mamba2:
         """index: the layer's place among the recurrent layers of the cache."""
         z, mixed, step = self._projected(params, x_BTD)
         kept = cache.state(index)
-        where = kept.held, positions.offsets, kept.rows
+        where = kept.block_numbers, positions.offsets, kept.rows
         mixed = ops.short_conv(mixed, params.conv.by_tap, kept.inputs, *where, bias=params.conv.bias)
         out_BTHP = ops.ssd(
             mixed, step, params.log_rate, params.step_bias, params.skip, kept.state, *where,

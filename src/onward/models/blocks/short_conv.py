@@ -60,7 +60,7 @@ class ShortConvMixer:
         before, after, x = params.in_proj(x_BTD).chunk(3, -1)
         kept = cache.state(index)
         mixed = ops.short_conv(
-            before * x, params.conv.by_tap, kept.inputs, kept.held, positions.offsets, kept.rows,
+            before * x, params.conv.by_tap, kept.inputs, kept.block_numbers, positions.offsets, kept.rows,
             bias=params.conv.bias, silu=False,
         )  # fmt: skip
         return params.out_proj(after * mixed)

@@ -13,7 +13,7 @@ def check_accounts(slots):
         held, budget, states = list(slots._slots), slots._budget, slots._states
         check_slots(slots._pool, held, slots.block)
         check_windows(slots._pool, slots._windows, held)
-        assert budget._used() <= budget.total, f"{budget._used()} units are used of {budget.total}"
+        assert budget._used <= budget.total, f"{budget._used} units are used of {budget.total}"
         assert budget.available >= 0, f"{-budget.available} units are reserved that are not there"
         check_states(states, [slot.state for slot in held])
 

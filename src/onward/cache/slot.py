@@ -50,12 +50,12 @@ def digest_of(adapter: AdapterRef | None) -> str:
 class Slot:
     """A row of a paged cache. Only `PagedCacheManager` creates and changes it.
 
-    blocks: in order of position. length: reserved positions. sealed: how many of the first blocks are final: they may be
-    shared, and the slot does not write them. noted: how many of the first blocks are in the prefix index. note_at: the
-    number of ids at which `note` has work to do. findable: whether the prefix index may have its blocks. windows: its
-    sliding-window blocks, by their index among `blocks`. max_windows: the most of them. state: the slot of its recurrent
-    states. branch: the end of the last block of its prompt found in the prefix index without recurrent states; 0 if
-    everything found was reused. stamp: changes with the blocks.
+    blocks: in order of position. length: reserved positions. sealed: how many of the first blocks are final: they may
+    be shared, and the slot does not write them. noted: how many of the first blocks are in the prefix index. note_at:
+    the number of ids at which `note` has work to do. findable: whether the prefix index may have its blocks. windows:
+    its sliding-window blocks, by their index among `blocks`. max_windows: the most of them. state: the slot of its
+    recurrent states. branch: the end of the last block of its prompt found in the prefix index without recurrent
+    states; 0 if everything found was reused. stamp: changes with the blocks.
     """
 
     blocks: list[int]

@@ -61,8 +61,6 @@ class StatePool:
         """Whether a slot has the states after this many positions."""
         return self.memory is None or slot is None or self.memory.holds(slot, positions)
 
-    # Cached states
-
     def keep(self, node: PrefixNode, slot: int, end: int) -> None:
         """Cache the states in `slot` at a node, replacing its own. end: the number of positions they have seen."""
         self.drop(node)

@@ -230,7 +230,6 @@ def decode(
 
 
 def _named_ids(prompt: PromptIds | None, first_token: int | None) -> tuple[str, list[int]]:
-    """The name of the argument with the ids to process, and the ids."""
     if (prompt is None) == (first_token is None):
         count = "neither" if prompt is None else "both"
         raise RequestError(f"give prompt=, the ids to process, or first_token=, one id; got {count}")

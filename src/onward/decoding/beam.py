@@ -206,7 +206,6 @@ class BeamStep:
         return [[] for _ in work]
 
     def _logits(self, items: abc.Sequence[ScheduledSequence]) -> Tensor:
-        """The logits [N, V] after the last id of each beam."""
         rows: list[Tensor | None] = [None] * len(items)
         for indices, needs in batches(items, self._slots):
             with self._slots.lock:
@@ -257,7 +256,6 @@ def _last_ids(search: BeamSearch) -> list[Sequence]:
 
 
 def _best_candidates(search: BeamSearch, logits: Tensor) -> list[BeamCandidate]:
-    """The best continuations of the running beams, best first, from the logits [N, V] after each."""
     assert search.sampling is not None
     running = search.running
     logprobs = torch.log_softmax(logits.to(torch.float32), dim=-1)

@@ -49,7 +49,6 @@ def decode_loop(
 def _accepted(
     work: abc.Sequence[ScheduledSequence], emitted: Emitted, slots: CacheManager, failed: Failed | None
 ) -> list[tuple[Sequence, int, str, bool]]:
-    """Append each sequence's tokens and advance its slot."""
     pieces = []
     for (sequence, _), tokens in zip(work, emitted, strict=True):
         try:
@@ -181,7 +180,6 @@ class BatchSchedule:
         return True
 
     def _fork(self, sequence: Sequence) -> bool:
-        """Start from a sibling's computed prompt."""
         sibling = self._siblings.get(sequence)
         if sibling is None or sibling.slot is None:
             return False

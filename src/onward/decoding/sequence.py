@@ -95,8 +95,6 @@ class Sequence:
         self._deadline = deadline
         self._cancel = cancel
 
-    # ── progress ────────────────────────────────────────────────────────────────────────────────────────────────
-
     @property
     def length(self) -> int:
         """The position after the last id."""
@@ -182,8 +180,6 @@ class Sequence:
         """The ids whose keys and values may come from a prefix cache, and the one after them."""
         first = self.scoring_from
         return self.ids(self.start, self.length if first is None else first + 1)
-
-    # ── changes ─────────────────────────────────────────────────────────────────────────────────────────────────
 
     def replay(self, token_ids: abc.Sequence[int]) -> list[str]:
         """Append ids that were emitted elsewhere, before any others, and return the text that became final with each.

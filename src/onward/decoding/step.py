@@ -45,11 +45,9 @@ class TokenSampler(Protocol):
 
         With drafts: [B, K, V] and [B, K] -> [B, K]. Id k is chosen as if the first k draft ids preceded it.
         """
-        ...
 
     def kernel(self, sequences: abc.Sequence[Sequence]) -> SamplingKernel | None:
         """The kernel for these sequences; None if there is none."""
-        ...
 
 
 class SamplerCache:
@@ -181,7 +179,6 @@ class DecodeStep:
     def _processed(
         self, items: abc.Sequence[ScheduledSequence], needs: LogitsNeeded
     ) -> tuple[Tensor | None, Tensor | None]:
-        """The logits of items, and their ids if the run picks them in the same call."""
         with self.slots.lock:
             if self._picking is None or not all(map(_decodes, items)):
                 return processed(self.run, self.slots, items, needs, self.device), None

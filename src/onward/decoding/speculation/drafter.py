@@ -68,7 +68,6 @@ class Drafting(Protocol):
 
         This is called when drafts are needed, not after every token, so outputs may have grown by any number of ids.
         """
-        ...
 
 
 @runtime_checkable
@@ -121,7 +120,6 @@ class TokenTable(Protocol):
 
     def tokens(self) -> Sequence[str | None]:
         """The token of every id as spelled in the vocabulary; None for an id without a token."""
-        ...
 
 
 def check_same_tokens(target: Tokenizer, draft: Tokenizer) -> None:

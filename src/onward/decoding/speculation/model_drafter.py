@@ -41,7 +41,7 @@ class ModelDrafter:
 class _ModelDrafts:
     """The rows of a request as sequences of the draft model, in its own slots.
 
-    A slot holds its row's ids as of the last draft, then all ids of that draft but the last. When the next draft begins,
+    A slot holds its row's ids as of the last draft, then all ids of that draft but the last. When the next one begins,
     the rest of the row is pending: two ids after a fully accepted draft, one after any other, more after a pause.
     """
 
@@ -100,7 +100,6 @@ class _ModelDrafts:
         return sequence
 
     def _drafts(self, sequences: abc.Sequence[Sequence], count: int) -> list[list[int]]:
-        """Up to `count` ids for each sequence."""
         before = [len(sequence.token_ids) for sequence in sequences]
         try:
             self._prefill(sequences)

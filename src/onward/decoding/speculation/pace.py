@@ -21,8 +21,8 @@ _STALE, _HIGH_GAIN = 32, 1.5
 _MAX_PATIENCE = 64
 # The most consecutive plain steps without a choice, since choosing costs time too.
 _MAX_REST = 128
-# A step of a new shape that takes this many times as long as a plain step included compiling its program. Later steps of
-# that shape cost less, so this one is not counted.
+# A step of a new shape that takes this many times as long as a plain step included compiling its program. Later steps
+# of that shape cost less, so this one is not counted.
 MADE_A_PROGRAM = 3.0
 
 
@@ -67,7 +67,7 @@ class DraftLengthController:
     """Chooses draft lengths for one model, and learns across requests.
 
     It drafts if the expected throughput exceeds that of plain decoding and a credit covers the loss in case nothing is
-    accepted. The credit is the gain of earlier drafts plus 1 % of all time spent. Otherwise it probes, ever more rarely,
+    accepted. The credit is the gain of earlier drafts plus 1 % of all time spent. Otherwise it probes, ever less often,
     with the same credit. So drafting slows decoding down by at most that 1 %, plus measurement errors and one-time
     costs: programs for new shapes and the draft model's prefill.
 

@@ -170,8 +170,6 @@ class SpeculativeStep:
                 pace.note_plain(rows, seconds, drafting=drafting, new=self._shape_counts[shape] == 1)
         return emitted
 
-    # ── how much to draft ─────────────────────────────────────────────────────────────────────────────────
-
     def _draft_lengths(self, sequences: abc.Sequence[Sequence]) -> list[int]:
         """The number of ids to draft for each sequence; 0 without a drafter."""
         groups = [_group(sequence) for sequence in sequences]
@@ -219,8 +217,6 @@ class SpeculativeStep:
         out = (at for at, token in enumerate(ids) if not 0 <= token < (self._vocab_size or token + 1))
         return ids[: next(out, len(ids))]
 
-    # ── the draft ─────────────────────────────────────────────────────────────────────────────────────────
-
     @torch.no_grad()
     def _drafts(
         self,
@@ -244,8 +240,6 @@ class SpeculativeStep:
                 constraint = sequences[index].constraint
                 drafts[index] = draft if constraint is None else draft[: constraint.admitted(draft)]
         return drafts
-
-    # ── the round ─────────────────────────────────────────────────────────────────────────────────────────
 
     @torch.no_grad()
     def _round(
@@ -300,7 +294,6 @@ def _group(sequence: Sequence) -> DraftGroup | None:
 
 
 def _max_len(sequence: Sequence) -> int:
-    """The most positions of its cache, as far as known."""
     group = _group(sequence)
     return sequence.longest if group is None else group.request.max_len
 

@@ -255,8 +255,6 @@ class _RowIndex:
 
 
 class _SuffixLookups:
-    """The rows of one request."""
-
     def __init__(self, lookup: SuffixLookup, earlier: SuffixAutomaton) -> None:
         self._lookup = lookup
         self._window = max(lookup.max_tokens, 4096)

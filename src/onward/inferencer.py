@@ -141,12 +141,7 @@ class ModelInferencer:
         return DecodeOutput(ids, logits.masked_fill(ended.unsqueeze(2), 0.0))
 
     def _run(
-        self,
-        query: Tensor,
-        kv_cache: FilledCache,
-        max_new_tokens: int,
-        eos: frozenset[int],
-        strategy: SampleStrategy,
+        self, query: Tensor, kv_cache: FilledCache, max_new_tokens: int, eos: frozenset[int], strategy: SampleStrategy
     ) -> tuple[list[list[int]], Tensor]:
         """Run the decode loop. Returns the new ids of each row, and the logits at every token [B, T, V]."""
         model = self._model_run

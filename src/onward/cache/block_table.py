@@ -47,11 +47,7 @@ class BlockTableTensors:
         return cache if cache is not None and self._table(batch).stamps[:batch] == stamps else None
 
     def view(
-        self,
-        rows: Sequence[Slot],
-        stamps: list[int],
-        states: Sequence[int] = (),
-        adapters: Sequence[int] = (),
+        self, rows: Sequence[Slot], stamps: list[int], states: Sequence[int] = (), adapters: Sequence[int] = ()
     ) -> Any:
         """The cache of these rows, valid until the next call. Entries without a block name the spare block.
 

@@ -130,10 +130,7 @@ class ForwardBatch(NamedTuple):
 
 
 def inputs(
-    work: abc.Sequence[ScheduledSequence],
-    slots: CacheManager,
-    device: torch.device,
-    ids: list[list[int]] | None = None,
+    work: abc.Sequence[ScheduledSequence], slots: CacheManager, device: torch.device, ids: list[list[int]] | None = None
 ) -> ForwardBatch:
     """The forward's arguments for these items. ids: the ids of each item, by default its pending ones."""
     if ids is None:

@@ -162,12 +162,7 @@ class BeamStep:
     """
 
     def __init__(
-        self,
-        plain: Step,
-        run: Run,
-        slots: CacheManager,
-        device: torch.device,
-        failed: Failed | None = None,
+        self, plain: Step, run: Run, slots: CacheManager, device: torch.device, failed: Failed | None = None
     ) -> None:
         self._plain, self._run, self._slots, self._device = plain, run, slots, device
         self._failed = failed

@@ -219,10 +219,7 @@ class SpeculativeStep:
 
     @torch.no_grad()
     def _drafts(
-        self,
-        sequences: abc.Sequence[Sequence],
-        counts: abc.Sequence[int],
-        forced: abc.Sequence[abc.Sequence[int]],
+        self, sequences: abc.Sequence[Sequence], counts: abc.Sequence[int], forced: abc.Sequence[abc.Sequence[int]]
     ) -> list[abc.Sequence[int]]:
         """The forced ids of each sequence, or else its drafter's ids, at most its count."""
         drafts = list(forced)

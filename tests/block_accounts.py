@@ -36,7 +36,8 @@ def check_pool(pool, held):
     assert sorted(states) == list(range(len(pool.holders))), "a block is neither free nor cached nor held"
     assert max(states.values(), default=1) == 1, "a block is in two of free, cached and held"
     kept = len(cached) * pool.price
-    assert kept <= pool.max_cached, f"{kept} blocks are cached, above {pool.max_cached}"
+    most = pool._budget.max_cached
+    assert kept <= most, f"{kept} blocks are cached, above {most}"
     assert len(pool.warm) <= 2 * pool.warm_blocks, f"{len(pool.warm)} free blocks keep their memory"
     order = {node: place for place, node in enumerate(pool.cached)}
     nodes = list(pool.trie)

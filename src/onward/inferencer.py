@@ -111,12 +111,8 @@ class ModelInferencer:
         return FilledCache(self.model.new_cache(batch, max_len), lengths)
 
     def prefill(self, query_token_ids: Tensor, kv_cache: FilledCache, sample_strategy: SampleStrategy) -> PrefillOutput:
-        """See `Inferencer`.
-
-        Raises:
-            RequestError: a query that is not integers [B, T] with the cache's B.
-            ContextOverflowError: the query exceeds the cache or the model's context.
-        """
+        """See `Inferencer`. Raises `RequestError` for a query that is not integers [B, T] with the cache's B, and
+        `ContextOverflowError` for one that exceeds the cache or the model's context."""
         query_length = self._check_query(query_token_ids, kv_cache)
         self._check_room(kv_cache, query_length)
         token_ids, logits = self._run(query_token_ids, kv_cache, 1, frozenset(), sample_strategy)

@@ -13,11 +13,9 @@ class BlockPool(BlockAccounts):
     """The full-attention blocks, with the trie that finds them.
 
     Cached blocks are always whole branches, and a block is released with or after its children. So the first cached
-    node is a leaf.
+    node is a leaf. The sliding-window block and recurrent states of a node are freed with its block.
 
-    Args:
-        size: positions of a block.
-        windows, states: the sliding-window blocks and recurrent states; those of a node are freed with its block.
+    size: positions of a block.
     """
 
     def __init__(
@@ -33,10 +31,6 @@ class BlockPool(BlockAccounts):
         self.windows, self.states = windows, states
         self.trie = PrefixTree(size)
         budget.blocks = weakref.proxy(self)
-
-    @property
-    def max_cached(self) -> int:
-        return self._budget.max_cached
 
     def settle(self, blocks: Sequence[int], path: Sequence[PrefixNode] = ()) -> None:
         """`let_go` of blocks, in order of position, and `touch` the nodes of a path."""

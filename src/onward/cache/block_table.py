@@ -49,13 +49,8 @@ class BlockTableTensors:
     def view(
         self, rows: Sequence[Slot], stamps: list[int], states: Sequence[int] = (), adapters: Sequence[int] = ()
     ) -> Any:
-        """The cache of these rows, valid until the next call. Entries without a block name the spare block.
-
-        Args:
-            stamps: a number above 0 for each row that changes with its blocks.
-            states: the state slot of each row, if any.
-            adapters: the adapter index of each row; the cache includes them if one is not 0.
-        """
+        """The cache of these rows, valid until the next call. Entries without a block name the spare block. stamps: of
+        the rows, all above 0. states: their state slots, if any. adapters: their adapter indices."""
         batch = len(rows)
         table = self._table(batch)
         host = table.host.numpy()

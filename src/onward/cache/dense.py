@@ -19,14 +19,8 @@ from onward.util.text import described, in_bytes
 
 
 def position_dims(cache: Any, length: int, other: Any, other_length: int) -> list[int | None] | None:
-    """For each leaf of `cache`, the dimension of its `length` positions; None for a leaf without one.
-
-    Args:
-        other: a cache of the same model and batch with a different length.
-
-    Returns:
-        None if a leaf is not a tensor, or if the two caches differ in more than their number of positions.
-    """
+    """For each leaf of `cache`, the dimension of its `length` positions; None for a leaf without one. None if a leaf is
+    not a tensor, or if `other`, a cache of the same model and batch, differs in more than its length."""
     leaves, structure = pytree.tree_flatten(cache)
     other_leaves, other_structure = pytree.tree_flatten(other)
     if structure != other_structure or length == other_length:
@@ -59,14 +53,8 @@ def copy_positions(cache: Any, to: Any, dims: list[int | None], count: int) -> N
 
 
 def row_dims(new_cache: Callable[[int, int], Any]) -> list[int] | None:
-    """For each leaf of the caches from `new_cache`, the row dimension.
-
-    Args:
-        new_cache: (batch, max_len) -> an empty cache.
-
-    Returns:
-        None if a leaf is not a tensor, or has no single dimension that grows with the batch.
-    """
+    """For each leaf of the caches from `new_cache` (batch, max_len), the row dimension. None if a leaf is not a tensor
+    or has no single dimension that grows with the batch."""
     dims = position_dims(new_cache(1, 8), 1, new_cache(2, 8), 2)  # any number of positions works
     batch_dims = [dim for dim in dims or () if dim is not None]
     return None if dims is None or len(batch_dims) < len(dims) else batch_dims

@@ -33,6 +33,8 @@ class PagedCacheManager:
     """A `onward.decoding.CacheManager` over a pool of blocks. Every method holds `lock`, and so does the caller of a
     forward over a `view`.
 
+    `acquire`, `fork` and `reserve` raise `ContextOverflowError` for a length that never fits.
+
     After an interrupt or failed copy, the next call rebuilds the accounts from the slots and empties the prefix index.
     A forked child releases the slots of the parent's other threads.
 
@@ -143,9 +145,6 @@ class PagedCacheManager:
         Returns:
             The slot, and how many of its first positions already hold these ids: at most len(ids) - 1, because the
             model predicts from the last id. None, with nothing changed, if there is no room now.
-
-        Raises:
-            ContextOverflowError: there will never be room.
         """
         self._check_length(length)
         with self.lock:
@@ -178,7 +177,9 @@ class PagedCacheManager:
                 self._memory.copy(partial.block, own[0], common)
             slot.place([*slot.blocks, *own])
             slot.branch = self._index.branch(ids, limit, adapter) if reuse else 0
-            self._add(slot, noted=len(path))
+            slot.noted = len(path)
+            self._set_note_at(slot)
+            self._slots[slot] = None
             if reuse:
                 self.lookups += len(ids)
                 self.hits += reused
@@ -190,9 +191,6 @@ class PagedCacheManager:
 
         Full blocks are shared: neither slot writes them from now on. A partial block and recurrent states are copied.
         Returns None if there is no room now, or `slot` no longer has the window or the states at that position.
-
-        Raises:
-            ContextOverflowError: there will never be room.
         """
         assert 0 <= positions <= min(slot.length, length), (positions, slot.length, length)
         self._check_length(length)
@@ -216,16 +214,14 @@ class PagedCacheManager:
             fork.place([*shared, *own])
             fork.state = self._states.fork(slot.state)
             fork.findable = slot.findable
-            self._add(fork, noted=min(slot.noted, full))
+            fork.noted = min(slot.noted, full)
+            self._set_note_at(fork)
+            self._slots[fork] = None
             self._changing = False
             return fork
 
     def reserve(self, slot: Slot, length: int) -> bool:
-        """Extend the slot to at least `length` positions. Returns False, with nothing changed, if there is no room now.
-
-        Raises:
-            ContextOverflowError: there will never be room.
-        """
+        """Extend the slot to at least `length` positions. Returns False, with nothing changed, if there is no room."""
         self._check_length(length)
         with self.lock:
             self._mend(slot)
@@ -273,7 +269,7 @@ class PagedCacheManager:
             self._changing = True
             nodes = self._index.nodes(slot)
             slot.noted, slot.sealed = min(slot.noted, full), min(slot.sealed, len(kept))
-            slot.note_at = (slot.noted + 1) * self.block if self._is_noted(slot) else NEVER
+            self._set_note_at(slot)
             slot.length = positions  # first: `_forget` drops blocks past it too
             slot.place(kept)
             self._windows.cut(slot, positions, nodes)
@@ -360,11 +356,8 @@ class PagedCacheManager:
             return cache
 
     def ensure_writable(self, slots: Sequence[Slot], firsts: Sequence[int], tokens: int) -> None:
-        """Allocate window blocks for writing `tokens` positions of each slot from its first position on.
-
-        Raises:
-            ContextOverflowError: more positions than `max_chunk` allowed, and no room for their window blocks.
-        """
+        """Allocate window blocks for writing `tokens` positions of each slot from its first position on. Raises
+        `ContextOverflowError` if these exceed `max_chunk` and there is no room."""
         if self._windows.memory is None:
             return
         for slot, first in zip(slots, firsts, strict=True):
@@ -493,14 +486,9 @@ class PagedCacheManager:
         self._states.forget([slot.state for slot in self._slots])
         for slot in self._slots:
             slot.noted = 0
-            slot.note_at = self.block if self._is_noted(slot) else NEVER
+            self._set_note_at(slot)
         self._changing = False
 
-    def _is_noted(self, slot: Slot) -> bool:
-        """Whether `note` ever has work to do for the slot."""
-        return slot.findable or self._windows.memory is not None
-
-    def _add(self, slot: Slot, noted: int) -> None:
-        slot.noted = noted
-        slot.note_at = (noted + 1) * self.block if self._is_noted(slot) else NEVER
-        self._slots[slot] = None
+    def _set_note_at(self, slot: Slot) -> None:
+        has_work = slot.findable or self._windows.memory is not None
+        slot.note_at = (slot.noted + 1) * self.block if has_work else NEVER

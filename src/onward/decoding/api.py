@@ -167,8 +167,7 @@ def stream(
         max_new_tokens: the most ids to generate; with 0 or less, nothing is processed.
         prompt: the ids to start from: a list, or one dimension of a tensor or an array.
         first_token: instead of `prompt`, the last id of a prompt whose other ids are in the cache.
-        cache: the forward's cache; it holds the positions before `offset`.
-        params: the forward's params.
+        cache, params: the forward's; the cache holds the positions before `offset`.
         offset: absolute position of the first id to process.
         eos: an id or ids that stop.
         select: float [1, V] -> int [1]; or an `onward.Sampler`, which also gets the position.
@@ -243,8 +242,7 @@ def _named_ids(prompt: PromptIds | None, first_token: int | None) -> tuple[str, 
 def _model(forward: Forward | Model, cache: Cache, params: Params, name: str, ids: abc.Sequence[int]) -> Model:
     """The forward as a Model. The vocabulary of a bare forward is unknown before its first logits: its size is 0."""
     if isinstance(forward, Model):
-        if max(ids) >= forward.vocab_size:
-            raise RequestError(f"{name} names id {max(ids)}, but the vocabulary ends at {forward.vocab_size - 1}")
+        _check_id(name, max(ids), forward.vocab_size)
         return forward if params is _OWN or params is None else dataclasses.replace(forward, params=params)
     if not callable(forward):
         raise RequestError(
@@ -276,10 +274,7 @@ def chooser_of(
 ) -> tuple[TokenSampler, list[SamplingParams | None]]:
     """The token sampler for a function of the logits or a `Sampler`, and each row's sampling parameters, if any.
 
-    whole_text: whether the sequences begin with the whole prompt, which some options of a `Sampler` read.
-
-    Raises:
-        RequestError: a `Sampler` with a different number of rows, or whose options read ids that are unknown.
+    whole_text: whether the sequences begin with the whole prompt, which some options of a `Sampler` need.
     """
     if not isinstance(select, Sampler):
         function = GREEDY if select is greedy else lambda logits, positions: select(logits)

@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 from onward.cache import AdapterRef
 from onward.cache.manager import PagedCacheManager
-from onward.cache.slot import Slot as PagedSlot
 from onward.cache.slot import digest_of
 from onward.decoding.cache_manager import CacheManager, Slot
 from onward.decoding.row_cache import RowCacheManager
@@ -87,9 +86,8 @@ class PinnedPrefix:
                 slots = RowCacheManager(snapshot.cache, 1, snapshot.capacity, None, model, [count])
             acquired = slots.acquire(tokens, count, reuse=False, adapter=adapter)
         assert acquired is not None, "the slots have room for one sequence"
-        slot, _ = acquired
+        slot: Slot = acquired[0]
         if isinstance(slots, PagedCacheManager):
-            assert isinstance(slot, PagedSlot)
             slots.write(slot, snapshot.cache, count)
         self._slots, self._slot, self.adapter = slots, slot, adapter
         self._computation = now = computation(model)

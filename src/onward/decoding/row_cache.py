@@ -82,7 +82,6 @@ class RowCacheManager:
         return sum(slot is None or not slot.used for slot in self._slots)
 
     def blocks_for(self, length: int) -> int:
-        """One row, if it is long enough."""
         return 1 if self.length is None or length <= self.length else self.rows + 1
 
     def shared_blocks(self, positions: int) -> int:

@@ -37,16 +37,13 @@ class Sequence:
         "cancelled" with the first token after any thread has set `cancel`.
 
     stopped_by: the id, the stop string or the `stop_when` that ended it with "stop"; otherwise None.
-    prompt: at least one id. start: the position of the first; earlier positions are only in the cache.
-    output_at: the position of the first new id.
+    prompt: at least one id. start: the position of the first; earlier positions are only in the cache. output_at: the
+        position of the first new id. cached: the number of prompt ids reused from the cache.
     sampling: the sampling parameters, with the seed; None if the token sampler needs none.
-    top_logprobs: how many of the most likely ids to report with each token; None reports no logprobs.
-    prompt_top: the same for the prompt's ids. `prompt_logprobs` collects them: None for the first id.
+    top_logprobs: how many of the most likely ids to report with each token; None reports no logprobs. prompt_top: the
+        same for the prompt's ids. `prompt_logprobs` collects them: None for the first id.
     replayed: how many of `token_ids` were emitted elsewhere. Their logprobs are added when they are computed.
-    cached: the number of prompt ids reused from the cache.
-    slot: the cache slot with the computed positions; None before there is one.
-    history: the ids for penalties; created on first use.
-    drafting: the state of a speculative step.
+    slot: the cache slot, once there is one. history: the ids for penalties. drafting: the state of a speculative step.
     """
 
     def __init__(
@@ -173,7 +170,7 @@ class Sequence:
         return [*self.prompt[first:last], *self.token_ids[max(0, first - prompt) : max(0, last - prompt)]]
 
     def computed_ids(self) -> list[int]:
-        """The ids in the slot, for its release; none if `start` is not 0, since the earlier ids are unknown."""
+        """The ids in the slot; none if `start` is not 0, since the earlier ids are unknown."""
         return self.ids(0, self.computed) if self.start == 0 else []
 
     def reusable_ids(self) -> list[int]:

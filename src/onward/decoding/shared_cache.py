@@ -25,7 +25,6 @@ from onward.util.process import renew_in_forks
 # Every block costs some bytes of accounting, even if it is never used.
 MAX_BLOCKS = 2**15
 
-
 # (model, rows, length) -> slots with room for this many sequences, until the context exits
 Lease = Callable[[Model, int, int], AbstractContextManager[CacheManager]]
 

@@ -29,22 +29,18 @@ from onward.sampling.logprobs import Token, TokenLogprobs, checked_ids, not_fini
 
 # (logits [B, V], positions int32 [B] of the tokens to choose) -> int64 [B]
 Select = Callable[[Tensor, Tensor], Tensor]
+# The draft ids of each sequence.
+Drafts = abc.Sequence[abc.Sequence[int]]
 
 
 class TokenSampler(Protocol):
     """Chooses the next id of sequences from their logits."""
 
     def __call__(
-        self,
-        logits: Tensor,
-        positions: Tensor,
-        sequences: abc.Sequence[Sequence],
-        drafts: abc.Sequence[abc.Sequence[int]] | None = None,
+        self, logits: Tensor, positions: Tensor, sequences: abc.Sequence[Sequence], drafts: Drafts | None = None
     ) -> Tensor:
-        """Logits float [B, V] of B sequences and the positions int [B] of the ids to choose -> ids int64 [B].
-
-        With drafts: [B, K, V] and [B, K] -> [B, K]. Id k is chosen as if the first k draft ids preceded it.
-        """
+        """Logits float [B, V] of B sequences and the positions int [B] of the ids to choose -> ids int64 [B]. With
+        drafts [B, K, V] and [B, K] -> [B, K], where id k is chosen as if the first k draft ids preceded it."""
 
     def kernel(self, sequences: abc.Sequence[Sequence]) -> SamplingKernel | None:
         """The kernel for these sequences; None if there is none."""
@@ -58,11 +54,7 @@ class SamplerCache:
         self._last: tuple[list[weakref.ref[Sequence]], Sampler] | None = None
 
     def __call__(
-        self,
-        logits: Tensor,
-        positions: Tensor,
-        sequences: abc.Sequence[Sequence],
-        drafts: abc.Sequence[abc.Sequence[int]] | None = None,
+        self, logits: Tensor, positions: Tensor, sequences: abc.Sequence[Sequence], drafts: Drafts | None = None
     ) -> Tensor:
         sampler = self.sampler(sequences)
         return sampler(logits, positions, histories_of(sampler, sequences), drafts, constraints_of(sequences))
@@ -87,21 +79,14 @@ class SamplerCache:
 
 
 class FunctionSampler:
-    """Chooses with one function of logits and positions for all sequences.
-
-    select: may have an attribute `pick`, its kernel.
-    """
+    """Chooses with one function of logits and positions, whose attribute `pick` may be its kernel."""
 
     def __init__(self, select: Select) -> None:
         self._select = select
         self._kernel: SamplingKernel | None = getattr(select, "pick", None)
 
     def __call__(
-        self,
-        logits: Tensor,
-        positions: Tensor,
-        sequences: abc.Sequence[Sequence],
-        drafts: abc.Sequence[abc.Sequence[int]] | None = None,
+        self, logits: Tensor, positions: Tensor, sequences: abc.Sequence[Sequence], drafts: Drafts | None = None
     ) -> Tensor:
         assert drafts is None, "a function takes no drafts"
         return self._select(logits, positions)
@@ -134,10 +119,7 @@ _MAX_SCORED = 2**22
 
 
 class Step(Protocol):
-    """Processes pending ids and emits the next ids.
-
-    After a failed step, the same work can be retried, whole or in parts.
-    """
+    """Processes pending ids and emits the next ids. After a failure, the work can be retried, whole or in parts."""
 
     def __call__(self, work: abc.Sequence[ScheduledSequence]) -> Emitted: ...
 

@@ -14,14 +14,6 @@ _CONTEXT = 8
 _MAX_BYTES = 4
 
 
-class Detokenizer(Protocol):
-    def push(self, token_id: int) -> str: ...
-
-    def flush(self) -> str: ...
-
-    def fork(self) -> Self: ...
-
-
 class StreamingDetokenizer:
     """Emits each character as soon as all of its bytes are there.
 
@@ -151,7 +143,7 @@ class StopStrings:
 
     def __init__(
         self,
-        detokenizer: Detokenizer,
+        detokenizer: StreamingDetokenizer,
         stop: Sequence[str] = (),
         marks: Mapping[int, str] | None = None,
         special: Mapping[int, str] | None = None,

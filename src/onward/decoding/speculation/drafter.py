@@ -16,11 +16,9 @@ from onward.tokenizer import Tokenizer
 class DraftRequest:
     """The rows that a drafter drafts for.
 
-    rows: their number; owners are 0 … rows - 1.
-    max_len: the most positions of a row's prompt and output together.
-    longest: the most ids of a draft.
-    vocab_size: V of the target; an id of V or more is an error.
-    device: the device of the target's tokens.
+    rows: their number; owners are 0 … rows - 1. max_len: the most positions of a row's prompt and output together.
+    longest: the most ids of a draft. vocab_size: V of the target; an id of V or more is an error. device: of the
+        target's tokens.
     select: picks the target's tokens. A drafter that also picks with it, at the same positions, guesses its samples.
     histories: the history of each row, shared with the target: a drafter must remove the ids it adds before it returns.
         None if no option reads them.
@@ -91,10 +89,8 @@ def continued(ids: Sequence[int], start: int, count: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Speculation:
-    """drafted: the number of proposed ids.
-    accepted: how many of them are part of the output.
-    rounds: forwards that verified a draft, without the plain steps between them.
-    """
+    """drafted: the number of proposed ids. accepted: how many of them are part of the output. rounds: forwards that
+    verified a draft, without the plain steps between them."""
 
     drafted: int = 0
     accepted: int = 0
@@ -123,13 +119,10 @@ class TokenTable(Protocol):
 
 
 def check_same_tokens(target: Tokenizer, draft: Tokenizer) -> None:
-    """Raise unless every id that both tokenizers have is the same token in both.
+    """Raise `TokenizerError`, naming the first id that differs, unless all common ids are the same tokens.
 
     Sizes may differ: an id that only one tokenizer has is a special token of its own, or pads the vocabulary.
     If a tokenizer cannot list its vocabulary, the texts of single ids are compared.
-
-    Raises:
-        TokenizerError: naming the first id that differs.
     """
     if isinstance(target, TokenTable) and isinstance(draft, TokenTable):
         ours, theirs = target.tokens(), draft.tokens()

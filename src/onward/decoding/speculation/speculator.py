@@ -122,10 +122,8 @@ class Speculator:
     ) -> None:
         """Draft for these sequences together.
 
-        Args:
-            vocab_size: V of the logits. device: the device of the tokens.
-            select: chooses the target's tokens, for sequences without sampling parameters.
-            max_len: the most positions of a sequence; by default those of the longest.
+        vocab_size: V of the logits. select: chooses the target's tokens, for sequences without sampling parameters.
+        max_len: the most positions of a sequence; by default those of the longest.
         """
         histories = None
         if select is None:

@@ -18,7 +18,7 @@ from onward.decoding.sequence import Sequence
 from onward.decoding.speculation.drafter import Drafter, Drafting, DraftRequest, DraftRow, Speculation
 from onward.decoding.speculation.pace import LENGTHS, AcceptanceRate, DraftLengthController, RowAcceptance
 from onward.decoding.speculation.verify import verify
-from onward.decoding.step import Emitted, Step, TokenSampler
+from onward.decoding.step import Drafts, Emitted, Step, TokenSampler
 from onward.errors import DraftError, one_line
 from onward.sampling.logprobs import tokens_of
 
@@ -219,7 +219,7 @@ class SpeculativeStep:
 
     @torch.no_grad()
     def _drafts(
-        self, sequences: abc.Sequence[Sequence], counts: abc.Sequence[int], forced: abc.Sequence[abc.Sequence[int]]
+        self, sequences: abc.Sequence[Sequence], counts: abc.Sequence[int], forced: Drafts
     ) -> list[abc.Sequence[int]]:
         """The forced ids of each sequence, or else its drafter's ids, at most its count."""
         drafts = list(forced)
@@ -239,9 +239,7 @@ class SpeculativeStep:
         return drafts
 
     @torch.no_grad()
-    def _round(
-        self, work: abc.Sequence[ScheduledSequence], drafts: abc.Sequence[abc.Sequence[int]], longest: int
-    ) -> Emitted:
+    def _round(self, work: abc.Sequence[ScheduledSequence], drafts: Drafts, longest: int) -> Emitted:
         emitted: Emitted = [[] for _ in work]
         for group in self._slots.groups([sequence.slot for sequence, _ in work], 1 + longest):
             items, group_drafts = [work[index] for index in group], [drafts[index] for index in group]
@@ -264,11 +262,7 @@ class SpeculativeStep:
         return emitted
 
     def _count(
-        self,
-        sequences: abc.Sequence[Sequence],
-        drafts: abc.Sequence[abc.Sequence[int]],
-        forced: abc.Sequence[abc.Sequence[int]] | None,
-        emitted: Emitted,
+        self, sequences: abc.Sequence[Sequence], drafts: Drafts, forced: Drafts | None, emitted: Emitted
     ) -> None:
         """Count the accepted ids of a round. Forced ids say nothing about a drafter."""
         for index, (sequence, draft, new) in enumerate(zip(sequences, drafts, emitted, strict=True)):

@@ -69,10 +69,8 @@ class SuffixAutomaton:
         return self._texts[text]
 
     def add_text(self) -> int:
-        """Add a text and return its index.
-
-        It begins with a unique negative id, so the state of the whole text is never that of another run.
-        """
+        """Add a text and return its index. It begins with a unique negative id, so the state of the whole text is never
+        that of another run."""
         self._texts.append([])
         self._lasts.append(0)
         text = len(self._texts) - 1
@@ -184,10 +182,7 @@ class SuffixLookup:
 
 @dataclass(eq=False)
 class _Output:
-    """The output of a row.
-
-    ids: the growing list. learnt: how many of the ids are in the automaton. text: their text there; None if none are.
-    """
+    """A row's growing output. learnt: how many of its ids are in the automaton. text: their text there, if any."""
 
     ids: Sequence[int]
     drafting: "weakref.ref[_SuffixLookups]"
@@ -242,11 +237,8 @@ class _Earlier:
 
 @dataclass
 class _RowIndex:
-    """One row.
-
-    automaton: of the row's own ids. indexed: how many of them it has, or skips.
-    earlier_state, earlier_length: of the row's longest suffix in the automaton of earlier outputs.
-    """
+    """automaton: of the row's own ids. indexed: how many of them it has, or skips. earlier_state, earlier_length: of
+    the row's longest suffix in the automaton of earlier outputs."""
 
     automaton: SuffixAutomaton = field(default_factory=SuffixAutomaton)
     indexed: int = 0

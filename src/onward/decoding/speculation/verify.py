@@ -11,17 +11,13 @@ import torch
 from torch import Tensor
 
 from onward.decoding.sequence import Sequence
-from onward.decoding.step import SamplerCache, TokenSampler
+from onward.decoding.step import Drafts, SamplerCache, TokenSampler
 from onward.errors import NothingToDrawError, OnwardError
 from onward.sampling.logprobs import checked_ids, not_finite
 
 
 def verify(
-    chooser: TokenSampler,
-    sequences: abc.Sequence[Sequence],
-    logits: Tensor,
-    positions: Tensor,
-    drafts: abc.Sequence[abc.Sequence[int]],
+    chooser: TokenSampler, sequences: abc.Sequence[Sequence], logits: Tensor, positions: Tensor, drafts: Drafts
 ) -> list[list[int]]:
     """The ids that each of B sequences emits: the accepted ids of its draft, and one more. Histories and constraints
     stay as they are.
@@ -52,11 +48,7 @@ def verify(
 
 
 def _one_by_one(
-    chooser: TokenSampler,
-    sequences: abc.Sequence[Sequence],
-    logits: Tensor,
-    positions: Tensor,
-    drafts: abc.Sequence[abc.Sequence[int]],
+    chooser: TokenSampler, sequences: abc.Sequence[Sequence], logits: Tensor, positions: Tensor, drafts: Drafts
 ) -> list[list[int]]:
     """Choose position by position, only for drafts that agree so far."""
 

@@ -197,7 +197,7 @@ def stream(
     _check_room([limit for limit in limits if limit is not None], offset, len(ids), max_new_tokens)
     if cache is _OWN:
         if offset:
-            raise RequestError(f"offset {offset} says that a cache holds {offset} positions: give that cache")
+            raise RequestError(f"offset {offset} needs a cache that holds {offset} positions: pass that cache")
         cache = model.new_cache(1, padded_length(max(length, 1), model))
     run = reused_run(model, compile)
     checked = run if isinstance(forward, Model) else VocabularyCheck(run, name, ids)
@@ -231,7 +231,7 @@ def decode(
 def _named_ids(prompt: PromptIds | None, first_token: int | None) -> tuple[str, list[int]]:
     if (prompt is None) == (first_token is None):
         count = "neither" if prompt is None else "both"
-        raise RequestError(f"give prompt=, the ids to process, or first_token=, one id; got {count}")
+        raise RequestError(f"pass either prompt= (the ids to process) or first_token= (one id); got {count}")
     if first_token is None:
         assert prompt is not None
         return "prompt", prompt_ids("prompt", prompt)
@@ -285,7 +285,9 @@ def chooser_of(
             "tokens are known: use onward.generate or LanguageModel.generate, or leave them out"
         )
     if len(select.seeds) != rows:
-        raise RequestError(f"a sampler of {len(select.seeds)} rows was given for {rows}: make one for as many rows")
+        raise RequestError(
+            f"the sampler has {len(select.seeds)} rows, but {rows} are needed: create one with {rows} rows"
+        )
     return SamplerCache(device), [select.row(row) for row in range(rows)]
 
 

@@ -33,7 +33,7 @@ def prompt_ids(name: str, prompt: PromptIds) -> list[int]:
     if isinstance(listed, str | bytes) or not isinstance(listed, Sequence):
         raise RequestError(f"{name} must be a list of ids, or one dimension of a tensor or array; got {prompt!r}")
     if not listed:
-        raise RequestError(f"{name} must hold one id at least; got none")
+        raise RequestError(f"{name} must contain at least one id; got none")
     ids = plain_items(listed)
     for token in ids:
         check_whole(f"{name}: an id", token, low=0)

@@ -132,6 +132,6 @@ def check_same_tokens(target: Tokenizer, draft: Tokenizer) -> None:
     for token, (our, their) in enumerate(zip(ours, theirs, strict=False)):
         if our is not None and their is not None and our != their:
             raise TokenizerError(
-                f"the draft model has another vocabulary than the model: id {token} is {their!r} there and {our!r} "
-                "here. Take a draft of the same family, or 'lookup' or 'suffix', which need no model"
+                f"the draft model has a different vocabulary: id {token} is {their!r} there and {our!r} in the model. "
+                "Use a draft model of the same family, or 'lookup' or 'suffix', which need no model"
             )

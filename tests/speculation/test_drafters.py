@@ -295,7 +295,7 @@ def test_vocabularies_that_cannot_be_written_out_are_compared_by_their_texts():
             return super().decode([token + (token > 64) for token in ids])
 
     check_same_tokens(ByteTokenizer(), ByteTokenizer(eos_id=None))
-    with pytest.raises(TokenizerError, match="id 65 is 'B' there and 'A' here"):
+    with pytest.raises(TokenizerError, match="id 65 is 'B' there and 'A' in the model"):
         check_same_tokens(ByteTokenizer(), Shifted())
 
 

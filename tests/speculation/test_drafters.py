@@ -285,7 +285,7 @@ class Table(ByteTokenizer):
 def test_vocabularies_are_compared_token_by_token():
     check_same_tokens(Table("a", "b"), Table("a", "b", "<pad>"))
     check_same_tokens(Table("a", None, "c"), Table("a", "b", "c"))
-    with pytest.raises(TokenizerError, match="id 1 is 'x' there and 'b' here"):
+    with pytest.raises(TokenizerError, match="id 1 is 'x' there and 'b' in the model"):
         check_same_tokens(Table("a", "b"), Table("a", "x", "y"))
 
 

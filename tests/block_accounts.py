@@ -13,7 +13,7 @@ def check_accounts(slots):
         held, budget, states = list(slots._slots), slots._budget, slots._states
         check_slots(slots._pool, held, slots.block)
         check_windows(slots._pool, slots._windows, held)
-        assert budget._used() <= budget.total, f"{budget._used()} units are used of {budget.total}"
+        assert budget._used <= budget.total, f"{budget._used} units are used of {budget.total}"
         assert budget.available >= 0, f"{-budget.available} units are reserved that are not there"
         check_states(states, [slot.state for slot in held])
 
@@ -21,7 +21,7 @@ def check_accounts(slots):
 def check_states(states, held):
     """Each slot of recurrent states is free, kept by a node or held, once."""
     kept = [node.state for node in states.kept]
-    assert len(kept) <= states.most_kept, f"nodes keep {len(kept)} states, above {states.most_kept}"
+    assert len(kept) <= states.max_kept, f"nodes keep {len(kept)} states, above {states.max_kept}"
     if states.memory is not None:
         slots = [slot for slot in (*states.free, *kept, *held) if slot is not None]
         assert sorted(slots) == list(range(states.memory.count)), "a slot of states is not had once"
@@ -36,7 +36,8 @@ def check_pool(pool, held):
     assert sorted(states) == list(range(len(pool.holders))), "a block is neither free nor cached nor held"
     assert max(states.values(), default=1) == 1, "a block is in two of free, cached and held"
     kept = len(cached) * pool.price
-    assert kept <= pool.most_cached, f"{kept} blocks are cached, above {pool.most_cached}"
+    most = pool._budget.max_cached
+    assert kept <= most, f"{kept} blocks are cached, above {most}"
     assert len(pool.warm) <= 2 * pool.warm_blocks, f"{len(pool.warm)} free blocks keep their memory"
     order = {node: place for place, node in enumerate(pool.cached)}
     nodes = list(pool.trie)
@@ -89,9 +90,9 @@ def check_windows(pool, windows, slots):
     kept = {node.window: node for node in pool.trie if node.window is not None}
     found = {block: node for block, node in enumerate(windows.nodes) if node is not None}
     assert kept == found, "a node has a window block that is not known as its own"
-    assert windows.reserved == sum(slot.most_windows for slot in slots), "what is reserved is counted wrong"
+    assert windows.reserved == sum(slot.max_windows for slot in slots), "what is reserved is counted wrong"
     for slot in slots:
-        assert len(slot.windows) <= slot.most_windows, f"{slot} has more window blocks than are reserved"
+        assert len(slot.windows) <= slot.max_windows, f"{slot} has more window blocks than are reserved"
         assert all(0 <= index < len(slot.blocks) for index in slot.windows), f"{slot} has window blocks past its end"
         for index, block in slot.windows.items():
             if index >= slot.sealed:

@@ -1,8 +1,7 @@
-"""Prefill and decode as two calls over a cache that knows how many positions it holds, and speculation with them.
+"""Prefill and decode as two calls over a cache with explicit lengths, and speculative decoding with them.
 
-`ModelInferencer` wraps any `Model`. `FilledCache.truncate` takes draft tokens back by lowering the cache's lengths:
-entries past a length are never read. `speculate` drafts with one inferencer and verifies with another; each becomes a
-`Model`, so the step and the drafters are those of every other request.
+`FilledCache.truncate` removes draft tokens by lowering the cache's lengths: entries past a length are never read.
+`speculate` wraps each inferencer as a `Model`, so it shares the step and the drafters of all other requests.
 
 Shapes: B rows, T query tokens, N new tokens, V vocabulary.
 """
@@ -21,14 +20,14 @@ from onward.decoding.api import chooser_of
 from onward.decoding.speculation.drafter import Speculation
 from onward.decoding.speculation.model_drafter import ModelDrafter
 from onward.decoding.speculation.speculator import Speculator
-from onward.decoding.speculation.step import drafted_text
+from onward.decoding.speculation.step import draft_state
 from onward.errors import ContextOverflowError, RequestError
 from onward.models import Cache, Model, ModelRun, reused_run
 from onward.models.contract import take_positions
 from onward.sampling import Sampler, greedy
 from onward.util.checks import check_whole
 
-# float [B, V] -> int [B], such as `onward.greedy`; or a `Sampler`, which is also given the positions.
+# float [B, V] -> int [B], such as `onward.greedy`; or a `Sampler`, which also gets the positions.
 SampleStrategy = Callable[[Tensor], Tensor] | Sampler
 
 
@@ -40,9 +39,9 @@ class PrefillOutput(NamedTuple):
 
 
 class DecodeOutput(NamedTuple):
-    """token_ids: int64 [B, N], the new tokens. token_logits: float [B, N, V], the logits that each was picked from.
+    """token_ids: int64 [B, N], the new tokens. token_logits: float [B, N, V], the logits each was picked from.
 
-    N is the length of the longest row. A row that ended before repeats its last id and has logits of 0 there.
+    N is the length of the longest row. A row that ended earlier repeats its last id and has logits of 0 there.
     """
 
     token_ids: Tensor
@@ -51,19 +50,17 @@ class DecodeOutput(NamedTuple):
 
 @dataclass
 class FilledCache:
-    """A model's cache and how much each row holds; an inferencer updates both.
-
-    cache: as `Model.new_cache` made it. lengths: int32 [B], the number of positions that each row holds.
-    """
+    """A model's cache (from `Model.new_cache`) and the number of positions in each row, int32 [B]; an inferencer
+    updates both."""
 
     cache: Cache
     lengths: Tensor
 
     def truncate(self, lengths: Tensor) -> None:
-        """Take back the positions that each row holds past `lengths`, int [B]. Nothing is moved or cleared.
+        """Remove each row's positions past `lengths`, int [B]. Nothing is moved or cleared.
 
         Raises:
-            RequestError: another shape, or a length below 0 or above what the row holds.
+            RequestError: a different shape, or a length below 0 or above the row's.
         """
         if lengths.shape != self.lengths.shape or bool(((lengths < 0) | (lengths > self.lengths)).any()):
             raise RequestError(
@@ -74,33 +71,30 @@ class FilledCache:
 
 
 class Inferencer(Protocol):
-    """Processes tokens and generates more. The cache holds all tokens that precede the query's."""
+    """Processes tokens and generates more. The cache holds all tokens before the query."""
 
     def new_cache(self, batch: int, max_len: int) -> FilledCache:
-        """An empty cache of `max_len` positions a row."""
-        ...
+        """An empty cache of `max_len` positions per row."""
 
     def prefill(self, query_token_ids: Tensor, kv_cache: FilledCache, sample_strategy: SampleStrategy) -> PrefillOutput:
-        """Process a query, int [B, T], and pick the token that follows. The cache then holds T positions more."""
-        ...
+        """Process a query, int [B, T], and pick the next token. The cache then holds T more positions."""
 
     def decode(
         self, query_token_ids: Tensor, kv_cache: FilledCache, max_new_tokens: int, sample_strategy: SampleStrategy
     ) -> DecodeOutput:
-        """Process a query, int [B, 1], and go on token by token to `max_new_tokens` (1 or more) or the end of the text.
+        """Process a query, int [B, 1], and decode up to `max_new_tokens` (1 or more) or the end of each row.
 
-        The cache then holds the query and the new tokens, but not each row's last token, which is the next query. So
-        after a draft that was accepted whole, a drafter has to process the draft's last token too.
+        The cache then holds the query and the new tokens, except each row's last token, which is the next query. So
+        after a fully accepted draft, a drafter also has to process the draft's last token.
         """
-        ...
 
 
 class ModelInferencer:
     """An `Inferencer` over any `Model`.
 
-    eos: an id or ids that end a row in `decode`; the ending id is part of the output.
-    prefill_chunk: the most query tokens processed at once. It bounds memory and changes no token.
-    compile: what runs the model, as in `onward.LanguageModel`.
+    eos: an id or ids that end a row in `decode`; the id is part of the output.
+    prefill_chunk: the most query tokens processed at once. It limits memory and changes no token.
+    compile: as in `onward.LanguageModel`.
     """
 
     def __init__(
@@ -117,17 +111,13 @@ class ModelInferencer:
         return FilledCache(self.model.new_cache(batch, max_len), lengths)
 
     def prefill(self, query_token_ids: Tensor, kv_cache: FilledCache, sample_strategy: SampleStrategy) -> PrefillOutput:
-        """See `Inferencer`.
-
-        Raises:
-            RequestError: a query that is not whole numbers [B, T], or whose B is not the cache's.
-            ContextOverflowError: the query does not fit the cache or the model's context.
-        """
+        """See `Inferencer`. Raises `RequestError` for a query that is not integers [B, T] with the cache's B, and
+        `ContextOverflowError` for one that exceeds the cache or the model's context."""
         query_length = self._check_query(query_token_ids, kv_cache)
         self._check_room(kv_cache, query_length)
         token_ids, logits = self._run(query_token_ids, kv_cache, 1, frozenset(), sample_strategy)
         kv_cache.lengths = kv_cache.lengths + query_length
-        return PrefillOutput(self._padded(token_ids), logits)
+        return PrefillOutput(_padded(token_ids, self.model.device), logits)
 
     def decode(
         self, query_token_ids: Tensor, kv_cache: FilledCache, max_new_tokens: int, sample_strategy: SampleStrategy
@@ -140,21 +130,16 @@ class ModelInferencer:
             )
         self._check_room(kv_cache, max_new_tokens)
         token_ids, logits = self._run(query_token_ids, kv_cache, max_new_tokens, self.eos, sample_strategy)
-        ids = self._padded(token_ids)
-        new = torch.tensor([len(of_row) for of_row in token_ids], dtype=torch.int32, device=ids.device)
+        ids = _padded(token_ids, self.model.device)
+        new = torch.tensor(list(map(len, token_ids)), dtype=torch.int32, device=ids.device)
         ended = torch.arange(ids.shape[1], device=ids.device) >= new.unsqueeze(1)
         kv_cache.lengths = kv_cache.lengths + new
         return DecodeOutput(ids, logits.masked_fill(ended.unsqueeze(2), 0.0))
 
     def _run(
-        self,
-        query: Tensor,
-        kv_cache: FilledCache,
-        max_new_tokens: int,
-        eos: frozenset[int],
-        strategy: SampleStrategy,
+        self, query: Tensor, kv_cache: FilledCache, max_new_tokens: int, eos: frozenset[int], strategy: SampleStrategy
     ) -> tuple[list[list[int]], Tensor]:
-        """Run the loop from the query on. Returns the new ids of each row, and the logits at every token [B, T, V]."""
+        """Run the decode loop. Returns the new ids of each row, and the logits at every token [B, T, V]."""
         model = self._model_run
         if model is None or model.model is not self.model:
             model = self._model_run = reused_run(self.model, self.compile)
@@ -166,25 +151,19 @@ class ModelInferencer:
             return (logits if logits_at is None else take_positions(logits, logits_at)), cache
 
         device, lengths = self.model.device, kv_cache.lengths.tolist()
-        # Every forward gets all rows, so that each gives the logits of all.
+        # Every forward gets all rows, so that it returns the logits of all.
         slots = RowCacheManager(kv_cache.cache, len(lengths), None, None, filled=lengths)
         chooser, sampling = chooser_of(strategy, len(lengths), device)
         sequences = [
-            Sequence(ids, max_new_tokens, eos, start=start, sampling=of_row)
-            for ids, start, of_row in zip(query.tolist(), lengths, sampling, strict=True)
+            Sequence(ids, max_new_tokens, eos, start=start, sampling=params)
+            for ids, start, params in zip(query.tolist(), lengths, sampling, strict=True)
         ]
         step = DecodeStep(run, slots, chooser, device)
         for _ in decode_loop(step, BatchSchedule(slots, sequences, self.prefill_chunk), slots):
             kv_cache.cache = slots.cache
         return [sequence.token_ids for sequence in sequences], torch.cat(all_logits, 1)
 
-    def _padded(self, token_ids: abc.Sequence[list[int]]) -> Tensor:
-        longest = max(map(len, token_ids))
-        ids = [of_row + of_row[-1:] * (longest - len(of_row)) for of_row in token_ids]
-        return torch.tensor(ids, dtype=torch.int64, device=self.model.device)
-
     def _check_query(self, query: Tensor, kv_cache: FilledCache) -> int:
-        """Check a query [B, T] and return its T."""
         whole = not (query.is_floating_point() or query.dtype == torch.bool)
         batch = len(kv_cache.lengths)
         if query.dim() != 2 or query.shape[0] != batch or not query.numel() or not whole:
@@ -206,9 +185,15 @@ class ModelInferencer:
             )
 
 
+def _padded(token_ids: abc.Sequence[list[int]], device: torch.device) -> Tensor:
+    longest = max(map(len, token_ids))
+    ids = [row + row[-1:] * (longest - len(row)) for row in token_ids]
+    return torch.tensor(ids, dtype=torch.int64, device=device)
+
+
 class SpeculateOutput(NamedTuple):
-    """token_ids: int64 [B, N], where N is the length of the longest row; a row that ended before repeats its last id.
-    speculation: what drafting brought each row.
+    """token_ids: int64 [B, N], where N is the length of the longest row; a row that ended earlier repeats its last id.
+    speculation: the drafting counts of each row.
     """
 
     token_ids: Tensor
@@ -225,13 +210,12 @@ def speculate(
     eos: int | abc.Sequence[int] = (),
     length: int | None = None,
 ) -> SpeculateOutput:
-    """Continue prompts: `drafter` guesses ids, and `target` decides which follow.
+    """Continue prompts int [B, T]: `drafter` guesses ids, and `target` verifies them.
 
-    Only `prefill` of each is called, over a cache that its own `new_cache` made.
+    Only `prefill` of each is called, over a cache from its own `new_cache`.
 
     Args:
-        query_token_ids: the prompts, int [B, T].
-        max_new_tokens: the most ids to give out, 1 or more.
+        max_new_tokens: the most ids to generate, 1 or more.
         sample_strategy: as in `Inferencer`. A `Sampler` draws with the same noise for both.
         eos: an id or ids that end a row.
         length: as in `Speculator`.
@@ -253,8 +237,8 @@ def speculate(
     device, rows = query.device, len(prompts)
     chooser, sampling = chooser_of(sample_strategy, rows, device, whole_text=True)
     sequences = [
-        Sequence(prompt, max_new_tokens, stop_ids, sampling=of_row)
-        for prompt, of_row in zip(prompts, sampling, strict=True)
+        Sequence(prompt, max_new_tokens, stop_ids, sampling=params)
+        for prompt, params in zip(prompts, sampling, strict=True)
     ]
     slots = RowCacheManager(model.new_cache(rows, max_len), rows, max_len, None)
     speculator = Speculator(ModelDrafter(_as_model(drafter, query)), length=length)
@@ -262,21 +246,17 @@ def speculate(
     speculator.join(sequences, model.vocab_size, device, None if sampling[0] else _select(sample_strategy), max_len)
     for _ in decode_loop(step, BatchSchedule(slots, sequences), slots):
         pass  # the sequences collect their ids
-    longest = max(len(sequence.token_ids) for sequence in sequences)
-    ids = [each.token_ids + each.token_ids[-1:] * (longest - len(each.token_ids)) for each in sequences]
-    return SpeculateOutput(
-        torch.tensor(ids, device=device), [drafted_text(sequence).counts(sequence) for sequence in sequences]
-    )
+    token_ids = _padded([sequence.token_ids for sequence in sequences], device)
+    return SpeculateOutput(token_ids, [draft_state(sequence).counts(sequence) for sequence in sequences])
 
 
 def _as_model(inferencer: Inferencer, query: Tensor) -> Model:
-    """A `Model` whose forward is the inferencer's prefill, over the inferencer's own kind of cache."""
 
     def forward(tokens: Tensor, offsets: Tensor, cache: FilledCache, params: Any) -> tuple[Tensor, FilledCache]:
         cache.truncate(offsets)
         return inferencer.prefill(tokens, cache, greedy).token_logits, cache
 
-    # The protocol does not give the size of the vocabulary, but the logits after one id do.
+    # The protocol has no vocabulary size, but the logits after one id show it.
     first = inferencer.prefill(query[:1, :1], inferencer.new_cache(1, 1), greedy).token_logits
     return Model(
         forward=forward,

@@ -52,8 +52,8 @@ def test_copies_bring_every_beam_its_parents_past(seed, width, new, kind):
     model, prompt = scripted_model(logits, vocab_size=8), [3, 1, 4]
     searches = [BeamSearch(BeamOptions(width), prompt, new, {0}, sampling=SamplingParams(eos=(0,))) for _ in range(2)]
     rows = 2 * width
-    slots = CountingSlots.of(model, rows, 12) if kind == "own" else None
-    slots = CountingSlots.given(model, model.new_cache(rows, 12), rows) if slots is None else slots
+    slots = CountingSlots.allocate(model, rows, 12) if kind == "own" else None
+    slots = CountingSlots.wrap(model, model.new_cache(rows, 12), rows) if slots is None else slots
     step = BeamStep(DecodeStep(model, slots, SamplerCache(CPU), CPU), model, slots, CPU)
     before = [list(texts(search)) for search in searches]
     for _ in decode_loop(step, BatchSchedule(slots, searches), slots):

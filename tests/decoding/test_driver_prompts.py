@@ -159,9 +159,9 @@ def test_another_error_of_the_forward_reaches_the_caller(error):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({}, "give prompt=, .* or first_token=, one id; got neither"),
+        ({}, r"pass either prompt= .* or first_token= \(one id\); got neither"),
         ({"prompt": [1], "first_token": 1}, "got both"),
-        ({"prompt": []}, "prompt must hold one id at least"),
+        ({"prompt": []}, "prompt must contain at least one id"),
         ({"prompt": "Once"}, "prompt must be a list of ids, .* got 'Once'"),
         ({"prompt": 3}, "prompt must be a list of ids, .* got 3"),
         ({"prompt": [1, -1]}, "prompt: an id must be a whole number of 0 or more; got -1"),
@@ -170,7 +170,7 @@ def test_another_error_of_the_forward_reaches_the_caller(error):
         ({"prompt": torch.tensor([[1, 2]])}, r"prompt must have one dimension, .* got \[1, 2\]"),
         ({"prompt": np.ones(2)}, "got 1.0"),
         ({"prompt": [1], "prefill_chunk": 0}, "prefill_chunk must be a whole number of 1 or more"),
-        ({"prompt": [1], "offset": 3}, "offset 3 says that a cache holds 3 positions: give that cache"),
+        ({"prompt": [1], "offset": 3}, "offset 3 needs a cache that holds 3 positions: pass that cache"),
     ],
     ids=str,
 )

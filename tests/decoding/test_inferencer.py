@@ -197,7 +197,7 @@ def test_other_bad_calls():
         inferencer.decode(torch.tensor([[1]]), kv, 4, greedy)
     with pytest.raises(ContextOverflowError, match="room for 6"):
         inferencer.prefill(torch.tensor([[1, 2, 3, 4]]), kv, greedy)
-    with pytest.raises(RequestError, match="a sampler of 2 rows was given for 1: make one for as many rows"):
+    with pytest.raises(RequestError, match="the sampler has 2 rows, but 1 are needed: create one with 1 rows"):
         inferencer.prefill(torch.tensor([[1]]), kv, Sampler([SamplingParams(temperature=1.0)] * 2))
     for lengths in ([4], [-1], [1, 1]):
         with pytest.raises(

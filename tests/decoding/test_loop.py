@@ -94,7 +94,7 @@ def test_what_a_row_says_depends_on_its_own_tokens_alone(prompts, chunk, selects
     model, rows = scripted_model(follow_all, selects_logits=selects_logits), len(prompts)
     slots = {
         "own": lambda: slots_for(model, rows, 17),
-        "given": lambda: RowCacheManager.given(model, model.new_cache(rows, 24), rows),
+        "given": lambda: RowCacheManager.wrap(model, model.new_cache(rows, 24), rows),
         "opaque": lambda: opaque_slots(model, rows, 24),  # a padded chunk may need up to 24 of them
     }[kind]()
     assert tokens_of(model, prompts, 5, chunk=chunk, slots=slots) == [by_hand(prompt, 5) for prompt in prompts]
@@ -183,7 +183,7 @@ def test_what_an_ended_sequence_left_in_the_callers_cache_is_not_disturbed(kind)
     """Rows keep their places in it. The first and the last go on, over the one between them that has ended."""
     model = scripted_model(lambda tokens: max(tokens[-1] - 1, 0))
     cache = model.new_cache(3, 64)
-    slots = RowCacheManager.given(model, cache, 3) if kind == "given" else RowCacheManager(cache, 3, None, None)
+    slots = RowCacheManager.wrap(model, cache, 3) if kind == "given" else RowCacheManager(cache, 3, None, None)
     run(model, greedy([[9], [3], [8]], 50, {0}), slots=slots)
     assert cache.tokens[1, :3].tolist() == [3, 2, 1]
     assert cache.tokens[0, :9].tolist() == [9, 8, 7, 6, 5, 4, 3, 2, 1]
@@ -264,7 +264,7 @@ def test_a_slot_is_released_with_the_ids_of_its_first_positions(start, monkeypat
     model = scripted_model([1])
     cache = model.new_cache(1, 64)
     cache.tokens[0, :start] = 5
-    slots = RowCacheManager.given(model, cache, 1, [start])
+    slots = RowCacheManager.wrap(model, cache, 1, [start])
     released = []
     monkeypatch.setattr(slots, "release", lambda slot, ids=(): released.append(ids))
     run(model, [Sequence([7, 8, 9], 2, sampling=GREEDY, start=start)], slots=slots)

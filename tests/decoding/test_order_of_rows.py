@@ -14,7 +14,7 @@ from onward.testing import scripted_model, tiny_model
 @pytest.mark.parametrize("length", [1, 4])
 def test_work_in_another_order_than_the_rows_of_a_dense_cache(length):
     model = scripted_model(lambda ids: ids[0] + 10, selects_logits=True)
-    slots = RowCacheManager.of(model, 3, 16)
+    slots = RowCacheManager.allocate(model, 3, 16)
     sequences = [Sequence([first] * length, 4, sampling=SamplingParams(temperature=0)) for first in range(3)]
     for sequence in sequences:
         sequence.slot, _ = slots.acquire(sequence.prompt, sequence.longest)
@@ -26,7 +26,7 @@ def test_work_in_another_order_than_the_rows_of_a_dense_cache(length):
 
 def test_a_row_that_moves_within_a_step_takes_along_what_the_step_has_written():
     """A step runs texts of several kinds one after the other, and each may close gaps that others have left."""
-    slots = RowCacheManager.of(dataclasses.replace(tiny_model(), new_blocks=None), 3, 16)
+    slots = RowCacheManager.allocate(dataclasses.replace(tiny_model(), new_blocks=None), 3, 16)
     first, second, third = (slots.acquire([1], 16)[0] for _ in range(3))
     slots.release(first)
     slots.ensure_writable([third], [0], 2)

@@ -76,7 +76,7 @@ def test_siblings_hold_the_past_of_the_one_whose_prompt_they_share(copies):
     model = tiny_model()
     texts = [[1, 2, 3, 4], [9], [5, 6]]
     cache = poison(model.new_cache(3 * copies, 16))
-    slots = RowCacheManager.given(model, cache, 3 * copies)
+    slots = RowCacheManager.wrap(model, cache, 3 * copies)
     groups = [sequences_of([text] * copies) for text in texts]
     sequences = [sequence for group in groups for sequence in group]
     siblings = {sequence: group[0] for group in groups for sequence in group[1:]}
@@ -102,7 +102,7 @@ def test_siblings_are_as_if_each_had_processed_the_prompt(rows, chunk):
     sequences = [sequence for group in groups for sequence in group]
     siblings = {sequence: group[0] for group in groups for sequence in group[1:]}
     alone = [run(model, slots_for(model, 1, 16), [sequence])[0] for sequence in sequences_of(texts)]
-    found = run(model, RowCacheManager.of(model, rows, 16), sequences, chunk, siblings=siblings)
+    found = run(model, RowCacheManager.allocate(model, rows, 16), sequences, chunk, siblings=siblings)
     assert found == [ids for ids in alone for _ in range(3)]
 
 

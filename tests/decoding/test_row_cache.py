@@ -83,9 +83,9 @@ class Held:
 @given(st.integers(0, 2**32), st.sampled_from(["own", "given"]))
 def test_a_slot_holds_what_was_written_to_it_whatever_comes_and_goes(seed, kind):
     rng, model = random.Random(seed), scripted_model([1])
-    slots = RowCacheManager.of(model, ROWS, 8)
+    slots = RowCacheManager.allocate(model, ROWS, 8)
     if kind == "given":
-        slots = RowCacheManager.given(model, model.new_cache(ROWS, 512), ROWS)
+        slots = RowCacheManager.wrap(model, model.new_cache(ROWS, 512), ROWS)
     held = Held(slots)
     for _ in range(30):
         some = [slot for slot in held.texts if rng.random() < 0.7]
@@ -120,8 +120,8 @@ def test_a_slot_holds_what_was_written_to_it_whatever_comes_and_goes(seed, kind)
 def test_rows_of_ones_own_cache_close_up_and_a_callers_keep_their_places():
     model = scripted_model([1])
     for kind, rows in (("own", [0, 1]), ("given", [0, 3])):
-        slots = RowCacheManager.of(model, ROWS, 8) if kind == "own" else None
-        slots = RowCacheManager.given(model, model.new_cache(ROWS, 8), ROWS) if slots is None else slots
+        slots = RowCacheManager.allocate(model, ROWS, 8) if kind == "own" else None
+        slots = RowCacheManager.wrap(model, model.new_cache(ROWS, 8), ROWS) if slots is None else slots
         first, *others, last = (slots.acquire([1], 8)[0] for _ in range(ROWS))
         for slot in others:
             slots.release(slot)
@@ -134,7 +134,7 @@ def test_rows_of_ones_own_cache_close_up_and_a_callers_keep_their_places():
 def test_a_view_of_rows_is_of_the_caches_own_memory_and_the_same_one_every_time():
     """A program knows a cache by its tensors."""
     model = tiny_model()
-    slots = RowCacheManager.given(model, model.new_cache(ROWS, 8), ROWS)
+    slots = RowCacheManager.wrap(model, model.new_cache(ROWS, 8), ROWS)
     held = [slots.acquire([1], 8)[0] for _ in range(ROWS)]
     view = slots.view_of(held[1:3], 1)
     assert slots.view_of(held[1:3], 1).cache is view.cache
@@ -154,7 +154,9 @@ def test_a_cache_that_every_forward_makes_anew_is_kept(prompts, own):
 
     model = Model(forward, (), inner.new_cache, 32, compiles=False)
     slots = (
-        RowCacheManager.of(model, rows, 16) if own else RowCacheManager.given(model, model.new_cache(rows, 16), rows)
+        RowCacheManager.allocate(model, rows, 16)
+        if own
+        else RowCacheManager.wrap(model, model.new_cache(rows, 16), rows)
     )
     new = [5, 2, 7, 4][:rows]
     assert run(model, slots, sequences_of(prompts, new)) == list(map(by_hand, prompts, new))
@@ -163,7 +165,7 @@ def test_a_cache_that_every_forward_makes_anew_is_kept(prompts, own):
 @pytest.mark.parametrize("make", [lambda: tiny_model(), lambda: scripted_model(follow)], ids=["KVCache", "any"])
 def test_a_text_outgrows_its_cache_and_does_not_notice(make):
     model, prompts, new = make(), [[3, 1, 4], [1, 5]], [270, 25]
-    plain = run(model, RowCacheManager.of(model, 2, 512), sequences_of(prompts, new))
+    plain = run(model, RowCacheManager.allocate(model, 2, 512), sequences_of(prompts, new))
     slots = RowCacheManager(poison(model.new_cache(2, 8)), 2, 8, [0] * len(leaves(model.new_cache(1, 8))), model)
     step = DecodeStep(model, slots, SamplerCache(CPU), CPU)
     sequences = sequences_of(prompts, new)
@@ -198,7 +200,7 @@ counts = st.lists(st.integers(1, 6), min_size=1, max_size=8)
 @given(counts, st.booleans(), st.randoms())
 def test_items_of_equally_many_ids_run_together_and_nothing_is_padded(counts, scores, rng):
     model = scripted_model(follow)
-    slots = RowCacheManager.of(model, len(counts), 8)
+    slots = RowCacheManager.allocate(model, len(counts), 8)
     sequences = [
         Sequence([at] * count, 1, sampling=SamplingParams(), prompt_top=0 if scores and at % 2 else None)
         for at, count in enumerate(counts)
@@ -222,7 +224,7 @@ def test_items_of_equally_many_ids_run_together_and_nothing_is_padded(counts, sc
 
 def test_rows_that_process_one_id_are_one_forward_wherever_they_lie():
     model = scripted_model(follow)
-    slots = RowCacheManager.given(model, model.new_cache(5, 16), 5)
+    slots = RowCacheManager.wrap(model, model.new_cache(5, 16), 5)
     sequences = sequences_of([[at + 1] for at in range(5)], [9, 2, 9, 3, 9])
     assert run(model, slots, sequences) == [by_hand([at + 1], new) for at, new in enumerate([9, 2, 9, 3, 9])]
     assert len(model.calls) == 9
@@ -243,9 +245,9 @@ def test_rows_that_process_one_id_are_one_forward_wherever_they_lie():
 def test_texts_that_wait_for_a_slot_are_the_same_texts(asked, rows, chunk, kind):
     model = scripted_model(follow)
     prompts, new = [prompt for prompt, _ in asked], [count for _, count in asked]
-    slots = RowCacheManager.of(model, rows, 32)
+    slots = RowCacheManager.allocate(model, rows, 32)
     if kind == "given":
-        slots = RowCacheManager.given(model, model.new_cache(rows, 32), rows)
+        slots = RowCacheManager.wrap(model, model.new_cache(rows, 32), rows)
     assert run(model, slots, sequences_of(prompts, new), chunk) == list(map(by_hand, prompts, new))
     assert max((len(call.tokens) for call in model.calls), default=0) <= rows
     assert slots.available == rows
@@ -256,11 +258,11 @@ def test_texts_over_rows_that_were_others_before_are_the_same_on_a_real_model():
     prompts = [[3, 1, 4, 1, 5, 9], [2, 6], [5, 3, 5, 8, 9, 7], [9], [3, 2, 3, 8, 4, 6], [2, 6, 4]]
     new = [3, 12, 7, 20, 5, 9]
     alone = [
-        run(model, RowCacheManager.of(model, 1, 32), sequences_of([p], [n]))[0]
+        run(model, RowCacheManager.allocate(model, 1, 32), sequences_of([p], [n]))[0]
         for p, n in zip(prompts, new, strict=True)
     ]
     for rows in (1, 2, 3):
-        slots = RowCacheManager.of(model, rows, 32)
+        slots = RowCacheManager.allocate(model, rows, 32)
         assert isinstance(slots.cache, KVCache)
         assert run(model, slots, sequences_of(prompts, new), 3) == alone
 
@@ -268,7 +270,7 @@ def test_texts_over_rows_that_were_others_before_are_the_same_on_a_real_model():
 def test_a_row_that_moves_within_a_step_takes_along_what_the_step_has_written():
     """Steps of several kinds make one: a row may go in one of them after a forward of another."""
     model = tiny_model()
-    slots = RowCacheManager.of(model, 2, 8)
+    slots = RowCacheManager.allocate(model, 2, 8)
     gone, stays = (slots.acquire([1], 8)[0] for _ in range(2))
     slots.ensure_writable([stays], [0], 3)
     view = slots.view_of([stays], 3)
@@ -285,7 +287,7 @@ def test_a_row_that_moves_within_a_step_takes_along_what_the_step_has_written():
 def test_a_row_that_a_step_runs_twice_keeps_all_of_it(pieces):
     """As a search's prompt is, and then its last id: rows on both sides write where the row between them ends."""
     model = tiny_model(seed=3)
-    slots = RowCacheManager.of(model, 3, 64)
+    slots = RowCacheManager.allocate(model, 3, 64)
     outer, inner, other = (slots.acquire([1], 64)[0] for _ in range(3))
 
     def forward(chosen, token, tokens, first):

@@ -77,7 +77,7 @@ def outcome(kind: str, prompts, seed: int | None) -> tuple[list, int]:
         sequences = [BeamSearch(BeamOptions(2), prompt, 6, {0}, sampling=params[0], **options) for prompt in prompts]
     else:
         sequences = [Sequence(p, 9, {0}, sampling=of_row, **options) for p, of_row in zip(prompts, params, strict=True)]
-    slots = RowCacheManager.of(model, 2 * len(prompts), 24)
+    slots = RowCacheManager.allocate(model, 2 * len(prompts), 24)
     chooser = SamplerCache(CPU)
     step = DecodeStep(run, slots, chooser, CPU)
     if kind == "beams":

@@ -44,8 +44,8 @@ def test_a_text_scores_alone_as_among_others_and_in_any_chunks(lm, monkeypatch):
     many = TEXTS * 5
     same(lm.score(many, logprobs=2), alone * 5)
     monkeypatch.setattr(scoring, "_MOST_TOKENS", 60)
-    monkeypatch.setattr(loop, "_MOST_LOGITS", 258 * 3)
-    monkeypatch.setattr(step, "_MOST_SCORED", 258 * 2)
+    monkeypatch.setattr(loop, "_MAX_LOGITS", 258 * 3)
+    monkeypatch.setattr(step, "_MAX_SCORED", 258 * 2)
     same(lm.score(many, logprobs=2), alone * 5)
 
 
@@ -62,7 +62,7 @@ def same(scores: list[Score], others: list[Score]) -> None:
 
 def test_no_more_logits_are_made_at_once_than_memory_allows(monkeypatch):
     """The head runs on chunks: [T, V] of a long text is never held."""
-    monkeypatch.setattr(loop, "_MOST_LOGITS", 32 * 8)
+    monkeypatch.setattr(loop, "_MAX_LOGITS", 32 * 8)
     model = scripted_model([1, 2, 3], selects_logits=True)
     LanguageModel(model).score([[1] * 40, [2] * 21])
     assert sum(len(call.tokens[0]) for call in model.calls) == 39

@@ -184,7 +184,7 @@ def test_truncating_takes_back() -> None:
     assert (contents(again), again.cached_tokens) == (want, 3)
     session.truncate()
     assert session.tokens == []
-    with pytest.raises(RequestError, match="0 ids are held; to forget those from 1"):
+    with pytest.raises(RequestError, match="cannot truncate to 1 ids: only 0 are cached"):
         session.truncate(1)
     with pytest.raises(RequestError, match="length must be"):
         session.truncate(-1)
@@ -251,7 +251,7 @@ def test_a_stream_that_another_call_has_overtaken_is_refused() -> None:
     stream = session.stream("Hello")
     next(stream)
     other = session.generate("Help")
-    with pytest.raises(RequestError, match="cannot go on: its session has begun another request"):
+    with pytest.raises(RequestError, match="cannot continue: its session has since begun another request"):
         next(stream)
     assert session.tokens == [*b"Help", *other.token_ids[:-1]]
     assert contents(other) == contents(lm.generate("Help"))
@@ -313,8 +313,8 @@ def test_a_cache_grows_by_doubling_on_every_device() -> None:
     text, capacities = PinnedPrefix(), []
     for length in (10, 11, 20, 21, 100):
         text.begin(model, [1], length)
-        assert text.held is not None
-        capacities.append(text.held.capacity)
+        assert text.snapshot is not None
+        capacities.append(text.snapshot.capacity)
     assert capacities == [10, 20, 20, 40, 100]
 
 

@@ -47,7 +47,7 @@ def slots_over(model, rows, room, kind="own"):
     """Slots over a cache of `room` positions: one whose rows move, a caller's, or one that does not show its rows."""
     cache = model.new_cache(rows, room)
     if kind == "given":
-        return RowCacheManager.given(model, cache, rows)
+        return RowCacheManager.wrap(model, cache, rows)
     if kind == "opaque":
         return RowCacheManager(cache, rows, room, None)
     return RowCacheManager(cache, rows, room, dims_of(model, cache, rows), model)

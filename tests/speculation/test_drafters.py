@@ -285,7 +285,7 @@ class Table(ByteTokenizer):
 def test_vocabularies_are_compared_token_by_token():
     check_same_tokens(Table("a", "b"), Table("a", "b", "<pad>"))
     check_same_tokens(Table("a", None, "c"), Table("a", "b", "c"))
-    with pytest.raises(TokenizerError, match="id 1 is 'x' there and 'b' here"):
+    with pytest.raises(TokenizerError, match="id 1 is 'x' there and 'b' in the model"):
         check_same_tokens(Table("a", "b"), Table("a", "x", "y"))
 
 
@@ -295,7 +295,7 @@ def test_vocabularies_that_cannot_be_written_out_are_compared_by_their_texts():
             return super().decode([token + (token > 64) for token in ids])
 
     check_same_tokens(ByteTokenizer(), ByteTokenizer(eos_id=None))
-    with pytest.raises(TokenizerError, match="id 65 is 'B' there and 'A' here"):
+    with pytest.raises(TokenizerError, match="id 65 is 'B' there and 'A' in the model"):
         check_same_tokens(ByteTokenizer(), Shifted())
 
 

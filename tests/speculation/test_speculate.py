@@ -81,7 +81,7 @@ def test_what_speculate_refuses():
     with pytest.raises(RequestError, match="max_new_tokens must be a whole number of 1 or more; got 0"):
         speculate(target, target, PROMPTS, 0)
     for options in ({"temperature": 1.0}, {"repetition_penalty": 1.1}):
-        with pytest.raises(RequestError, match="a sampler of 1 rows was given for 2: make one for as many rows"):
+        with pytest.raises(RequestError, match="the sampler has 1 rows, but 2 are needed: create one with 2 rows"):
             speculate(target, target, PROMPTS, 3, Sampler([SamplingParams(**options)]))
     with pytest.raises(RequestError, match=r"prompts as whole numbers \[B, T\].*float32"):
         speculate(target, target, PROMPTS.float(), 3)

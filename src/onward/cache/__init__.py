@@ -1,4 +1,4 @@
-"""Caches: where the keys and values of past positions are kept."""
+"""KV caches: storage for the keys and values of past positions."""
 
 from onward.cache.dense import KVCache, SizedCache, length_of
 from onward.cache.kinds import LayerShape, StateShape

@@ -1,6 +1,6 @@
-"""Block tables: the leaf of a paged cache that says in which blocks each row lies.
+"""Block tables: the tensors of a paged cache that name each row's blocks.
 
-A forward over the same rows as the last one reuses the tensors: only rows that changed are written.
+Consecutive forwards over the same rows reuse the tensors: only changed rows are written.
 """
 
 from collections.abc import Sequence
@@ -14,11 +14,11 @@ from onward.cache.slot import Slot
 
 
 class _Table(NamedTuple):
-    """A table of some number of rows.
+    """A block table for some number of rows.
 
-    host: int32 [B, K * M]: a table of M blocks of the layers that keep the whole text, and beside it one of the sliding
-    layers, where there are such. device: the same on the memory's device. states, adapters: int32 [B] there, the slot
-    of each row's states and the index of its adapter. stamps: what each row was written for; -1: nothing.
+    host: int32 [B, K * M]: M full-attention blocks, then M sliding-window blocks, if any. device: the same on the
+    pool's device. states, adapters: int32 [B] there, each row's state slot and adapter index. stamps: of the slot
+    that each row was written for; -1 for none.
     """
 
     host: Tensor
@@ -29,9 +29,9 @@ class _Table(NamedTuple):
 
 
 class BlockTableTensors:
-    """Views of the memory through tables of `width` blocks a row.
+    """Views of a pool through tables of `width` blocks per row.
 
-    Numbers of rows up to the same power of two share a table: rows that end one by one take no table each.
+    Batch sizes up to the same power of two share a table, so rows that end one by one need no table each.
     """
 
     def __init__(self, memory: KVPool, width: int) -> None:
@@ -41,41 +41,28 @@ class BlockTableTensors:
         self._caches: dict[tuple[int, bool], Any] = {}
 
     def current(self, stamps: list[int], adapted: bool = False) -> Any:
-        """The cache of the rows with these stamps; None unless its table is as it was written for them.
-
-        adapted: whether it says which adapters the rows have.
-        """
+        """The cache of the rows with these stamps, if its table is up to date. adapted: whether rows have adapters."""
         batch = len(stamps)
         cache = self._caches.get((batch, adapted))
         return cache if cache is not None and self._table(batch).stamps[:batch] == stamps else None
 
     def view(
-        self,
-        rows: Sequence[Slot],
-        stamps: list[int],
-        states: Sequence[int] = (),
-        adapters: Sequence[int] = (),
+        self, rows: Sequence[Slot], stamps: list[int], states: Sequence[int] = (), adapters: Sequence[int] = ()
     ) -> Any:
-        """The cache of these rows, valid until the next call.
-
-        Args:
-            rows: where each row lies. Entries where it has no block name the memory's spare block.
-            states: the slot of each row's states, where the memory has such.
-            adapters: the index of each row's adapter; the cache has them where one is not 0.
-            stamps: of each row a number above 0 that changes with its blocks.
-        """
+        """The cache of these rows, valid until the next call. Entries without a block name the spare block. stamps: of
+        the rows, all above 0. states: their state slots, if any. adapters: their adapter indices."""
         batch = len(rows)
         table = self._table(batch)
         host = table.host.numpy()
         for row, (place, stamp) in enumerate(zip(rows, stamps, strict=True)):
             if table.stamps[row] != stamp:
-                table.stamps[row] = -1  # until it is whole: an interrupt may come
+                table.stamps[row] = -1  # until it is complete, in case of an interrupt
                 host[row, : len(place.blocks)] = place.blocks
                 host[row, len(place.blocks) : self._width] = self._spares[0]
                 if len(self._spares) > 1:
-                    of_windows = host[row, self._width :]
-                    of_windows[:] = self._spares[1]
-                    of_windows[list(place.windows)] = list(place.windows.values())
+                    windows = host[row, self._width :]
+                    windows[:] = self._spares[1]
+                    windows[list(place.windows)] = list(place.windows.values())
                 if table.device is not table.host:
                     table.device[row].copy_(table.host[row])
                 if states:
@@ -91,7 +78,6 @@ class BlockTableTensors:
         return self._caches[key]
 
     def _table(self, batch: int) -> _Table:
-        """The table for so many rows, which may have more."""
         rows = 1 << max(batch - 1, 0).bit_length()
         if rows not in self._tables:
             host = torch.zeros(rows, len(self._spares) * self._width, dtype=torch.int32)

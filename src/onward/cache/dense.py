@@ -1,10 +1,9 @@
-"""The dense KV cache: one buffer of `max_len` positions a row, written in place; and positions in caches of any class.
+"""The dense KV cache: one buffer of `max_len` positions per row, written in place; and the dimensions of other caches.
 
-Entries at or past a row's offset are never read. Taking tokens back only lowers the offset: nothing is moved or
-cleared.
+Entries at or past a row's offset are never read. Removing tokens only lowers the offset: nothing is moved or cleared.
 
-A cache of any class is a pytree of tensors whose sizes depend on its number of positions. So two caches of different
-lengths show which dimension counts positions.
+Any cache is a pytree of tensors whose sizes depend on its number of positions. So comparing two caches of different
+lengths finds the position dimension.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,16 +19,8 @@ from onward.util.text import described, in_bytes
 
 
 def position_dims(cache: Any, length: int, other: Any, other_length: int) -> list[int | None] | None:
-    """For each leaf of `cache` the dimension that counts its `length` positions; None for a leaf that has none.
-
-    `onward.cache.dense` finds the dimension of rows with it, from caches of two batches.
-
-    Args:
-        other: a cache of the same model and batch, of another length.
-
-    Returns:
-        None where a leaf is no tensor, or where the two caches differ in more than their number of positions.
-    """
+    """For each leaf of `cache`, the dimension of its `length` positions; None for a leaf without one. None if a leaf is
+    not a tensor, or if `other`, a cache of the same model and batch, differs in more than its length."""
     leaves, structure = pytree.tree_flatten(cache)
     other_leaves, other_structure = pytree.tree_flatten(other)
     if structure != other_structure or length == other_length:
@@ -51,36 +42,26 @@ def position_dims(cache: Any, length: int, other: Any, other_length: int) -> lis
 
 
 def first_positions(leaf: Tensor, dim: int | None, count: int) -> Tensor:
-    """The first `count` positions of a cache's tensor, over the same memory; the whole tensor if `dim` is None."""
+    """A view of the first `count` positions of a cache's tensor; the whole tensor if `dim` is None."""
     return leaf if dim is None else leaf.narrow(dim, 0, count)
 
 
 def copy_positions(cache: Any, to: Any, dims: list[int | None], count: int) -> None:
-    """Copy the first `count` positions of `cache` to `to`, a cache of the same model. dims: from `position_dims`."""
+    """Copy the first `count` positions of `cache` to `to`. dims: from `position_dims`."""
     for source, target, dim in zip(pytree.tree_leaves(cache), pytree.tree_leaves(to), dims, strict=True):
         first_positions(target, dim, count).copy_(first_positions(source, dim, count))
 
 
-# The number of positions of the two caches; any will do.
-_POSITIONS = 8
-
-
 def row_dims(new_cache: Callable[[int, int], Any]) -> list[int] | None:
-    """For each leaf of the caches that `new_cache` makes, the dimension that counts rows.
-
-    Args:
-        new_cache: (batch, max_len) -> an empty cache.
-
-    Returns:
-        None where a leaf is no tensor, or has no single dimension that grows with the batch.
-    """
-    dims = position_dims(new_cache(1, _POSITIONS), 1, new_cache(2, _POSITIONS), 2)
+    """For each leaf of the caches from `new_cache` (batch, max_len), the row dimension. None if a leaf is not a tensor
+    or has no single dimension that grows with the batch."""
+    dims = position_dims(new_cache(1, 8), 1, new_cache(2, 8), 2)  # any number of positions works
     batch_dims = [dim for dim in dims or () if dim is not None]
     return None if dims is None or len(batch_dims) < len(dims) else batch_dims
 
 
 def have_rows(cache: Any, dims: Sequence[int], batch: int) -> bool:
-    """Whether each leaf of `cache` is a tensor with `batch` rows in the dimension that `row_dims` gave."""
+    """Whether each leaf of `cache` is a tensor with `batch` rows. dims: from `row_dims`."""
     leaves = pytree.tree_leaves(cache)
     return len(leaves) == len(dims) and all(
         isinstance(leaf, Tensor) and leaf.dim() > dim and leaf.shape[dim] == batch
@@ -89,30 +70,29 @@ def have_rows(cache: Any, dims: Sequence[int], batch: int) -> bool:
 
 
 def copy_row(cache: Any, dims: Sequence[int], source: int, to: int) -> None:
-    """Copy all of row `source` to row `to`."""
     for leaf, dim in zip(pytree.tree_leaves(cache), dims, strict=True):
         leaf.select(dim, to).copy_(leaf.select(dim, source))
 
 
 @runtime_checkable
 class SizedCache(Protocol):
-    """A cache that knows how many positions a row holds. A request that would overflow it raises before it runs."""
+    """A cache with a known number of positions per row. A request that would overflow it raises before it runs."""
 
     @property
     def max_len(self) -> int: ...
 
 
 def length_of(cache: object) -> int | None:
-    """How many positions a row of the cache holds; None where the cache does not say."""
+    """The number of positions per row; None if unknown."""
     return cache.max_len if cache is not None and isinstance(cache, SizedCache) else None
 
 
 class KVCache(NamedTuple):
     """Keys and values of every layer; a pytree of fixed-shape tensors.
 
-    keys, values: a tensor [B, G, S, D] a layer: B rows, G key/value heads, S = max_len positions, D features.
-    states: of the recurrent layers, if there are any (`onward.cache.kinds`), of slot b for row b.
-    adapters: int32 [B], the index of each row's adapter, where some row has one (docs/adapters.md).
+    keys, values: a tensor [B, G, S, D] per layer: B rows, G key/value heads, S = max_len positions, D features.
+    states: of the recurrent layers, if any (`onward.cache.kinds`), with slot b for row b.
+    adapters: int32 [B], the index of each row's adapter, if any row has one (docs/adapters.md).
     """
 
     keys: tuple[Tensor, ...]
@@ -147,8 +127,8 @@ class KVCache(NamedTuple):
         device: torch.device | str,
         states: Sequence[StateShape] = (),
     ) -> "KVCache":
-        """An empty cache of these layers, all in one buffer, and of the recurrent ones that `states` names. A large one
-        takes memory only as it is written."""
+        """An empty cache of these layers, all in one buffer, and of recurrent states. A large one takes memory as it is
+        written."""
         widths = [*((shape.num_kv_heads, shape.key_dim) for shape in shapes)]
         widths += [(shape.num_kv_heads, shape.value_dim) for shape in shapes]
         sizes = [batch * heads * max_len * width for heads, width in widths]
@@ -183,7 +163,7 @@ class KVCache(NamedTuple):
             state[to] = state[source]
 
     def holds(self, row: int, positions: int) -> bool:
-        """Whether the states after so many positions of a row are there; without recurrent layers all are."""
+        """Whether a row has the recurrent states after this many positions."""
         return holds(self.states, row, positions)
 
     def first_rows(self, batch: int) -> "KVCache":
@@ -191,14 +171,13 @@ class KVCache(NamedTuple):
         return KVCache(*(tuple(layer[:batch] for layer in part) for part in self))
 
     def state(self, layer: int) -> RecurrentState:
-        """The states of a recurrent layer."""
         return of_layer(self.states, layer, None)
 
     def write(self, layer: int, k: Tensor, v: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
         """Store k and v [B, G, T, D] of a layer at positions from `offsets` int32 [B] on; return its whole buffers.
 
         Raises:
-            RequestError: as `ops.write_cache`, for one where a gradient is wanted.
+            RequestError: as `ops.write_cache`, if a gradient is required.
         """
         keys, values = self.keys[layer], self.values[layer]
         ops.write_cache(keys, k, offsets)
@@ -220,8 +199,8 @@ class KVCache(NamedTuple):
     ) -> Tensor:
         """Store k and v [B, G, T, D] of a layer, then attend with q [B, H, T, D] (`ops.cached_attention`).
 
-        k, v: None for q of another layer than the one whose keys and values these are, after that one has stored them.
-            v is a number E where values are the first E features of the keys, and not stored themselves.
+        k, v: None if another layer has already stored these keys and values. v is a number E if values are the first E
+            features of the keys, and not stored themselves.
         """
         keys, values = self.keys[layer], self.values[layer]
         if k is not None:

@@ -1,8 +1,8 @@
-"""Who holds which block: slots for texts whose keys and values lie in blocks, shared where texts are the same.
+"""The paged cache manager: slots that share the blocks of common prefixes.
 
-A `Slot` is a row's place: a list of blocks for a number of positions. Blocks whose text is final can be found by
-`acquire` through a trie of tokens (`onward.cache.prefix_index`), while somebody holds them and, within a budget, after.
-What a slot may still write is its alone.
+A `Slot` is a row: a list of blocks for a number of positions. `acquire` finds final blocks through a trie of tokens
+(`onward.cache.prefix_index`) while they are held and, within a budget, afterwards. Blocks that a slot may still write
+are its own.
 """
 
 import operator
@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from onward.cache.block_table import BlockTableTensors
 from onward.cache.paged import KVPool
 from onward.cache.pools import Pools, PrefixIndex
-from onward.cache.prefix_index import PrefixMatch, PrefixNode
+from onward.cache.prefix_index import PrefixMatch
 from onward.cache.slot import NEVER, AdapterRef, CacheView, Slot, index_of
 from onward.errors import ContextOverflowError, RequestError
 from onward.native import library
@@ -30,25 +30,24 @@ _WARM_BLOCKS = 8
 
 
 class PagedCacheManager:
-    """Slots over a memory of blocks. Every method holds `lock`, and so does whoever runs a forward over a `view`.
+    """A `onward.decoding.CacheManager` over a pool of blocks. Every method holds `lock`, and so does the caller of a
+    forward over a `view`.
 
-    A call that an interrupt or a failing copy cuts short leaves the accounts half changed. The next call makes them
-    anew from what the slots hold, and forgets what could be found. In a forked child the slots of the parent's other
-    threads are let go.
+    `acquire`, `fork` and `reserve` raise `ContextOverflowError` for a length that never fits.
 
-    Room is counted in blocks, as `onward.cache.pools` says.
+    After an interrupt or failed copy, the next call rebuilds the accounts from the slots and empties the prefix index.
+    A forked child releases the slots of the parent's other threads.
 
     Args:
         max_len: the most positions of a slot.
-        cached_blocks: the most blocks kept that nobody holds; 0: none.
-        warm_blocks: how many free blocks keep their memory (`BlockPool`).
+        cached_blocks: the most cached blocks, which no slot holds.
+        warm_blocks: how many free blocks keep their memory (`BlockAccounts`).
         block: positions of a block.
-        nbytes: the most memory that all together take; by default as much as there is.
+        nbytes: the most memory in use; by default all of the pool.
 
-    whole: False, for any rows make a cache of their own (`onward.decoding.cache_manager.CacheManager`).
-    shares_rows: whether there are kernels: they read once what rows of one slot share, torch copies it for each.
-        Recurrent layers take the tokens of a text one after the other, so there rows share no slot.
-    hits, lookups: positions that `acquire` found, and that it was asked for, in all.
+    shares_rows: True with native kernels: they read blocks shared by rows of one slot once, torch copies them for each.
+        Recurrent layers process tokens one by one, so their rows share no slot.
+    hits, lookups: positions that `acquire` reused, and was asked for, in all.
     """
 
     whole = False
@@ -74,7 +73,7 @@ class PagedCacheManager:
         self._memory = memory
         self._pools = pools = Pools(memory, block, cached_blocks, warm_blocks, nbytes)
         self._budget, self._pool, self._windows, self._states = pools.budget, pools.blocks, pools.windows, pools.states
-        self._texts = PrefixIndex(pools)
+        self._index = PrefixIndex(pools)
         self._tables = BlockTableTensors(memory, -(-max_len // block))
         self._slots: dict[Slot, None] = {}
         self._key: object = None
@@ -86,37 +85,32 @@ class PagedCacheManager:
         counts = f"{self.total} blocks of {self.block} positions", f"{self.free} free", f"{self.cached} cached"
         return described(self, *counts, f"{self.held} held")
 
-    # Counts
-
     @property
     def total(self) -> int:
-        """How many blocks there are: free + cached + held."""
+        """The number of blocks: free + cached + held."""
         return self._budget.total
 
     @property
     def free(self) -> int:
-        """Blocks that nobody holds and whose text cannot be found."""
+        """Blocks that are neither held nor cached."""
         with self.lock:
-            self._mend()
-            return self._budget.available - self._budget.cached
+            return self.available - self.cached
 
     @property
     def cached(self) -> int:
-        """Blocks that nobody holds and whose text can be found; they give way to who needs room."""
+        """Blocks of the prefix index that no slot holds; they are evicted when room is needed."""
         with self.lock:
             self._mend()
             return self._budget.cached
 
     @property
     def held(self) -> int:
-        """Blocks that some slot holds, or several, or that are reserved for it."""
-        with self.lock:
-            self._mend()
-            return self.total - self._budget.available
+        """Blocks that slots hold or reserve."""
+        return self.total - self.available
 
     @property
     def available(self) -> int:
-        """Blocks that can be had now: free and cached ones."""
+        """Blocks that can be allocated now: free and cached ones."""
         with self.lock:
             self._mend()
             return self._budget.available
@@ -127,48 +121,39 @@ class PagedCacheManager:
         return self._budget.prices.unit
 
     def blocks_for(self, length: int) -> int:
-        """How many blocks a slot of `length` positions takes."""
         return self._pools.price(length)
 
     def shared_blocks(self, positions: int) -> int:
-        """How many blocks a fork at so many positions shares with the slot that it is a fork of."""
         return positions // self.block * self._budget.prices.block
 
     def blocks_of(self, slots: Sequence[Slot]) -> int:
-        """How many blocks these slots hold together."""
         return self._pools.price_of(slots)
 
     def can_hold(self, length: int) -> bool:
-        """Whether `length` positions could ever be reserved: with no other slot there."""
+        """Whether `length` positions could be reserved without any other slot."""
         return length <= self.max_len and self._pools.can_hold(length)
-
-    # Slots
 
     def acquire(
         self, ids: Sequence[int], length: int, *, reuse: bool = True, adapter: AdapterRef | None = None
     ) -> tuple[Slot, int] | None:
-        """A slot of `length` positions for a text that begins with `ids`.
+        """Allocate a slot of `length` positions for a sequence that begins with `ids`.
 
         Args:
-            adapter: that its keys and values are computed with; only what was computed with an equal one is found.
-            reuse: whether to look for blocks that hold a prefix of `ids`, with the states after it where there are
-                recurrent layers.
+            adapter: the adapter that computes its keys and values; only blocks of an equal one are reused.
+            reuse: whether to look for a cached prefix of `ids`.
 
         Returns:
-            The slot, and how many of its first positions hold these ids' keys and values already: at most len(ids) - 1,
-            for the model predicts from the last id. None where there is no room now; then nothing has changed.
-
-        Raises:
-            ContextOverflowError: there will never be room.
+            The slot, and how many of its first positions already hold these ids: at most len(ids) - 1, because the
+            model predicts from the last id. None, with nothing changed, if there is no room now.
         """
         self._check_length(length)
         with self.lock:
             self._mend()
             pool, count = self._pool, self._pools.count(length)
             limit = min(len(ids) - 1, length)
-            match, kept = self._texts.match(ids, limit if reuse else 0, adapter)
+            match, kept = self._index.match(ids, limit if reuse else 0, adapter)
             if match.partial is not None and not self._pools.fit_after(match, count):
-                match, kept = self._texts.reusable(PrefixMatch(match.path, None, 0))
+                match, kept = self._index.reusable(PrefixMatch(match.path, None, 0))
             if not self._pools.fit_after(match, count):
                 return None
             self._changing = True
@@ -187,12 +172,14 @@ class PagedCacheManager:
             if source is not None:
                 self._windows.copy_part(slot, reused, source)
             own = [pool.take() for _ in range(count - len(path))]
-            # The block to copy from may be the only one there was to take. Then its text lies where it is wanted.
+            # The block to copy from may be the only one that could be taken. Then its content is already in place.
             if partial is not None and own[0] != partial.block:
                 self._memory.copy(partial.block, own[0], common)
             slot.place([*slot.blocks, *own])
-            slot.branch = self._texts.branch(ids, limit, adapter) if reuse else 0
-            self._add(slot, noted=len(path))
+            slot.branch = self._index.branch(ids, limit, adapter) if reuse else 0
+            slot.noted = len(path)
+            self._set_note_at(slot)
+            self._slots[slot] = None
             if reuse:
                 self.lookups += len(ids)
                 self.hits += reused
@@ -200,13 +187,10 @@ class PagedCacheManager:
             return slot, reused
 
     def fork(self, slot: Slot, positions: int, length: int) -> Slot | None:
-        """Another slot whose first `positions` positions hold what those of `slot` do, with `length` reserved.
+        """Allocate a slot of `length` positions that starts with the first `positions` of another.
 
-        Full blocks are shared: neither slot writes them from now on. The part of a block and recurrent states are
-        copied. None: no room now, or `slot` has the window or the states of so many positions no more.
-
-        Raises:
-            ContextOverflowError: there will never be room.
+        Full blocks are shared: neither slot writes them from now on. A partial block and recurrent states are copied.
+        Returns None if there is no room now, or `slot` no longer has the window or the states at that position.
         """
         assert 0 <= positions <= min(slot.length, length), (positions, slot.length, length)
         self._check_length(length)
@@ -218,7 +202,7 @@ class PagedCacheManager:
             if not self._pools.fit(count - full, self._windows.most(count), 1) or not self.holds(slot, positions):
                 return None
             self._changing = True
-            shared, nodes = slot.blocks[:full], self._texts.nodes(slot)
+            shared, nodes = slot.blocks[:full], self._index.nodes(slot)
             pool.hold(shared)
             fork = Slot(shared, length, sealed=full, adapter=slot.adapter)
             self._windows.reserve(fork, self._windows.most(count))
@@ -230,22 +214,20 @@ class PagedCacheManager:
             fork.place([*shared, *own])
             fork.state = self._states.fork(slot.state)
             fork.findable = slot.findable
-            self._add(fork, noted=min(slot.noted, full))
+            fork.noted = min(slot.noted, full)
+            self._set_note_at(fork)
+            self._slots[fork] = None
             self._changing = False
             return fork
 
     def reserve(self, slot: Slot, length: int) -> bool:
-        """Let the slot have `length` positions or more. False: no room now, and nothing has changed.
-
-        Raises:
-            ContextOverflowError: there will never be room.
-        """
+        """Extend the slot to at least `length` positions. Returns False, with nothing changed, if there is no room."""
         self._check_length(length)
         with self.lock:
             self._mend(slot)
             count = self._pools.count(length) - len(slot.blocks)
-            windows = max(slot.most_windows, self._windows.most(self._pools.count(length)))
-            if not self._pools.fit(max(count, 0), windows - slot.most_windows, 0):
+            windows = max(slot.max_windows, self._windows.most(self._pools.count(length)))
+            if not self._pools.fit(max(count, 0), windows - slot.max_windows, 0):
                 return False
             self._changing = True
             if count > 0:
@@ -256,17 +238,15 @@ class PagedCacheManager:
             return True
 
     def holds(self, slot: Slot, positions: int) -> bool:
-        """Whether the slot could go on from so many positions, which it has held: it could not where the blocks of the
-        window before them, or the recurrent states of so many, are not there any more."""
+        """Whether the slot can continue from an earlier position: not if the window blocks before it or the recurrent
+        states there are gone."""
         if not self._states.holds(slot.state, positions):
             return False
         with self.lock:
-            return self._windows.holds(slot, positions, self._texts.nodes(slot))
+            return self._windows.holds(slot, positions, self._index.nodes(slot))
 
     def truncate(self, slot: Slot, positions: int) -> None:
-        """Keep the first `positions` positions; those after them will be reserved and written anew.
-
-        A block that is cut and that others can see is replaced by a copy of its part.
+        """Keep only the first `positions` positions. A shared block that is cut is replaced by a copy of its part.
 
         Raises:
             ContextOverflowError: another slot holds that block, and there is no room for the copy now. Nothing has
@@ -283,14 +263,14 @@ class PagedCacheManager:
                 freed = sum(pool.holders[block] == 1 for block in dropped)
                 if not self._pools.fit(1 - freed, 0, 0):
                     raise ContextOverflowError(
-                        f"cutting the text at {positions} positions takes a block, since another text shares the one "
-                        f"there; all {self.total} blocks are in use. Try again when another text has ended"
+                        f"truncating to {positions} positions needs a block, because the one there is shared; all "
+                        f"{self.total} blocks are in use. Try again when another request has ended"
                     )
             self._changing = True
-            nodes = self._texts.nodes(slot)
+            nodes = self._index.nodes(slot)
             slot.noted, slot.sealed = min(slot.noted, full), min(slot.sealed, len(kept))
-            slot.note_at = (slot.noted + 1) * self.block if self._is_noted(slot) else NEVER
-            slot.length = positions  # first: what is past it is dropped by `_forget` too
+            self._set_note_at(slot)
+            slot.length = positions  # first: `_forget` drops blocks past it too
             slot.place(kept)
             self._windows.cut(slot, positions, nodes)
             pool.drop(dropped)
@@ -302,12 +282,12 @@ class PagedCacheManager:
             self._changing = False
 
     def _own_last(self, slot: Slot, cut: int, part: int) -> None:
-        """See that nobody else can see the last block, `cut`, whose first `part` positions are kept."""
+        """Make the last block, `cut`, private to the slot; its first `part` positions are kept."""
         pool = self._pool
         node = pool.nodes[cut]
         if pool.holders[cut] == 1 and node is None:
             return
-        if not self._pools.fit(1, 0, 0):  # nobody else holds it, then
+        if not self._pools.fit(1, 0, 0):  # then no other slot holds it
             assert node is not None
             pool.unpublish(node)
             return
@@ -318,15 +298,15 @@ class PagedCacheManager:
         pool.settle([cut])
 
     def advance(self, slot: Slot, computed: int, ids: Callable[[int, int], Sequence[int]]) -> None:
-        """`note` that the first `computed` positions are final. ids: (first, last) -> the ids that they hold."""
+        """`note` that the first `computed` positions are final. ids: (first, last) -> their ids."""
         if computed >= slot.note_at:
             self.note(slot, ids(0, computed))
 
     def note(self, slot: Slot, ids: Sequence[int]) -> None:
-        """Say that the first len(ids) positions of the slot hold these ids for good: full blocks can be found now.
+        """Mark the first len(ids) positions as final, which adds full blocks to the prefix index.
 
-        To be called after every step with all ids: it returns at once unless a block has become full. Where another
-        block with the same text can be found already, the slot keeps its own, which cannot.
+        Call it after every step: it returns immediately unless a block has become full. If the index already has a
+        block with the same tokens, the slot keeps its own outside the index.
         """
         if len(ids) < slot.note_at:  # another thread may change note_at; then this is done a block later
             return
@@ -334,44 +314,36 @@ class PagedCacheManager:
             self._mend(slot)
             self._changing = True
             if slot.findable:
-                self._texts.note(slot, ids)
-            self._pass_on(slot, len(ids))
+                self._index.note(slot, ids)
+            if self._windows.memory is not None:
+                self._windows.pass_on(slot, len(ids))
+                self._budget.trim()
+                slot.note_at = (len(ids) // self.block + 1) * self.block  # even if the slot is not findable
             self._changing = False
 
-    def _pass_on(self, slot: Slot, positions: int) -> None:
-        """Let go of what only positions before these needed."""
-        if self._windows.memory is not None:
-            self._windows.pass_on(slot, positions)
-            self._budget.trim()
-            slot.note_at = (positions // self.block + 1) * self.block  # also of a slot whose text is not to be found
-
     def release_later(self, slot: Slot, ids: Sequence[int] = ()) -> None:
-        """`release` with the next call. It may come from the garbage collector, in the midst of any other method."""
+        """`release` with the next call: the garbage collector may call this in the middle of any other method."""
         self._left.append((slot, ids))
 
     def release(self, slot: Slot, ids: Sequence[int] = ()) -> None:
-        """Let the slot go. ids: what its first len(ids) positions hold; they can be found, the part of a block too."""
+        """Release a slot whose first positions hold these ids; they stay cached, including a partial block."""
         with self.lock:
             self._mend(slot)
             pool = self._pool
             self._changing = True
-            path: list[PrefixNode] = []
             if slot.findable:
-                self._texts.note(slot, ids)
+                self._index.note(slot, ids)
             del self._slots[slot]
             pool.drop(slot.blocks)
-            if slot.findable:
-                path = self._texts.leave(slot, ids)
-            self._texts.leave_states(slot, len(ids), path)
+            path = self._index.leave(slot, ids) if slot.findable else []
+            self._index.leave_states(slot, len(ids), path)
             self._windows.release(slot, path)
             pool.settle(slot.blocks, path)
             slot.void()
             self._changing = False
 
-    # What a forward gets, and what can be found
-
     def view(self, slots: Sequence[Slot]) -> Any:
-        """The cache of these rows, in order, for a forward: valid until the next `view`."""
+        """The cache of these rows, in order, for a forward; valid until the next `view`."""
         with self.lock:
             stamps = [slot.stamp for slot in slots]
             adapters = [index_of(slot.adapter) for slot in slots]
@@ -384,12 +356,8 @@ class PagedCacheManager:
             return cache
 
     def ensure_writable(self, slots: Sequence[Slot], firsts: Sequence[int], tokens: int) -> None:
-        """See that there are blocks for what a forward writes: `tokens` positions of each slot from its first on.
-
-        Raises:
-            ContextOverflowError: more positions than `piece` allowed, and no room for the blocks of their sliding
-                layers.
-        """
+        """Allocate window blocks for writing `tokens` positions of each slot from its first position on. Raises
+        `ContextOverflowError` if these exceed `max_chunk` and there is no room."""
         if self._windows.memory is None:
             return
         for slot, first in zip(slots, firsts, strict=True):
@@ -398,15 +366,15 @@ class PagedCacheManager:
                 self._mend(slot)
                 if not self._reserve_windows(slot, len(slot.windows) + len(missing)):
                     raise ContextOverflowError(
-                        f"{tokens} positions at once take more blocks of sliding layers than are left: process fewer"
+                        f"{tokens} positions at once need more sliding-window blocks than are left: process fewer"
                     )
                 self._changing = True
                 self._windows.provide(slot, missing)
                 self._changing = False
 
     def _reserve_windows(self, slot: Slot, count: int) -> bool:
-        """Let a slot have so many window blocks. False: there is no room now."""
-        more = count - slot.most_windows
+        """Reserve up to `count` window blocks for a slot. Returns False if there is no room now."""
+        more = count - slot.max_windows
         if more > 0:
             if not self._pools.fit(0, more, 0):
                 return False
@@ -414,15 +382,10 @@ class PagedCacheManager:
         return True
 
     def view_of(self, slots: Sequence[Slot], tokens: int) -> CacheView:
-        """The same with the row of each slot."""
         return CacheView(self.view(slots), range(len(slots)))
 
     def check_written(self, view: CacheView, cache: Any) -> None:
-        """A forward has written to the blocks in place.
-
-        Raises:
-            RequestError: it returned other tensors.
-        """
+        """Raise `RequestError` unless the forward wrote to the blocks in place and returned the same tensors."""
         if cache is view.cache:
             return
         returned, own = tree_leaves(cache), tree_leaves(view.cache)
@@ -433,22 +396,21 @@ class PagedCacheManager:
             )
 
     def groups(self, slots: Sequence[Slot], tokens: int) -> list[list[int]]:
-        """Any slots can go together."""
         return [list(range(len(slots)))]
 
     def max_step_tokens(self, slots: Sequence[Slot], computed: Sequence[int]) -> int:
-        """How many tokens a row a forward over these slots may process, each from what it has computed on, if any of
-        them may be taken back."""
         room = self.max_len - max(computed)
         if self._windows.memory is not None:
             room = min(room, self.block)
         return room if self._states.memory is None else min(room, STATE_BLOCK)
 
     def max_chunk(self, slot: Slot | None, first: int, count: int) -> int:
-        """How many of `count` ids of a prompt, from position `first` on, to process at once: where layers slide as many
-        as there are blocks for, which are reserved; where recurrent states are kept those up to the last end of a
-        block, for only there they are, or to where the prompt leaves an earlier one, since a third may leave it there
-        too (arXiv 2411.19379). Without a slot (a search, whose beams have them) count is 1."""
+        """How many of `count` prompt ids, from position `first` on, to process at once.
+
+        For sliding layers, as many as there are blocks for, which are reserved. For cached recurrent states, up to the
+        last end of a block, since states are cached only there, or to where the prompt diverges from an earlier one,
+        since a third may diverge there too (arXiv 2411.19379). Without a slot (a search with running beams) count is 1.
+        """
         while slot is not None and count > self.block:
             with self.lock:
                 self._mend(slot)
@@ -457,27 +419,25 @@ class PagedCacheManager:
                     break
             count = max(self.block, count // 2)
         end = (first + count) // self.block * self.block
-        if slot is None or not self._states.most_kept or end <= first:
+        if slot is None or not self._states.max_kept or end <= first:
             return count
         return (slot.branch if first < slot.branch < end else end) - first
 
     def read(self, slot: Slot, positions: int) -> Any:
-        """A copy of the first positions of a slot, as a dense cache of one row."""
+        """A copy of a slot's first positions as a dense cache of one row."""
         with self.lock:
             return self._memory.read(slot, positions)
 
     def write(self, slot: Slot, cache: Any, positions: int) -> None:
-        """Take the first positions of a dense cache of one row into a slot that nobody shares."""
+        """Copy the first positions of a dense cache of one row to a slot without shared blocks."""
         with self.lock:
             seen = self._windows.seen(positions)
             self.ensure_writable([slot], [seen.start * self.block], positions - seen.start * self.block)
             self._memory.write(slot, cache, positions)
 
     def set_weights_version(self, key: object) -> None:
-        """Say which weights fill the blocks from now on. Another key than before: nothing can be found.
-
-        Slots of before keep their blocks, and what they hold will never be found.
-        """
+        """Name the weights that compute new entries. A different key empties the prefix index; existing slots keep
+        their blocks, which never enter it again."""
         with self.lock:
             if key == self._key:
                 return
@@ -487,12 +447,12 @@ class PagedCacheManager:
             self._key = key
 
     def clear(self) -> None:
-        """Forget all that can be found, and give back the memory of all free blocks. Slots keep their blocks."""
+        """Empty the prefix index and return the memory of all free blocks. Slots keep their blocks."""
         with self.lock:
             self._forget()
 
     def renew(self) -> None:
-        """In a forked child: a new lock; slots of threads that the child does not have are let go."""
+        """In a forked child: a new lock; slots of threads that the child lacks are released."""
         self.lock = threading.RLock()
         left, self._left = self._left, deque()
         for slot in list(self._slots):
@@ -500,18 +460,16 @@ class PagedCacheManager:
                 self.release(slot)
         self._left.extend(item for item in left if item[0] in self._slots)
 
-    # Within
-
     def _check_length(self, length: int) -> None:
         assert length >= 0, length
         if not self.can_hold(length):
             raise ContextOverflowError(
-                f"{length} positions were to be reserved; a text can have {self.max_len} at most, and all "
-                f"{self.total} blocks together hold {self._pools.longest}. Ask for fewer, or provide a larger cache"
+                f"cannot reserve {length} positions: a sequence can have at most {self.max_len}, and all {self.total} "
+                f"blocks together hold {self._pools.longest}. Ask for fewer, or provide a larger cache"
             )
 
     def _mend(self, slot: Slot | None = None) -> None:
-        """Make the accounts anew if the last change was cut short; see that `slot` is held."""
+        """Rebuild the accounts if the last change was interrupted, and check that `slot` exists."""
         if self._changing:
             self._forget()
         while self._left:
@@ -528,15 +486,9 @@ class PagedCacheManager:
         self._states.forget([slot.state for slot in self._slots])
         for slot in self._slots:
             slot.noted = 0
-            slot.note_at = self.block if self._is_noted(slot) else NEVER
+            self._set_note_at(slot)
         self._changing = False
 
-    def _is_noted(self, slot: Slot) -> bool:
-        """Whether `note` has something to do for the slot at all."""
-        return slot.findable or self._windows.memory is not None
-
-    def _add(self, slot: Slot, noted: int) -> Slot:
-        slot.noted = noted
-        slot.note_at = (noted + 1) * self.block if self._is_noted(slot) else NEVER
-        self._slots[slot] = None
-        return slot
+    def _set_note_at(self, slot: Slot) -> None:
+        has_work = slot.findable or self._windows.memory is not None
+        slot.note_at = (slot.noted + 1) * self.block if has_work else NEVER

@@ -1,4 +1,4 @@
-"""Keys and values in blocks of 64 positions, so that rows may come and go without being copied.
+"""Keys and values in blocks of 64 positions, so that rows can be added and removed without copies.
 
 Source: Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention"
 (arXiv 2309.06180).
@@ -30,14 +30,13 @@ from onward.util.text import described, in_bytes
 
 
 class LayerPool:
-    """Blocks 0 to `count` of these layers, of which the last holds nothing.
+    """Blocks 0 to `count` of these layers; the last one is a spare that holds nothing.
 
     layers: keys [N + 1, G, 64, D] and values [N + 1, G, 64, E] of each. block_nbytes: bytes of a block, all layers.
     """
 
     def __init__(self, buffer: Tensor, shapes: Sequence[LayerShape]) -> None:
-        """buffer: [N + 1, features of a position * 64]: a block is one run of memory, the keys of each layer, then the
-        values."""
+        """buffer: [N + 1, features of a position * 64]: a block is contiguous, all layers' keys, then all values."""
         self.count: int = buffer.shape[0] - 1
         self.block_nbytes: int = buffer[:1].nbytes
         self.device = buffer.device
@@ -50,7 +49,10 @@ class LayerPool:
             layer[to, :, :positions] = layer[source, :, :positions]
 
     def give_back(self, blocks: Sequence[int]) -> None:
-        """Let the system take the memory of blocks that hold nothing (`KVPool.give_back`)."""
+        """Return the memory of free blocks to the system; they can be used again as they are.
+
+        Small buffers, and memory of other devices than the CPU, stay as they are.
+        """
         if not is_lazy(self._buffer.nbytes, self._buffer.device):
             return
         for first, count in _runs(sorted(set(blocks))):
@@ -58,7 +60,7 @@ class LayerPool:
 
 
 class WindowBlocks(LayerPool):
-    """Blocks of sliding layers. window: how many positions a token sees, itself included; the most of any layer."""
+    """Sliding-window blocks. window: the most positions a token sees in any layer, itself included."""
 
     def __init__(self, buffer: Tensor, shapes: Sequence[LayerShape]) -> None:
         super().__init__(buffer, shapes)
@@ -68,7 +70,6 @@ class WindowBlocks(LayerPool):
 
 
 def _layers(buffer: Tensor, shapes: Sequence[LayerShape]) -> list[tuple[Tensor, Tensor]]:
-    """Keys and values of each layer as views of the buffer."""
     if not shapes:
         return []
     widths = [(shape.num_kv_heads, shape.key_dim) for shape in shapes]
@@ -90,15 +91,14 @@ def _runs(sorted_blocks: Sequence[int]) -> list[tuple[int, int]]:
     return runs
 
 
-class KVPool:
+class KVPool(LayerPool):
     """Memory for blocks of keys and values of every layer; a block takes memory when it is first written.
 
-    count: how many blocks there are of the layers that keep the whole text. block_nbytes: bytes of one, all these
-    layers. windows: the memory for blocks of the sliding layers, whose numbers are others; None without such. device:
-    where it lies. states: the memory of recurrent layers; None without such.
+    count, block_nbytes, layers: of the full-attention blocks. windows: the sliding-window blocks, numbered separately,
+    if any. states: the recurrent states, if any.
 
-    There is one block more of each kind, number `count`, which holds nothing. Tables name it where a row has no block:
-    what pads rows that run together may be written there.
+    Each kind has a spare block, number `count`. Block tables name it where a row has no block, so padding may be
+    written there.
     """
 
     def __init__(
@@ -106,20 +106,18 @@ class KVPool:
         buffer: Tensor,
         shapes: Sequence[LayerShape],
         states: RecurrentStatePool | None = None,
-        of_windows: Tensor | None = None,
+        window_buffer: Tensor | None = None,
     ) -> None:
-        """buffer: [N + 1, features of a position * 64]: a block is one run of memory, the keys of each layer, then the
-        values. of_windows: the same of the sliding layers, in a number of blocks of its own; without it `buffer` has
-        all layers, and these keep the whole text too."""
+        """buffer: as in `LayerPool`. window_buffer: the same for the sliding layers; without it, `buffer` has all
+        layers."""
         self.shapes = tuple(shapes)
         self.states = states
         self.windows: WindowBlocks | None = None
-        self._slides = slides = [of_windows is not None and shape.window is not None for shape in shapes]
-        self._whole = LayerPool(buffer, [shape for shape, own in zip(shapes, slides, strict=True) if not own])
-        self.count, self.block_nbytes, self.device = self._whole.count, self._whole.block_nbytes, self._whole.device
-        kinds = [iter(self._whole.layers)]
-        if of_windows is not None:
-            self.windows = WindowBlocks(of_windows, [shape for shape in shapes if shape.window is not None])
+        self._slides = slides = [window_buffer is not None and shape.window is not None for shape in shapes]
+        super().__init__(buffer, [shape for shape, own in zip(shapes, slides, strict=True) if not own])
+        kinds = [iter(self.layers)]
+        if window_buffer is not None:
+            self.windows = WindowBlocks(window_buffer, [shape for shape in shapes if shape.window is not None])
             kinds.append(iter(self.windows.layers))
         layers = [next(kinds[own]) for own in slides]
         self._keys, self._values = tuple(keys for keys, _ in layers), tuple(values for _, values in layers)
@@ -150,26 +148,24 @@ class KVPool:
         states: Sequence[StateShape] = (),
         windows: int | None = None,
     ) -> "KVPool":
-        """Memory for `count` blocks of these layers, and for the recurrent ones that `states` names, of as many texts
-        if that is not too many. On the CPU a large one takes memory only as it is written.
+        """Memory for `count` blocks of these layers and for recurrent states of up to as many sequences. On the CPU, a
+        large pool takes memory only as it is written.
 
-        windows: the number of blocks of the layers that slide; `count` by default.
+        windows: the number of sliding-window blocks; `count` by default.
 
         Raises:
-            RequestError: the system refuses so much.
+            RequestError: the system refuses the allocation.
         """
-        whole = [shape for shape in shapes if shape.window is None]
-        block, of_windows = _block_of(whole), None
-        # A block's parts lie apart by no more than their size: its first position touches all of its huge pages, and
+        block, window_buffer = _block_of([shape for shape in shapes if shape.window is None]), None
+        # A block's parts are no further apart than their size: its first position touches all of its huge pages, and
         # its last one needs no more.
         buffer = lazy_zeros((count + 1, block), dtype, torch.device(device), huge_pages=True)
-        if len(whole) < len(shapes):
+        if widest_window(shapes) is not None:
             size = (1 + (count if windows is None else windows), _block_of(shapes) - block)
-            of_windows = lazy_zeros(size, dtype, torch.device(device), huge_pages=True)
-        memory = (
-            RecurrentStatePool(states, count, dtype, device, _block_of(shapes) * dtype.itemsize) if states else None
-        )
-        return cls(buffer, shapes, memory, of_windows)
+            window_buffer = lazy_zeros(size, dtype, torch.device(device), huge_pages=True)
+        block_nbytes = _block_of(shapes) * dtype.itemsize
+        pool = RecurrentStatePool(states, count, dtype, device, block_nbytes) if states else None
+        return cls(buffer, shapes, pool, window_buffer)
 
     def __repr__(self) -> str:
         facts = [f"{self.count} blocks of {BLOCK} positions", f"{in_bytes(self.block_nbytes)} each"]
@@ -178,31 +174,31 @@ class KVPool:
         return described(self, *facts)
 
     def view(self, table: Tensor, *more: Tensor) -> "PagedKVCache":
-        """The cache of rows whose blocks the table int32 [B, M] names, over this memory.
+        """The cache of the rows of a block table int32 [B, M], over this memory.
 
-        Every view has the same tensors, so that a program need not be bound anew to the next one.
+        Every view has the same tensors, so a program is not bound again to the next one.
 
-        more: the table of the sliding layers' blocks, where there are such; then int32 [B], the slot of each row's
-            states, where there are recurrent layers.
+        more: the block table of the sliding layers, if any; then int32 [B], the slot of each row's recurrent states,
+            if any.
         """
-        wanted = (self.windows is not None) + (self.states is not None)
-        if len(more) != wanted:
+        count = (self.windows is not None) + (self.states is not None)
+        if len(more) != count:
             raise RequestError(
-                "a view names the blocks of sliding layers where there are such, and a slot of states for each row "
-                f"where there are recurrent layers: {wanted} tensors beside the table; got {len(more)}"
+                "a view needs a block table for sliding layers, and a state slot per row for recurrent layers: "
+                f"{count} tensors besides the table; got {len(more)}"
             )
         windows = more[:1] if self.windows is not None else ()
         for each in (table, *windows):
             if each.dim() != 2 or each.dtype != torch.int32 or each.stride(1) != 1:
                 raise RequestError(
-                    f"a table of blocks must be int32 [B, M] with contiguous rows; got {each.dtype} {list(each.shape)}"
+                    f"a block table must be int32 [B, M] with contiguous rows; got {each.dtype} {list(each.shape)}"
                 )
         states = () if self.states is None else (*self.states.tensors, more[-1])
         return PagedKVCache(self._keys, self._values, table, states, windows=windows)
 
     def read(self, place: Slot, positions: int) -> KVCache:
-        """A copy of the first `positions` positions of a row, as a dense cache of one row. Sliding layers have those
-        for which there are blocks, and zeros before them."""
+        """A copy of a slot's first positions as a dense cache of one row. Sliding layers are zero where the slot has no
+        blocks."""
         rows = [
             _side_by_side(layer, self._blocks_of(place, positions, slides))[:, :, :positions].contiguous()
             for layer, slides in zip((*self._keys, *self._values), self._slides * 2, strict=True)
@@ -211,8 +207,7 @@ class KVPool:
         return KVCache(tuple(rows[: len(self._keys)]), tuple(rows[len(self._keys) :]), states)
 
     def write(self, place: Slot, cache: KVCache, positions: int) -> None:
-        """Copy the first `positions` positions of a dense cache of one row to a place, as far as it has blocks for
-        them, and its states."""
+        """Copy the states and the first positions of a dense cache of one row to a slot's blocks."""
         ours, theirs = (*self._keys, *self._values), (*cache.keys, *cache.values)
         for own, layer, slides in zip(ours, theirs, self._slides * 2, strict=True):
             for number, block in enumerate(self._blocks_of(place, positions, slides)):
@@ -223,32 +218,21 @@ class KVPool:
             self.states.write(place.state, cache.states)
 
     def _blocks_of(self, place: Slot, positions: int, slides: bool) -> list[int | None]:
-        """The blocks of a layer's first positions; None where the place has none."""
+        """The blocks of a layer's first positions; None if the slot has none."""
         count = -(-positions // BLOCK)
         return [place.windows.get(index) for index in range(count)] if slides else list(place.blocks[:count])
 
-    def copy(self, source: int, to: int, positions: int) -> None:
-        """Copy the first `positions` positions of block `source` to block `to`, all layers that keep the whole text."""
-        self._whole.copy(source, to, positions)
-
-    def give_back(self, blocks: Sequence[int]) -> None:
-        """Let the system take the memory of blocks that hold nothing; they need no other preparation to be used again.
-
-        Memory of another device than the CPU, and a small one, stays as it is.
-        """
-        self._whole.give_back(blocks)
-
 
 class PagedKVCache(NamedTuple):
-    """Keys and values of every layer in blocks, and tables of the rows; a pytree of tensors. `KVPool.view` makes it.
+    """Keys and values of every layer in blocks, with block tables; a pytree of tensors from `KVPool.view`.
 
-    keys, values: a tensor [N, G, 64, D] a layer: N blocks, G key/value heads, 64 positions, D features.
-    table: int32 [B, M], the block of each row's positions 64 m … 64 m + 63. Entries past the block of a row's last
-        position are never read, and entries of a block at or past the row's offset neither.
-    states: of the recurrent layers, if there are any (`onward.cache.kinds`), and int32 [B], the slot of each row.
-    adapters: int32 [B], the index of each row's adapter, where some row has one (docs/adapters.md).
-    windows: a table of the sliding layers' blocks, if these lie in blocks of their own. Entries before a row's window
-        are never read either.
+    keys, values: a tensor [N, G, 64, D] per layer: N blocks, G key/value heads, 64 positions, D features.
+    table: int32 [B, M], the block of each row's positions 64 m … 64 m + 63. Entries past a row's last position, and
+        positions at or past its offset, are never read.
+    states: of the recurrent layers, if any (`onward.cache.kinds`), and int32 [B], the slot of each row.
+    adapters: int32 [B], the index of each row's adapter, if any row has one (docs/adapters.md).
+    windows: the block table of the sliding layers, if they have their own blocks. Entries before a row's window are
+        never read.
     """
 
     keys: tuple[Tensor, ...]
@@ -274,7 +258,7 @@ class PagedKVCache(NamedTuple):
 
     @property
     def leaf_dims(self) -> list[tuple[str, ...]]:
-        """What the dimensions of each tensor count (`onward.program.NamedDims`)."""
+        """The names of each tensor's dimensions (`onward.program.NamedDims`)."""
         layer = ("blocks", "heads", "positions", "features")
         dims: list[tuple[str, ...]] = [layer] * (len(self.keys) + len(self.values)) + [("rows", "row's blocks")]
         if self.states:
@@ -283,9 +267,9 @@ class PagedKVCache(NamedTuple):
         return [*dims, *[("rows",)] * len(self.adapters), *[("rows", "row's blocks")] * len(self.windows)]
 
     def blank(self) -> "PagedKVCache":
-        """An empty cache of as many rows and positions, over memory of its own."""
+        """An empty cache of the same size with its own memory."""
         count, device = self.table.numel(), self.table.device
-        buffers: dict[int, Tensor] = {}  # by the memory that layers lie in together
+        buffers: dict[int, Tensor] = {}  # by the memory that layers share
         layers = []
         for leaf in (*self.keys, *self.values):
             memory = leaf.untyped_storage().data_ptr()
@@ -302,7 +286,6 @@ class PagedKVCache(NamedTuple):
         return PagedKVCache(keys, values, table, tuple(states), windows=(table,) * len(self.windows))
 
     def state(self, layer: int) -> RecurrentState:
-        """The states of a recurrent layer."""
         return of_layer(self.states[:-1], layer, self.states[-1])
 
     def attend(
@@ -319,9 +302,9 @@ class PagedKVCache(NamedTuple):
         softcap: float | None = None,
     ) -> Tensor:
         """Store k and v [B, G, T, D] of a layer, then attend with q [B, H, T, D] (`KVCache.attend`)."""
-        keys, values = self.keys[layer], self.values[layer]
         # A sliding layer is one that attends within a window.
         table = self.table if window is None or not self.windows else self.windows[0]
+        keys, values = self.keys[layer], self.values[layer]
         if k is not None:
             ops.write_cache(keys, k, offsets, table)
         if isinstance(v, int):
@@ -334,18 +317,17 @@ class PagedKVCache(NamedTuple):
 
 
 def _block_of(shapes: Sequence[LayerShape]) -> int:
-    """How many numbers a block of these layers has."""
     return BLOCK * sum(shape.features for shape in shapes)
 
 
 def _blank_slots(tensor: Tensor, count: int) -> Tensor:
-    """Zeros of so many slots, with the strides of `tensor` [N, …]."""
+    """Zeros of `count` slots, with the strides of `tensor` [N, …]."""
     blank = torch.zeros(count * tensor.stride(0), dtype=tensor.dtype, device=tensor.device)
     return blank.as_strided((count, *tensor.shape[1:]), tensor.stride())
 
 
 def _side_by_side(layer: Tensor, blocks: Sequence[int | None]) -> Tensor:
-    """Blocks of a layer [N, G, 64, D] -> [1, G, 64 m, D]; zeros where there is none."""
+    """Blocks of a layer [N, G, 64, D] -> [1, G, 64 m, D]; zeros for None."""
     rows = layer.new_zeros((layer.shape[1], len(blocks), *layer.shape[2:]))
     for index, block in enumerate(blocks):
         if block is not None:

@@ -1,7 +1,7 @@
-"""The pools of one memory, and how much of them a text takes.
+"""The pools of one memory, and the prefix index over them.
 
-Room is counted in blocks. Where there are sliding layers or recurrent states a block is a unit of memory, and a text
-takes as many as all that it holds is worth (`onward.cache.allocator`).
+Capacity is counted in blocks. With sliding layers or recurrent states, a block is a unit of memory, and a sequence
+takes the worth of everything it holds (`onward.cache.budget`).
 """
 
 from collections.abc import Sequence
@@ -16,14 +16,7 @@ from onward.cache.windows import WindowPool
 
 
 class Pools:
-    """Blocks of the layers that keep the whole text, those of sliding layers, and recurrent states.
-
-    Args:
-        block: positions of a block.
-        cached_blocks: the most blocks kept that nobody holds.
-        warm_blocks: how many free blocks of each kind keep their memory.
-        nbytes: the most memory that all together take; by default as much as there is.
-    """
+    """Full-attention blocks, sliding-window blocks and recurrent states; the arguments are `PagedCacheManager`'s."""
 
     def __init__(self, memory: KVPool, block: int, cached_blocks: int, warm_blocks: int, nbytes: int | None) -> None:
         if memory.states is not None:
@@ -35,36 +28,36 @@ class Pools:
         self.blocks = BlockPool(memory, block, warm_blocks, self.budget, self.windows, self.states)
 
     def count(self, length: int) -> int:
-        """How many blocks hold `length` positions of the layers that keep all."""
+        """The number of full-attention blocks for `length` positions."""
         return -(-length // self.block)
 
     def price(self, length: int) -> int:
-        """What a slot of `length` positions takes in all."""
+        """The cost of a slot of `length` positions."""
         prices, count = self.budget.prices, self.count(length)
         return count * prices.block + self.windows.most(count) * prices.window + prices.state
 
     def price_of(self, slots: Sequence[Slot]) -> int:
-        """What these slots hold together."""
+        """The cost of these slots together."""
         prices = self.budget.prices
         blocks = len({block for slot in slots for block in slot.blocks}) * prices.block
-        return blocks + sum(slot.most_windows * prices.window + prices.state for slot in slots)
+        return blocks + sum(slot.max_windows * prices.window + prices.state for slot in slots)
 
     def can_hold(self, length: int) -> bool:
-        """Whether `length` positions could ever be reserved: with no other slot there."""
+        """Whether `length` positions could be reserved without any other slot."""
         count, windows = self.count(length), self.windows
-        there_are = count <= len(self.blocks.holders) and windows.most(count) <= len(windows.holders)
-        return there_are and self.price(length) <= self.budget.total
+        exist = count <= len(self.blocks.holders) and windows.most(count) <= len(windows.holders)
+        return exist and self.price(length) <= self.budget.total
 
     @property
     def longest(self) -> int:
-        """The positions of the longest text that all blocks together hold."""
+        """The positions of the longest sequence that all blocks together hold."""
         prices, total, count = self.budget.prices, self.budget.total, len(self.blocks.holders)
         while count and self.price(count * self.block) > total:
             count -= max(1, (self.price(count * self.block) - total) // (prices.block + prices.window))
         return count * self.block
 
     def fit(self, blocks: int, windows: int, states: int) -> bool:
-        """Whether so many more of each can be had now."""
+        """Whether this many more of each can be allocated now."""
         if blocks > self.blocks.available or not self.windows.can_reserve(windows):
             return False
         if states and self.states.is_full:
@@ -73,15 +66,15 @@ class Pools:
         return blocks * prices.block + windows * prices.window + states * prices.state <= self.budget.available
 
     def fit_after(self, match: PrefixMatch, count: int) -> bool:
-        """Whether a slot of so many blocks can be had now that begins with a match."""
-        # What is only cached now will be held, and one more window block as long as it is copied from.
+        """Whether a slot of `count` blocks that begins with a match can be allocated now."""
+        # Blocks that are only cached now will be held, and one more window block while it is copied from.
         cached = sum(not self.blocks.holders[node.block] for node in match.path)
         copied = match.partial is not None and match.partial.window is not None
         return self.fit(count - len(match.path) + cached, self.windows.most(count) + copied, 1)
 
 
 class PrefixIndex:
-    """The blocks that can be found, with what sliding layers and recurrent states keep at their nodes."""
+    """The blocks that can be reused, with the sliding-window blocks and recurrent states of their nodes."""
 
     def __init__(self, pools: Pools) -> None:
         self._pools = pools
@@ -89,27 +82,22 @@ class PrefixIndex:
     def match(
         self, ids: Sequence[int], limit: int, adapter: AdapterRef | None
     ) -> tuple[PrefixMatch, PrefixNode | None]:
-        """What there is of the first `limit` ids that a text can go on from, if there is room for what it copies.
-
-        Returns:
-            The match, and the node that keeps the recurrent states after it, where there are recurrent layers.
-        """
+        """The longest reusable prefix of ids[:limit], and the node with the recurrent states after it, if any."""
         if limit <= 0:
             return self.reusable(NO_MATCH)
         return self.reusable(self._pools.blocks.trie.match(ids, limit, digest_of(adapter)))
 
     def branch(self, ids: Sequence[int], limit: int, adapter: AdapterRef | None) -> int:
-        """Up to which block's end an earlier text has the first `limit` of these ids; 0 without recurrent layers."""
+        """The end of the last full block found for ids[:limit], with or without states; 0 without recurrent layers."""
         if self._pools.states.memory is None or limit <= 0:
             return 0
         return len(self._found(ids, limit, adapter)) * self._pools.block
 
     def _found(self, ids: Sequence[int], limit: int, adapter: AdapterRef | None) -> list[PrefixNode]:
-        """The nodes of the full blocks that hold the first `limit` of these ids, as far as there are any."""
         return self._pools.blocks.trie.match(ids, limit, digest_of(adapter)).path
 
     def reusable(self, match: PrefixMatch) -> tuple[PrefixMatch, PrefixNode | None]:
-        """The longest part of a match that a text can go on from, and the node that keeps recurrent states of it."""
+        """The longest part of a match whose window and recurrent states are cached, and the node of the states."""
         while True:
             seen = self._pools.windows.reusable(match)
             match, kept = self._pools.states.reusable(seen, self._pools.block)
@@ -121,17 +109,14 @@ class PrefixIndex:
         return [self._pools.blocks.nodes[block] for block in slot.blocks[: slot.noted]]
 
     def last_noted(self, slot: Slot) -> PrefixNode:
-        """The node of the slot's last noted block; the root of its adapter's texts before there is one."""
+        """The node of the slot's last noted block, or else its adapter's root."""
         pool = self._pools.blocks
         node = pool.nodes[slot.blocks[slot.noted - 1]] if slot.noted else pool.trie.root(digest_of(slot.adapter))
-        assert node is not None, "what a slot holds and noted can be found"
+        assert node is not None, "a slot's noted blocks are in the prefix index"
         return node
 
     def note(self, slot: Slot, ids: Sequence[int]) -> None:
-        """Let the full blocks of the slot be found, whose first positions hold these ids for good.
-
-        Where another block with the same text can be found already, the slot keeps its own, which cannot.
-        """
+        """Add the slot's full blocks to the prefix index; `ids` are final."""
         assert len(ids) <= slot.length, (len(ids), slot.length)
         pool, size, full = self._pools.blocks, self._pools.block, len(ids) // self._pools.block
         while slot.noted < len(slot.blocks) and pool.nodes[slot.blocks[slot.noted]] is not None:
@@ -149,8 +134,8 @@ class PrefixIndex:
         self._keep_states(slot, ids, full)
 
     def _keep_states(self, slot: Slot, ids: Sequence[int], full: int) -> None:
-        """Let the node of the slot's last full block, or another's of the same text, keep the recurrent states after
-        it, if they are there."""
+        """Cache the recurrent states after the slot's last full block, if available, at that block's node or another
+        one with the same tokens."""
         states, end = self._pools.states, full * self._pools.block
         if slot.state is None or not full or not states.holds(slot.state, end):
             return
@@ -159,10 +144,8 @@ class PrefixIndex:
             states.snapshot(path[0], slot.state, end)
 
     def leave(self, slot: Slot, ids: Sequence[int]) -> list[PrefixNode]:
-        """Let the blocks after the noted ones be found, unless a slot holds them; return the nodes of these ids.
-
-        Where there is a block with the same text already, the trie's path leads over that one.
-        """
+        """Add the blocks after the noted ones to the prefix index, unless a slot holds them. Returns the nodes of these
+        ids, which may have other blocks with the same tokens."""
         pool, size = self._pools.blocks, self._pools.block
         parent, path = self.last_noted(slot), []
         for index in range(slot.noted, self._pools.count(len(ids))):
@@ -179,11 +162,11 @@ class PrefixIndex:
         return path
 
     def leave_states(self, slot: Slot, count: int, path: list[PrefixNode]) -> None:
-        """Let the node of the last of `count` positions keep the slot's states, or give them back. path: the nodes
+        """Cache the slot's recurrent states at the node of the last of `count` positions, or free them. path: the nodes
         after the noted ones."""
         states = self._pools.states
         is_found = slot.findable and count > 0 and slot.noted + len(path) == self._pools.count(count)
-        if slot.state is None or not (is_found and states.most_kept and states.holds(slot.state, count)):
+        if slot.state is None or not (is_found and states.max_kept and states.holds(slot.state, count)):
             states.give_back(slot.state)
             return
         states.keep(path[-1] if path else self.last_noted(slot), slot.state, count)

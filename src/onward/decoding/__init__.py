@@ -1,4 +1,4 @@
-"""The one decode loop: its sequences, slots, steps and schedule; and drivers for a forward of the user's own."""
+"""The decode loop with its sequences, slots, steps and schedules, and drivers for user-defined forwards."""
 
 from onward.decoding.api import decode, generate, stream
 from onward.decoding.batch import ScheduledSequence

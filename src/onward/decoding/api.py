@@ -1,7 +1,4 @@
-"""`onward.generate`, `onward.decode` and `onward.stream`: the loop over any forward.
-
-They need no checkpoint, no tokenizer and no `Model`. `generate` takes and returns tensors: prompts of one length.
-"""
+"""`onward.generate`, `onward.decode` and `onward.stream`: decoding with any forward, without a checkpoint."""
 
 import dataclasses
 from collections import abc
@@ -42,26 +39,24 @@ def generate(
 ) -> Tensor:
     """Continue prompts of one length: int [B, P] -> int64 [B, P + max_new_tokens], on the prompts' device.
 
-    Prompts may be a NumPy array; the result is still a tensor.
-
-    The result always has this shape. A row that ends early is filled up with the id that ended it, or with `pad`.
-    For prompts of different lengths, or text, there is `LanguageModel.generate`.
+    The result always has this shape: a row that ends early is filled with the id that ended it, or with `pad`.
+    For text, or prompts of different lengths, use `LanguageModel.generate`.
 
     Args:
-        model: such as `Model.from_module` makes of a torch module.
-        prompt_tokens: ids, the same number in every row and at least one.
-        max_new_tokens: how many to add; 0 adds none.
-        seed: the seed of every row, or one for each. A row depends on its prompt and its seed alone, not on the batch:
-            equal prompts with an equal seed continue equally. None draws a seed for each row.
+        model: for example from `Model.from_module`.
+        prompt_tokens: a tensor or NumPy array of ids, at least one per row.
+        max_new_tokens: the number of ids to add; 0 adds none.
+        seed: one seed for all rows, or one per row. A row depends only on its prompt and seed, not on the batch. None
+            draws a seed for each row.
         pad: the id that fills a row after its end.
         compile: as in `onward.LanguageModel`; later calls with the same model use the same programs.
-        constraint: says which ids may follow; every row gets a copy. It stands at the beginning of the new ids.
+        constraint: restricts the new ids; every row gets a copy.
         options: fields of `SamplingParams`, for every row. `temperature` is 1 by default, the model's own distribution;
-            0 is greedy. `eos` names the ids that end a row. Bad words are ids here.
+            0 is greedy. `eos` is the ids that end a row. Bad words are ids here.
 
     Raises:
         RequestError: an argument outside its range.
-        ContextOverflowError: P + max_new_tokens is more than the model serves.
+        ContextOverflowError: P + max_new_tokens exceeds the model's context.
     """
     if not isinstance(model, Model):
         raise RequestError(f"generate takes an onward.Model; got {type(model).__name__}: see onward.Model.from_module")
@@ -73,13 +68,13 @@ def generate(
         raise RequestError("stop strings need a text, but onward.generate has only ids: use eos, or LanguageModel")
     common = SamplingParams(temperature=1.0).replace(**options)
     common.check_length(max_new_tokens)
-    requests = [common.replace(seed=row_seed) for row_seed in _row_seeds(seed, len(prompts))]
     stop_ids = common.stop_ids
     for name, token in [("pad", pad), *(("eos", token) for token in stop_ids)]:
         if token is not None:
             _check_id(name, token, model.vocab_size)
     check_room(prompt_tokens.shape[1], max_new_tokens, model.max_seq_len)
-    sampler = Sampler(requests, model.device)  # it draws the seeds that are not given
+    requests = [common.replace(seed=row_seed) for row_seed in _row_seeds(seed, len(prompts))]
+    sampler = Sampler(requests, model.device)  # it draws missing seeds
     sequences = [
         Sequence(
             prompt,
@@ -94,15 +89,10 @@ def generate(
     step = DecodeStep(reused_run(model, compile), slots, SamplerCache(model.device), model.device)
     for _ in decode_loop(step, BatchSchedule(slots, sequences), slots):
         pass  # the sequences collect their ids
-    filled = [_filled(sequence.token_ids, max_new_tokens, pad) for sequence in sequences]
-    new = torch.tensor(filled, dtype=torch.int64, device=prompt_tokens.device).reshape(len(prompts), max_new_tokens)
+    outputs = [sequence.token_ids for sequence in sequences]
+    padded = [ids + (ids[-1:] if pad is None else [pad]) * (max_new_tokens - len(ids)) for ids in outputs]
+    new = torch.tensor(padded, dtype=torch.int64, device=prompt_tokens.device).reshape(len(prompts), max_new_tokens)
     return torch.cat((prompt_tokens.to(torch.int64), new), 1)
-
-
-def _filled(tokens: list[int], length: int, pad: int | None) -> list[int]:
-    if len(tokens) == length:
-        return tokens
-    return tokens + [tokens[-1] if pad is None else pad] * (length - len(tokens))
 
 
 def _row_seeds(seed: int | abc.Sequence[int] | None, rows: int) -> list[int | None]:
@@ -141,7 +131,7 @@ def _check_id(name: str, token: int, vocab_size: int) -> None:
 
 
 class _ModelsOwn:
-    """The default of arguments that a `Model` has itself and a bare forward lacks."""
+    """The default of arguments that a `Model` has and a bare forward lacks."""
 
     def __repr__(self) -> str:
         return "the model's own"
@@ -166,34 +156,32 @@ def stream(
     prefill_chunk: int = 512,
     compile: str = "auto",
 ) -> Iterator[int]:
-    """Decode one row with a forward of your own (the contract is in `onward.models.model`), or with a `Model`.
+    """Decode one row with your own forward (the contract is in `onward.models.model`) or a `Model`.
 
-    The prompt is processed first, from position `offset` on. Its ids are not given out; the id that stops the row is.
-    Arguments are checked when `stream` is called, as far as they can be before the first step.
+    Yields the new ids, including the stop id. Arguments are checked when `stream` is called, as far as possible before
+    the first step.
 
     Args:
         forward: (tokens int32 [1, T], offsets int32 [1], cache, params) -> (logits [1, T, V], cache); or a `Model`,
             which brings its own cache and params.
-        max_new_tokens: the most ids to give out; none if 0 or less, and then nothing is processed.
+        max_new_tokens: the most ids to generate; with 0 or less, nothing is processed.
         prompt: the ids to start from: a list, or one dimension of a tensor or an array.
-        first_token: in place of `prompt`, one id: the last id of a prompt whose other ids the cache holds.
-        cache: what `forward` takes; it holds the positions before `offset`.
-        params: what `forward` takes.
+        first_token: instead of `prompt`, the last id of a prompt whose other ids are in the cache.
+        cache, params: the forward's; the cache holds the positions before `offset`.
         offset: absolute position of the first id to process.
         eos: an id or ids that stop.
-        select: float [1, V] -> int [1]; or an `onward.Sampler`, which is also given the position.
-        on_token: called with each id, the stopping one too, before it is given out.
-        max_len: how many positions the cache holds, where it has no `max_len` of its own.
-        prefill_chunk: the most ids of the prompt processed at once; 1 for a forward that takes no more. It changes no
-            token.
-        compile: "auto" traces the forward and runs it as one native call a token where that is possible, otherwise as
-            it is (`onward.compile`; later calls with the same forward and params use the same trace). A backend of
-            `onward.compile` is an error where that is not possible. "eager" calls the forward for each token.
+        select: float [1, V] -> int [1]; or an `onward.Sampler`, which also gets the position.
+        on_token: called with each id, including the stop id, before it is yielded.
+        max_len: the number of positions of a cache that has no `max_len` attribute.
+        prefill_chunk: the most prompt ids processed at once. It changes no token.
+        compile: "auto" traces the forward and runs it as one native call per token if possible, otherwise eagerly
+            (`onward.compile`; later calls with the same forward and params use the same trace). A backend of
+            `onward.compile` raises if it cannot run the forward. "eager" calls the forward for each token.
 
     Raises:
-        ContextOverflowError: the cache or the model's context does not hold the prompt and the new tokens.
+        ContextOverflowError: the prompt and the new tokens exceed the cache or the model's context.
         RequestError: an argument outside its range, an id outside the vocabulary, or a result of `forward` or `select`
-            whose shape is not that of the contract.
+            of the wrong shape.
     """
     offset, first_token, max_new_tokens = plain(offset), plain(first_token), plain(max_new_tokens)
     check_whole("offset", offset, low=0)
@@ -203,17 +191,17 @@ def stream(
         raise RequestError(f"max_new_tokens must be a whole number; got {max_new_tokens!r}")
     model = _model(forward, cache, params, name, ids)
     stop_ids = frozenset(as_tuple("eos", plain(eos), int))
-    # The last new token is given out but not processed.
+    # The last new token is not processed.
     length = offset + len(ids) - 1 + max(max_new_tokens, 0)
     limits = [max_len, model.max_seq_len, length_of(cache)]
     _check_room([limit for limit in limits if limit is not None], offset, len(ids), max_new_tokens)
     if cache is _OWN:
         if offset:
-            raise RequestError(f"offset {offset} says that a cache holds {offset} positions: give that cache")
+            raise RequestError(f"offset {offset} needs a cache that holds {offset} positions: pass that cache")
         cache = model.new_cache(1, padded_length(max(length, 1), model))
     run = reused_run(model, compile)
     checked = run if isinstance(forward, Model) else VocabularyCheck(run, name, ids)
-    slots = RowCacheManager.given(model, cache, 1, [offset])
+    slots = RowCacheManager.wrap(model, cache, 1, [offset])
     chooser, sampling = chooser_of(select, 1, model.device)
     sequence = Sequence(ids, max_new_tokens, stop_ids, start=offset, sampling=sampling[0])
     step = DecodeStep(checked, slots, chooser, model.device)
@@ -237,29 +225,13 @@ def decode(
     compile: str = "auto",
 ) -> list[int]:
     """The ids of `stream` as a list; takes the same arguments and raises the same errors."""
-    ids = stream(
-        forward,
-        max_new_tokens=max_new_tokens,
-        prompt=prompt,
-        first_token=first_token,
-        cache=cache,
-        params=params,
-        offset=offset,
-        eos=eos,
-        select=select,
-        on_token=on_token,
-        max_len=max_len,
-        prefill_chunk=prefill_chunk,
-        compile=compile,
-    )
-    return list(ids)
+    return list(stream(**locals()))
 
 
 def _named_ids(prompt: PromptIds | None, first_token: int | None) -> tuple[str, list[int]]:
-    """The ids to process, after the name of the argument that holds them."""
     if (prompt is None) == (first_token is None):
         count = "neither" if prompt is None else "both"
-        raise RequestError(f"give prompt=, the ids to process, or first_token=, one id; got {count}")
+        raise RequestError(f"pass either prompt= (the ids to process) or first_token= (one id); got {count}")
     if first_token is None:
         assert prompt is not None
         return "prompt", prompt_ids("prompt", prompt)
@@ -268,10 +240,9 @@ def _named_ids(prompt: PromptIds | None, first_token: int | None) -> tuple[str, 
 
 
 def _model(forward: Forward | Model, cache: Cache, params: Params, name: str, ids: abc.Sequence[int]) -> Model:
-    """The forward as a Model. The vocabulary of a bare forward is not known before its first logits: its size is 0."""
+    """The forward as a Model. The vocabulary of a bare forward is unknown before its first logits: its size is 0."""
     if isinstance(forward, Model):
-        if max(ids) >= forward.vocab_size:
-            raise RequestError(f"{name} names id {max(ids)}, but the vocabulary ends at {forward.vocab_size - 1}")
+        _check_id(name, max(ids), forward.vocab_size)
         return forward if params is _OWN or params is None else dataclasses.replace(forward, params=params)
     if not callable(forward):
         raise RequestError(
@@ -301,12 +272,9 @@ def _no_cache(batch: int, max_len: int) -> Cache:
 def chooser_of(
     select: Callable[[Tensor], Tensor] | Sampler, rows: int, device: torch.device, *, whole_text: bool = False
 ) -> tuple[TokenSampler, list[SamplingParams | None]]:
-    """The chooser for a function of the logits or a `Sampler`, and how each row chooses where the chooser asks it.
+    """The token sampler for a function of the logits or a `Sampler`, and each row's sampling parameters, if any.
 
-    whole_text: whether the sequences begin with the whole text so far, which some options of a `Sampler` read.
-
-    Raises:
-        RequestError: a `Sampler` of another number of rows, or whose options read a text that is not known.
+    whole_text: whether the sequences begin with the whole prompt, which some options of a `Sampler` need.
     """
     if not isinstance(select, Sampler):
         function = GREEDY if select is greedy else lambda logits, positions: select(logits)
@@ -317,7 +285,9 @@ def chooser_of(
             "tokens are known: use onward.generate or LanguageModel.generate, or leave them out"
         )
     if len(select.seeds) != rows:
-        raise RequestError(f"a sampler of {len(select.seeds)} rows was given for {rows}: make one for as many rows")
+        raise RequestError(
+            f"the sampler has {len(select.seeds)} rows, but {rows} are needed: create one with {rows} rows"
+        )
     return SamplerCache(device), [select.row(row) for row in range(rows)]
 
 

@@ -1,10 +1,10 @@
-"""Beam search: a `Step` that keeps the likeliest texts of each prompt.
+"""Beam search: a `Step` that keeps the most likely continuations of each prompt.
 
-A beam is a fork of the request's sequence, so a `Sequence` decides where each text ends, as in every other step. When a
-search is over, the request's sequence takes over its best text.
+A beam is a fork of the request's sequence, so a `Sequence` decides where each beam ends, as in every other step. At the
+end of a search, the request's sequence takes over the best beam.
 
-Beams fork, finish and stop where those of transformers do (`GenerationMixin._beam_search`, 5.x), so texts and scores
-are the same. The length penalty is that of Wu et al. (arXiv 1609.08144) in transformers' form: without its constant.
+Beams fork, finish and stop as in transformers (`GenerationMixin._beam_search`, 5.x), so ids and scores are the same.
+The length penalty is that of Wu et al. (arXiv 1609.08144) in transformers' form: without its constant.
 """
 
 import math
@@ -25,25 +25,25 @@ from onward.sampling.constraint import mask_logits, nothing_left
 from onward.sampling.logprobs import TokenLogprobs, not_finite, token_logprobs
 from onward.sampling.sampler import AdjustmentPass
 
-# How many of the likeliest continuations of a text that has a constraint may all end it.
-_MOST_ENDED = 15
+# How many of the most likely continuations may all end a sequence that has a constraint.
+_MAX_ENDED = 15
 
 
 @dataclass(frozen=True)
 class BeamOptions:
-    """width: beams of a prompt. length_penalty, early_stopping: see `onward.language_model.GenerateOptions`."""
+    """width: beams per prompt. length_penalty, early_stopping: see `onward.language_model.GenerateOptions`."""
 
     width: int
     length_penalty: float = 1.0
     early_stopping: bool | Literal["never"] = False
 
     def score(self, total: float, length: int) -> float:
-        """The rank of a text of `length` tokens; `total` is the sum of their logprobs."""
+        """The score of `length` tokens whose logprobs add up to `total`."""
         return float(total / length**self.length_penalty)
 
 
 class BeamCandidate(NamedTuple):
-    """A running beam, by index, and a token that may follow it; `total` is the sum of logprobs with that token."""
+    """A running beam, by index, and a token that may follow it; `total` is the sum of logprobs including that token."""
 
     beam: int
     token: int
@@ -52,21 +52,20 @@ class BeamCandidate(NamedTuple):
 
 
 class Beam(NamedTuple):
-    """A text that goes on. `total` is the sum of its logprobs."""
+    """A running beam. `total` is the sum of its logprobs."""
 
     sequence: Sequence
     total: float
 
 
 class BeamSearch(Sequence):
-    """The search for the best texts of one prompt. Its prompt is processed like that of any sequence.
+    """The beam search of one prompt, which is processed like that of any sequence.
 
-    It takes no tokens itself, and its last id stays pending: the running texts go on from there. When the search is
-    over it takes over the best text.
+    Its own last id stays pending, since tokens go to the beams. At its end, the search takes over the best beam.
 
-    sampling: only the adjustments (penalties, bias, bans) act; they act on logprobs, as in transformers.
-    running: the texts that go on. ended: scores and sequences of the texts that have ended, best first.
-    tokens: how many the search has gone.
+    sampling: only the adjustments (penalties, bias, bans) apply; they act on logprobs, as in transformers.
+    ended: scores and sequences of the beams that have ended, best first.
+    tokens: the number of tokens decoded so far.
     """
 
     def __init__(
@@ -88,26 +87,25 @@ class BeamSearch(Sequence):
         return self.finish_reason is not None
 
     def holders(self) -> list[Sequence]:
-        """This search as long as its prompt is processed, then the texts that go on."""
+        """This search while its prompt is processed, then the running beams."""
         return super().holders() or [holder for beam in self.running for holder in beam.sequence.holders()]
 
     def restart(self) -> None:
-        """Begin the search anew, for it does not depend on when that is."""
         super().restart()
         self.running, self.ended, self.tokens = [Beam(self._first.fork(), 0.0)], [], 0
 
     def advance(self, candidates: abc.Sequence[BeamCandidate]) -> list[int]:
-        """Go on with the best candidates, which are given best first.
+        """Continue with the best of the candidates, which are sorted best first.
 
         Returns:
-            For each of the texts that go on now, the index of the one that it continues.
+            For each running beam, the index of the beam it continues.
         """
         width = self.beams.width
         self.tokens += 1
         children: list[tuple[int, Beam]] = []
-        ended = self.ended
+        ended = list(self.ended)
         for rank, candidate in enumerate(candidates):
-            # A text may end only if it is among the `width` best. Worse candidates only fill up, if they go on.
+            # Only the `width` best candidates may end a beam. The others only fill up the running beams.
             if (rank >= width and len(children) == width) or candidate.total == -math.inf:
                 break
             sequence = self.running[candidate.beam].sequence.fork()
@@ -116,25 +114,31 @@ class BeamSearch(Sequence):
                 if len(children) < width:
                     children.append((candidate.beam, Beam(sequence, candidate.total)))
             elif rank < width:
-                ended = [*ended, (self.beams.score(candidate.total, len(sequence.token_ids)), sequence)]
-        self.ended = sorted(ended, key=lambda scored: -scored[0])[:width]
+                ended.append(self._scored(sequence, candidate.total))
+        self._keep_best(ended)
         self.running = [beam for _, beam in children]
         if self._cannot_improve():
             self.take_over(self.ended[0][1])
         return [parent for parent, _ in children]
 
     def end(self, reason: FinishReason) -> None:
-        """End the search with the best texts so far; those that still went on end for this reason."""
-        going_on = [beam for beam in self.running if beam.sequence.token_ids]
-        for beam in going_on:
-            text = beam.sequence.fork()
-            text.end(reason)
-            self.ended.append((self.beams.score(beam.total, len(text.token_ids)), text))
-        self.ended = sorted(self.ended, key=lambda scored: -scored[0])[: self.beams.width]
+        """End the search with its best beam; running beams end for this reason."""
+        for beam in self.running:
+            if beam.sequence.token_ids:
+                sequence = beam.sequence.fork()
+                sequence.end(reason)
+                self.ended.append(self._scored(sequence, beam.total))
+        self._keep_best(self.ended)
         if self.ended:
             self.take_over(self.ended[0][1])
         else:
             super().end(reason)
+
+    def _scored(self, sequence: Sequence, total: float) -> tuple[float, Sequence]:
+        return self.beams.score(total, len(sequence.token_ids)), sequence
+
+    def _keep_best(self, ended: list[tuple[float, Sequence]]) -> None:
+        self.ended = sorted(ended, key=lambda scored: -scored[0])[: self.beams.width]
 
     def _cannot_improve(self) -> bool:
         if not self.running:
@@ -146,24 +150,19 @@ class BeamSearch(Sequence):
         best = self.running[0]
         length = len(best.sequence.token_ids)
         if self.beams.early_stopping == "never" and self.beams.length_penalty > 0:
-            length += best.sequence.room  # the length that scores highest
+            length += best.sequence.room  # the length with the highest score
         return self.beams.score(best.total, length) <= self.ended[-1][0]
 
 
 class BeamStep:
-    """Advances every search by one token. It emits nothing: when a search is over, its sequence has ended.
+    """Advances every search by one token. It emits nothing: a finished search has ended its own sequence.
 
     plain: processes the prompts. run, slots, device: as in `DecodeStep`.
-    failed: is told of a search that could not go on, as in `decode_loop`. Without it the step raises.
+    failed: called for a search that cannot continue, as in `decode_loop`. Without it, the step raises.
     """
 
     def __init__(
-        self,
-        plain: Step,
-        run: Run,
-        slots: CacheManager,
-        device: torch.device,
-        failed: Failed | None = None,
+        self, plain: Step, run: Run, slots: CacheManager, device: torch.device, failed: Failed | None = None
     ) -> None:
         self._plain, self._run, self._slots, self._device = plain, run, slots, device
         self._failed = failed
@@ -173,7 +172,7 @@ class BeamStep:
         prompts = []
         deciding = []
         for search, count in work:
-            assert isinstance(search, BeamSearch), "a step of beams advances searches"
+            assert isinstance(search, BeamSearch), "a beam step advances searches"
             if count == search.pending and not search.is_over:
                 deciding.append(search)
                 count -= 1
@@ -184,14 +183,9 @@ class BeamStep:
             if prompts:
                 self._plain(prompts)
             items = [ScheduledSequence(sequence, 1) for search in deciding for sequence in _last_ids(search)]
-            logits = self._logits(items) if items else None
-            decisions = []
-            first_row = 0
-            for search in deciding:
-                assert logits is not None
-                rows = logits[first_row : first_row + len(search.running)]
-                decisions.append((search, _best_candidates(search, rows)))
-                first_row += len(search.running)
+            counts = [len(search.running) for search in deciding]
+            logits = torch.split(self._logits(items), counts) if items else []
+            decisions = [(search, _best_candidates(search, own)) for search, own in zip(deciding, logits, strict=True)]
         except BaseException:
             for search, computed, logprobs in before:
                 search.computed = computed
@@ -207,12 +201,11 @@ class BeamStep:
         return [[] for _ in work]
 
     def _logits(self, items: abc.Sequence[ScheduledSequence]) -> Tensor:
-        """The logits [N, V] after the last id of each text."""
         rows: list[Tensor | None] = [None] * len(items)
         for indices, needs in batches(items, self._slots):
             with self._slots.lock:
                 logits = processed(self._run, self._slots, [items[index] for index in indices], needs, self._device)
-            assert logits is not None, "a text that goes on needs the logits after its last id"
+            assert logits is not None, "a running beam needs the logits after its last id"
             if indices == list(range(len(items))):
                 return logits[:, 0]
             for place, index in enumerate(indices):
@@ -220,7 +213,7 @@ class BeamStep:
         return torch.stack([row for row in rows if row is not None])
 
     def _advance(self, search: BeamSearch, candidates: abc.Sequence[BeamCandidate]) -> None:
-        """Go on with the best texts. The first child of a text goes on in its slot, others get copies of it."""
+        """Continue with the best beams. The first child of a beam takes its slot, the others get copies of it."""
         search.slot = None
         before = [beam.sequence for beam in search.running]
         parents = search.advance(candidates)
@@ -230,16 +223,16 @@ class BeamStep:
             search.running = []
         children = list(zip(parents, (beam.sequence for beam in search.running), strict=False))
         computed = before[0].computed + 1
-        firsts = dict(reversed(children))  # the first child of each parent
+        first_children = dict(reversed(children))
         for index, sequence in enumerate(before):
-            if index not in firsts:
+            if index not in first_children:
                 self._slots.release(sequence.slot)
         for parent, sequence in children:
             sequence.computed = computed
-            if firsts[parent] is sequence:
+            if first_children[parent] is sequence:
                 sequence.slot = before[parent].slot
         for parent, sequence in children:
-            if firsts[parent] is not sequence:
+            if first_children[parent] is not sequence:
                 sequence.slot = self._slots.fork(before[parent].slot, computed, sequence.longest)
                 if sequence.slot is None:
                     raise RequestError(
@@ -250,7 +243,7 @@ class BeamStep:
 
 
 def _last_ids(search: BeamSearch) -> list[Sequence]:
-    """The texts whose last ids are processed next. The first of a search takes the slot of the prompt."""
+    """The beams whose last ids are processed next. The first one of a search takes the prompt's slot."""
     sequences = [beam.sequence for beam in search.running]
     if search.slot is not None:
         sequences[0].slot, sequences[0].computed = search.slot, search.length - 1
@@ -258,7 +251,6 @@ def _last_ids(search: BeamSearch) -> list[Sequence]:
 
 
 def _best_candidates(search: BeamSearch, logits: Tensor) -> list[BeamCandidate]:
-    """The best continuations of the running texts, best first, from the logits [N, V] after each."""
     assert search.sampling is not None
     running = search.running
     logprobs = torch.log_softmax(logits.to(torch.float32), dim=-1)
@@ -272,17 +264,14 @@ def _best_candidates(search: BeamSearch, logits: Tensor) -> list[BeamCandidate]:
             raise nothing_left()
         logprobs = masked.squeeze(1)
     totals = torch.tensor([beam.total for beam in running], device=logits.device)
-    vocab = logits.shape[-1]
     flat = (logprobs + totals.unsqueeze(1)).flatten()
-    # Enough candidates for `width` texts to go on, whichever candidates end theirs. A constraint may end any.
-    ending = max(1, len(search.sampling.eos or ()), 0 if search.constraint is None else _MOST_ENDED)
-    count = search.beams.width * (1 + ending)
-    best = flat.topk(min(count, flat.numel()))
+    # Enough candidates for `width` running beams, whichever candidates end theirs. A constraint may end any.
+    ending = max(1, len(search.sampling.eos or ()), 0 if search.constraint is None else _MAX_ENDED)
+    best = flat.topk(min(search.beams.width * (1 + ending), flat.numel()))
     best_totals = best.values.tolist()
     if not math.isfinite(best_totals[0]):
         raise not_finite()
-    # Which of the texts, and which token follows it.
-    choices = [divmod(index, vocab) for index in best.indices.tolist()]
+    choices = [divmod(index, logits.shape[-1]) for index in best.indices.tolist()]  # (beam, token)
     reports: list[TokenLogprobs | None] = [None] * len(choices)
     if search.top_logprobs is not None:
         rows = logits[[beam for beam, _ in choices]]

@@ -1,6 +1,6 @@
-"""Where sequences keep their keys and values: the protocol.
+"""The protocol of cache managers: where sequences keep their keys and values.
 
-A slot holds the computed positions of one sequence. What a forward gets is a view of the slots that it serves.
+A slot holds the computed positions of one sequence. A forward receives a view of the slots it serves.
 """
 
 import threading
@@ -17,18 +17,19 @@ Ids = Callable[[int, int], Sequence[int]]
 
 
 class CacheManager(Protocol):
-    """Keeps keys and values of sequences.
+    """Allocates slots for sequences. Capacity is counted in blocks.
 
-    lock: held by callers from `view_of` to `put`.
-    total: how many blocks there are; a block is what a slot takes room by. available: those that can be had now.
-    cached: those of them that hold what may be found. hits, lookups: ids that were found so, and that were looked for.
-    whole: whether a forward always gets all rows, padded to one length, for the cache does not show where its rows are.
-    shares_rows: whether several rows of a view may be those of one slot.
+    lock: held by callers from `view_of` to `check_written`. total: the number of blocks. available: those that can be
+        allocated now. cached: available blocks that prompts can still reuse. hits, lookups: ids reused and looked up.
+    whole: whether every forward gets all rows, padded to one length, because the cache's row dimension is unknown.
+    shares_rows: whether several rows of a view may belong to one slot.
     """
 
     lock: threading.RLock
     whole: bool
     shares_rows: bool
+    hits: int
+    lookups: int
 
     @property
     def total(self) -> int: ...
@@ -39,87 +40,63 @@ class CacheManager(Protocol):
     @property
     def cached(self) -> int: ...
 
-    hits: int
-    lookups: int
-
     def blocks_for(self, length: int) -> int:
-        """How many blocks a slot of so many positions takes."""
-        ...
+        """The number of blocks of a slot of `length` positions."""
 
     def shared_blocks(self, positions: int) -> int:
-        """How many of them a fork at so many positions shares with the slot that it is a fork of."""
-        ...
+        """The number of blocks that a fork at this many positions shares with its source."""
 
     def blocks_of(self, slots: Sequence[Slot]) -> int:
-        """How many blocks these slots hold together."""
-        ...
+        """The number of blocks that these slots use together."""
 
     def acquire(
         self, ids: Sequence[int], length: int, *, reuse: bool = True, adapter: AdapterRef | None = None
     ) -> tuple[Slot, int] | None:
-        """A slot for `length` positions, and how many of these ids it holds already, at most all but the last.
+        """Allocate a slot for `length` positions. Returns it with the number of ids it already holds, at most all but
+        the last; None, with nothing changed, if there is no room now.
 
-        adapter: that the slot's keys and values are computed with, for as long as it lives; forks have it too.
-        None: there is no room now; nothing has changed.
+        adapter: the adapter that computes the slot's keys and values; forks inherit it.
         """
-        ...
 
     def fork(self, slot: Slot, positions: int, length: int) -> Slot | None:
-        """A slot of its own for `length` positions that holds the first `positions` of another. None: there is no room,
-        the cache's rows cannot be copied, or it has no recurrent states of so many positions any more."""
-        ...
+        """A slot of `length` positions that holds the first `positions` of another. None if there is no room, the
+        cache's rows cannot be copied, or the recurrent states at that position are gone."""
 
     def reserve(self, slot: Slot, length: int) -> bool:
-        """Make room for `length` positions. False: there is none now."""
-        ...
+        """Make room for `length` positions. Returns False if there is none now."""
 
     def holds(self, slot: Slot, positions: int) -> bool:
-        """Whether the slot could go on from so many positions, which it has held: it could not where the recurrent
-        states of so many are not there any more."""
-        ...
+        """Whether the slot can continue from an earlier position: not if the recurrent states there are gone."""
 
     def truncate(self, slot: Slot, positions: int) -> None:
-        """Forget what the slot holds from `positions` on, which will be written anew."""
-        ...
+        """Drop everything from `positions` on; it will be written again."""
 
     def advance(self, slot: Slot, computed: int, ids: Ids) -> None:
-        """Note that the first `computed` positions are final. ids: (first, last) -> the ids that they hold."""
-        ...
+        """Mark the first `computed` positions as final."""
 
     def release(self, slot: Slot, ids: Sequence[int] = ()) -> None:
-        """Let a slot go, whose first positions hold these ids."""
-        ...
+        """Release a slot whose first positions hold these ids."""
 
     def release_later(self, slot: Slot, ids: Sequence[int] = ()) -> None:
-        """`release` for the garbage collector, which may call it in the midst of any other method."""
-        ...
+        """`release` for the garbage collector, which may call it in the middle of any other method."""
 
     def groups(self, slots: Sequence[Slot], tokens: int) -> list[list[int]]:
-        """Which of the slots, by index, one forward of `tokens` tokens a row serves together."""
-        ...
+        """Group the slots, by index, that one forward of `tokens` tokens per row can serve together."""
 
     def set_weights_version(self, key: object) -> None:
-        """Say which weights compute what is kept from now on. Another key than before: nothing kept is found."""
-        ...
+        """Name the weights that compute new entries. A different key makes all cached entries unreachable."""
 
     def max_step_tokens(self, slots: Sequence[Slot], computed: Sequence[int]) -> int | None:
-        """How many tokens a row one forward over these slots may process, each from what it has computed on, if any of
-        them may be taken back; None if unknown."""
-        ...
+        """The most tokens per row in one forward if any of them may be removed again; None if unknown."""
 
     def max_chunk(self, slot: Slot, first: int, count: int) -> int:
-        """How many of `count` ids of a prompt, from position `first` of a slot on, to process at once."""
-        ...
+        """How many of `count` prompt ids, from position `first` of a slot on, to process at once."""
 
     def ensure_writable(self, slots: Sequence[Slot], firsts: Sequence[int], tokens: int) -> None:
-        """See that a forward may write so many tokens of each slot from its first position on: as many as `piece` says,
-        or as `room` does. To be called before `view_of`."""
-        ...
+        """Allocate blocks for writing `tokens` tokens from each slot's first position on. Call it before `view_of`."""
 
     def view_of(self, slots: Sequence[Slot], tokens: int) -> CacheView:
-        """The cache that a forward of so many tokens a row over these slots gets."""
-        ...
+        """The cache of these slots, for a forward of `tokens` tokens per row."""
 
     def check_written(self, view: CacheView, cache: Cache) -> None:
-        """Take the cache that a forward returned for a view."""
-        ...
+        """Accept the cache that a forward returned for a view."""

@@ -1,7 +1,8 @@
-"""Prompts of ids in any of the types that people have them in; ids checked against a vocabulary known from logits."""
+"""Prompt ids from lists, arrays and tensors, and checks against the vocabulary and the context."""
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -14,15 +15,17 @@ from onward.models import Cache
 from onward.program import SamplingKernel
 from onward.util.checks import check_whole, plain, plain_items
 
-# A list or a tuple, or one dimension of an array or a tensor of whole numbers.
+# A list or a tuple, or a one-dimensional array or tensor of integers.
 PromptIds = Sequence[int] | NDArray[np.integer] | Tensor
+
+R = TypeVar("R", bound=tuple[Any, ...])
 
 
 def prompt_ids(name: str, prompt: PromptIds) -> list[int]:
-    """The ids of a prompt as a list. `name` is the argument that the message names.
+    """The ids of a prompt as a list. name: the argument's name, for the error message.
 
     Raises:
-        RequestError: no ids, more than one dimension, or what is no whole number of 0 or more.
+        RequestError: no ids, more than one dimension, or an element that is not an integer of 0 or more.
     """
     if isinstance(prompt, Tensor | np.ndarray) and prompt.ndim != 1:
         raise RequestError(f"{name} must have one dimension, the ids of one row; got {list(prompt.shape)}")
@@ -30,7 +33,7 @@ def prompt_ids(name: str, prompt: PromptIds) -> list[int]:
     if isinstance(listed, str | bytes) or not isinstance(listed, Sequence):
         raise RequestError(f"{name} must be a list of ids, or one dimension of a tensor or array; got {prompt!r}")
     if not listed:
-        raise RequestError(f"{name} must hold one id at least; got none")
+        raise RequestError(f"{name} must contain at least one id; got none")
     ids = plain_items(listed)
     for token in ids:
         check_whole(f"{name}: an id", token, low=0)
@@ -38,12 +41,12 @@ def prompt_ids(name: str, prompt: PromptIds) -> list[int]:
 
 
 class VocabularyCheck:
-    """A run that checks a prompt's ids against the vocabulary. Its size is known from the logits of the first call.
+    """A run that checks a prompt's ids against the vocabulary, whose size is known from the first logits.
 
-    An id outside the vocabulary most often makes the forward itself fail, as the index of an embedding. Then the
-    forward is called once more with ids of 0, and its logits tell the size.
+    An id outside the vocabulary usually makes the forward itself fail, as an index of the embedding. Then the forward
+    is called again with ids of 0, for the size of its logits.
 
-    name: the argument that the message names.
+    name: the argument's name, for the error message.
     """
 
     def __init__(self, run: PickingRun, name: str, ids: Sequence[int]) -> None:
@@ -55,37 +58,28 @@ class VocabularyCheck:
     ) -> tuple[Tensor, Cache]:
         if self._checked:
             return self._run(tokens, offsets, cache, logits_at)
-        try:
-            logits, cache = self._run(tokens, offsets, cache, logits_at)
-        except (IndexError, RuntimeError, ProgramError):
-            self._check_with_zeros(tokens, offsets, cache)
-            raise
-        self._check(logits)
-        return logits, cache
+        return self._first(self._run, tokens, offsets, cache, logits_at)
 
     def picked(
         self, tokens: Tensor, offsets: Tensor, cache: Cache, pick: SamplingKernel, positions: Tensor
     ) -> tuple[Tensor, Tensor | None, Cache]:
         if self._checked:
             return self._run.picked(tokens, offsets, cache, pick, positions)
+        return self._first(self._run.picked, tokens, offsets, cache, pick, positions)
+
+    def _first(self, run: Callable[..., R], tokens: Tensor, offsets: Tensor, cache: Cache, *options: object) -> R:
         try:
-            logits, ids, cache = self._run.picked(tokens, offsets, cache, pick, positions)
+            output = run(tokens, offsets, cache, *options)
         except (IndexError, RuntimeError, ProgramError):
-            self._check_with_zeros(tokens, offsets, cache)
+            logits = None
+            with contextlib.suppress(Exception):  # the ids were not the cause: the first error is raised
+                # This writes at and past the offsets, where nothing is read before it is written again.
+                logits, _ = self._run(torch.zeros_like(tokens), offsets, cache)
+            if logits is not None:
+                self._check(logits)
             raise
-        self._check(logits)
-        return logits, ids, cache
-
-    def _check_with_zeros(self, tokens: Tensor, offsets: Tensor, cache: Cache) -> None:
-        """Call the forward with ids of 0 for the size of its logits.
-
-        This writes into the cache at and past the offsets, where nothing is read before it is written again.
-        """
-        logits = None
-        with contextlib.suppress(Exception):  # the ids were not the cause: the caller raises the first error
-            logits, _ = self._run(torch.zeros_like(tokens), offsets, cache)
-        if logits is not None:
-            self._check(logits)
+        self._check(output[0])
+        return output
 
     def _check(self, logits: Tensor) -> None:
         self._checked = True

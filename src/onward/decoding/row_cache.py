@@ -1,7 +1,8 @@
-"""Slots that are rows of a dense cache."""
+"""Slots in the rows of a dense cache."""
 
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,26 +17,27 @@ from onward.models import Cache, Model, padded_length
 from onward.ops.recurrent_state import STATE_BLOCK
 
 
+@dataclass(eq=False)
 class CacheRow:
-    """row: of the cache. filled: how many positions it holds. used: whether a sequence has it.
-    written: the position after those that a forward has written, before `advance` says how many of them hold.
-    adapter: that the row is computed with.
+    """A row of the cache. filled: the number of its computed positions. used: whether a sequence has it.
+    written: the position after those written by a forward, before `advance` says how many of them are final.
     """
 
-    def __init__(self, row: int, filled: int = 0, adapter: AdapterRef | None = None) -> None:
-        self.row, self.filled, self.written, self.used, self.adapter = row, filled, filled, True, adapter
+    row: int
+    filled: int = 0
+    written: int = 0
+    adapter: AdapterRef | None = None
+    used: bool = True
 
 
 class RowCacheManager:
-    """Rows of one cache, which may be anyone's pytree.
+    """A `CacheManager` over the rows of one cache, which may be any pytree. Each row is one slot.
 
-    Each row is of one slot (`shares_rows` is False).
-
-    cache: of `rows` rows. length: positions of a row; None if unknown.
-    dims: the dimension of rows in each tensor of the cache; None where it does not show it. Then rows are neither
-        moved nor copied, and every forward gets all of them.
-    model: makes a longer cache where `reserve` asks for it. Only for a cache of one's own, whose rows may move.
-    filled: how many positions each row holds at first; none by default.
+    length: positions per row; None if unknown.
+    dims: the row dimension of each tensor in the cache; None if unknown: then rows are never moved or copied, and every
+        forward gets all of them.
+    model: allocates a longer cache on `reserve`. Only for a cache that the manager owns, since rows may move.
+    filled: the number of positions that each row already holds.
     """
 
     shares_rows = False
@@ -50,9 +52,10 @@ class RowCacheManager:
         filled: Sequence[int] | None = None,
     ) -> None:
         self.lock = threading.RLock()
-        self.hits = self.lookups = 0
+        self.hits = self.lookups = self.cached = 0
         self.cache = cache
-        self.rows, self.length = rows, length
+        self.rows = self.total = rows
+        self.length = length
         self.whole = dims is None and rows > 1
         self._dims = dims
         self._model = model
@@ -63,31 +66,22 @@ class RowCacheManager:
         self._ready: list[tuple[CacheRow, int]] = []  # for the next view, each with the position after its tokens
 
     @classmethod
-    def of(cls, model: Model, rows: int, length: int) -> "RowCacheManager":
-        """A cache of one's own, of `rows` rows of `length` positions or more."""
+    def allocate(cls, model: Model, rows: int, length: int) -> "RowCacheManager":
+        """A new cache of `rows` rows of at least `length` positions."""
         padded = padded_length(length, model)
         cache = model.new_cache(rows, padded)
         return cls(cache, rows, padded, dims_of(model, cache, rows), model)
 
     @classmethod
-    def given(cls, model: Model, cache: Cache, rows: int, filled: Sequence[int] | None = None) -> "RowCacheManager":
-        """The caller's cache, of which each row holds so many positions. Its rows keep their places."""
+    def wrap(cls, model: Model, cache: Cache, rows: int, filled: Sequence[int] | None = None) -> "RowCacheManager":
+        """A caller's cache, whose rows are never moved."""
         return cls(cache, rows, None, dims_of(model, cache, rows), filled=filled)
-
-    @property
-    def total(self) -> int:
-        return self.rows
-
-    @property
-    def cached(self) -> int:
-        return 0
 
     @property
     def available(self) -> int:
         return sum(slot is None or not slot.used for slot in self._slots)
 
     def blocks_for(self, length: int) -> int:
-        """A row, if it is long enough."""
         return 1 if self.length is None or length <= self.length else self.rows + 1
 
     def shared_blocks(self, positions: int) -> int:
@@ -102,7 +96,7 @@ class RowCacheManager:
         row = next((row for row, slot in enumerate(self._slots) if slot is None or not slot.used), None)
         if row is None or (self._model is not None and not self._make_room(length)):
             return None
-        slot = self._slots[row] = CacheRow(row, self._filled[row], adapter)
+        slot = self._slots[row] = CacheRow(row, self._filled[row], self._filled[row], adapter)
         return slot, 0
 
     def fork(self, slot: CacheRow, positions: int, length: int) -> CacheRow | None:
@@ -132,11 +126,10 @@ class RowCacheManager:
         if self._model is not None:
             self._slots[slot.row] = None
 
-    def release_later(self, slot: CacheRow, ids: Sequence[int] = ()) -> None:
-        self.release(slot, ids)
+    release_later = release
 
     def groups(self, slots: Sequence[CacheRow], tokens: int) -> list[list[int]]:
-        """One token a row: all of them, for what the other rows write is never read. More: neighbouring rows."""
+        """All slots for one token per row, because writes to the other rows are never read; else neighbouring rows."""
         if self._model is not None and self._dims is not None:
             self._close_gaps()
         order = sorted(range(len(slots)), key=lambda index: slots[index].row)
@@ -151,7 +144,7 @@ class RowCacheManager:
         return groups
 
     def set_weights_version(self, key: object) -> None:
-        """Nothing is kept of slots that were let go."""
+        """Released slots keep nothing."""
 
     def max_step_tokens(self, slots: Sequence[CacheRow], computed: Sequence[int]) -> int | None:
         length = length_of(self.cache) or self.length
@@ -165,8 +158,8 @@ class RowCacheManager:
         return count
 
     def ensure_writable(self, slots: Sequence[CacheRow], firsts: Sequence[int], tokens: int) -> None:
-        """A row has memory for all of its positions. Where its tokens end is noted: a step may run a row twice before
-        its slot advances (a search's prompt, then the last id)."""
+        """Record where the tokens end: a step may run a row twice before its slot advances (a beam search's prompt,
+        then its last id)."""
         self._ready = [(slot, first + tokens) for slot, first in zip(slots, firsts, strict=True)]
 
     def view_of(self, slots: Sequence[CacheRow], tokens: int) -> CacheView:
@@ -182,7 +175,7 @@ class RowCacheManager:
         return CacheView(cache, places, offsets)
 
     def check_written(self, view: CacheView, cache: Cache) -> None:
-        """Keep what a forward returned. It may have made new tensors, and for some rows alone."""
+        """Keep the cache that a forward returned: it may have new tensors, and only some rows."""
         for slot, end in self._ready:
             slot.written = end
         if cache is view.cache:
@@ -195,23 +188,23 @@ class RowCacheManager:
                 leaf.copy_(new)
 
     def _adapted(self, cache: Cache, first: int, count: int) -> Cache:
-        """The cache of some rows with the index of the adapter of each, where one has one."""
+        """The cache of some rows, with the adapter index of each if any row has an adapter."""
         indices = [0 if slot is None else index_of(slot.adapter) for slot in self._slots[first : first + count]]
         if not any(indices):
             return cache
         if not isinstance(cache, KVCache):
-            raise RequestError(f"an adapter needs a cache that new_cache made; got {type(cache).__name__}")
+            raise RequestError(f"an adapter needs a cache made by new_cache; got {type(cache).__name__}")
         key, device = (first, count), pytree.tree_leaves(cache)[0].device
-        if key not in self._adapters:  # it is kept, as a view is
+        if key not in self._adapters:  # reused, like the views
             self._adapters[key] = torch.zeros(count, dtype=torch.int32, device=device)
         self._adapters[key].copy_(torch.tensor(indices, dtype=torch.int32))
         return cache._replace(adapters=(self._adapters[key],))
 
     def _narrowed(self, first: int, count: int) -> Cache:
-        """The cache of some rows, over the same memory. It is kept, for a program knows a cache by its tensors."""
+        """The cache of some rows, over the same memory; reused, because programs identify a cache by its tensors."""
         if count == self.rows:
             return self.cache
-        assert self._dims is not None, "the rows of this cache are not known"
+        assert self._dims is not None, "the row dimension is unknown"
         key = first, count
         if key not in self._views:
             if len(self._views) > 2 * self.rows:
@@ -222,7 +215,7 @@ class RowCacheManager:
         return self._views[key]
 
     def _close_gaps(self) -> None:
-        """Move rows from the end into those that are free, so that a forward over all costs no more than they need."""
+        """Move rows from the end into free rows, so that a forward over all rows costs no more than necessary."""
         while True:
             used = [row for row, slot in enumerate(self._slots) if slot is not None]
             free = next((row for row, slot in enumerate(self._slots) if slot is None), self.rows)
@@ -235,15 +228,14 @@ class RowCacheManager:
             slot.row = free
 
     def _copy(self, source: int, to: int, positions: int) -> None:
-        """Copy a row of the cache, of which `positions` count."""
-        assert self._dims is not None, "the rows of this cache are not known"
+        assert self._dims is not None, "the row dimension is unknown"
         if isinstance(self.cache, KVCache):
             self.cache.copy_row(source, to, positions)
         else:
             copy_row(self.cache, self._dims, source, to)
 
     def _make_room(self, length: int) -> bool:
-        """Make the cache longer where it must be. It at least doubles, so a text that grows is copied twice at most."""
+        """Lengthen the cache if necessary. It at least doubles, so a growing sequence is copied at most twice."""
         assert self._model is not None
         assert self.length is not None
         if length <= self.length:
@@ -257,13 +249,13 @@ class RowCacheManager:
         if dims is not None:
             copy_positions(self.cache, cache, dims, filled)
         elif filled:
-            return False  # the cache does not show which dimension its positions are in
+            return False  # the position dimension is unknown
         self.cache, self.length, self._views = cache, longer, {}
         return True
 
 
 def dims_of(model: Model, cache: Cache, rows: int) -> Sequence[int] | None:
-    """The dimension of rows in each tensor of a cache that `model` or a caller made; None where it does not show."""
+    """The row dimension of each tensor in a cache made by `model` or a caller; None if unknown."""
     if isinstance(cache, KVCache):
         return [0] * (2 * len(cache.keys) + len(cache.states))
     if rows == 1:

@@ -1,4 +1,4 @@
-"""One text while it is made, and the one place that decides whether it has ended."""
+"""A sequence during generation: the single place that decides when it ends."""
 
 import copy
 import threading
@@ -15,41 +15,35 @@ from onward.sampling.logprobs import TokenLogprobs
 from onward.tokenizer.text_stream import NoTextStream, SpecialTokenMark, TextStream
 
 FinishReason = Literal["stop", "length", "time", "cancelled"]
-# (ids so far, text so far) -> whether to end
+# (ids so far, text so far) -> whether to stop
 StopWhen = Callable[[abc.Sequence[int], str], bool]
 
-# The id of `eos`, the stop string or the `stop_when` that ended a text.
+# The id of `eos`, the stop string or the `stop_when` that ended a sequence.
 StoppedBy = int | str | StopWhen
 
 
 class Sequence:
-    """One text being made: its ids, how far they are computed, its streaming text, and how it ended.
+    """One sequence: its ids, the number of computed positions, its streamed text, and how it ended.
 
-    Its ids stand at absolute positions from `start` on: first the prompt, then `token_ids`. The positions before
-    `computed` are in the cache; the ids from there on are pending. Prompts, their chunks, ids that a cache holds
-    already and ids whose cache was given up differ in `computed` alone.
+    Its ids have absolute positions from `start` on: first the prompt, then `token_ids`. The positions before `computed`
+    are in the cache; the ids from there on are pending. Prompts, their chunks, cached ids and preempted sequences
+    differ only in `computed`.
 
-    finish_reason is None while the text goes on. It becomes
-        "stop" after an id of `eos` (which is part of `token_ids` and not of the text), after a stop string, when the
-            constraint lets nothing follow, or when `stop_when` returns True;
-        "length" after `max_new_tokens`; at once where that is 0;
+    finish_reason is None while the sequence is running. It becomes
+        "stop" after an id of `eos` (part of `token_ids`, but not of the text), after a stop string, when the constraint
+            allows no continuation, or when `stop_when` returns True;
+        "length" after `max_new_tokens`; immediately if that is 0;
         "time" with the first token at or after `deadline` (on the clock `time.monotonic`);
         "cancelled" with the first token after any thread has set `cancel`.
 
-    stopped_by is the id, the stop string or the function `stop_when` that ended the text with "stop"; otherwise None.
-
-    prompt: ids, one at least. start: the position of the first; the cache holds the positions before it.
-    output_at: the position of the first new id.
-    sampling: how a token is chosen, with its seed; None where the step's chooser knows.
-    adapter: that the model's weights are changed by; None for none.
-    constraint: what may follow; None for everything.
-    top_logprobs: how many of the likeliest ids to report with each token; None reports no logprobs at all.
-    prompt_top: the same for the prompt's ids. `prompt_logprobs` collects them: None for the first id.
-    replayed: how many of `token_ids` were emitted elsewhere. Their logprobs come when they are computed.
-    cached: how many ids of the prompt were not processed, for the cache held them.
-    slot: where the cache keeps the computed positions; None where there is none yet.
-    history: the ids as penalties read them; made by the first chooser that reads it.
-    drafting: what a speculative step knows of the text.
+    stopped_by: the id, the stop string or the `stop_when` that ended it with "stop"; otherwise None.
+    prompt: at least one id. start: the position of the first; earlier positions are only in the cache. output_at: the
+        position of the first new id. cached: the number of prompt ids reused from the cache.
+    sampling: the sampling parameters, with the seed; None if the token sampler needs none.
+    top_logprobs: how many of the most likely ids to report with each token; None reports no logprobs. prompt_top: the
+        same for the prompt's ids. `prompt_logprobs` collects them: None for the first id.
+    replayed: how many of `token_ids` were emitted elsewhere. Their logprobs are added when they are computed.
+    slot: the cache slot, once there is one. history: the ids for penalties. drafting: the state of a speculative step.
     """
 
     def __init__(
@@ -98,8 +92,6 @@ class Sequence:
         self._deadline = deadline
         self._cancel = cancel
 
-    # ── where it stands ─────────────────────────────────────────────────────────────────────────────────────────
-
     @property
     def length(self) -> int:
         """The position after the last id."""
@@ -107,46 +99,46 @@ class Sequence:
 
     @property
     def longest(self) -> int:
-        """The most positions that the text may take."""
+        """The most positions that the sequence may reach."""
         return self.output_at + self._max_new_tokens
 
     @property
     def has_begun(self) -> bool:
-        """Whether there is a token after the prompt."""
+        """Whether it has tokens after the prompt."""
         return bool(self.token_ids)
 
     @property
     def room(self) -> int:
-        """How many tokens the text may still take."""
+        """The number of tokens that may still be added."""
         return self._max_new_tokens - len(self.token_ids)
 
     @property
     def marks(self) -> abc.Sequence[SpecialTokenMark]:
-        """The special tokens among `token_ids` that say something, and where in the text each stands."""
+        """The meaningful special tokens among `token_ids`, with their places in the text."""
         return self._stream.marks
 
     @property
     def ends(self) -> abc.Sequence[int]:
-        """How many characters of the text and its marks are complete with each of `token_ids`, less the eos."""
+        """For each of `token_ids` but the eos, the number of complete characters of the text and its marks."""
         return self._stream.ends
 
     @property
     def pending(self) -> int:
-        """How many ids are still to be computed before the text is as it should be.
+        """The number of ids still to be computed.
 
-        The last id of a text that has ended predicts nothing, so it never is. Others count after the end only where
-        logprobs are missing.
+        The last id of an ended sequence predicts nothing, so it is never computed. The others count after the end only
+        if logprobs are missing.
         """
         if self.finish_reason is None:
-            return self.output_at + len(self.token_ids) - self.computed  # written out, for every step asks often
+            return self.output_at + len(self.token_ids) - self.computed  # inlined: every step reads this often
         if self.scoring_from is None:
             return 0
         return (self.length if self._lacks_logprobs else self.output_at) - 1 - self.computed
 
     @property
     def scoring_from(self) -> int | None:
-        """The first position after which logits are wanted for logprobs that are missing: of the prompt, or of ids that
-        were emitted elsewhere. None where none are missing."""
+        """The first position whose logits give missing logprobs: of the prompt, or of replayed ids. None if no logprobs
+        are missing."""
         if self.prompt_top is not None and len(self.prompt_logprobs) < len(self.prompt):
             return self.start + len(self.prompt_logprobs) - 1
         return self.output_at + len(self.logprobs) - 1 if self._lacks_logprobs else None
@@ -156,21 +148,21 @@ class Sequence:
         return self.top_logprobs is not None and len(self.logprobs) < len(self.token_ids)
 
     def holders(self) -> list["Sequence"]:
-        """The sequences that have slots for this text: this one, or those that search for it."""
+        """The sequences that have slots for this request: this one, or the beams of its search."""
         return [] if self.slot is None else [self]
 
     def restart(self) -> None:
-        """Begin to compute anew: the slot was given up. The ids stay as they are, and so will those that follow."""
+        """Compute everything again after the slot was released. This changes no ids."""
         self.computed = self.start
 
     def read_history(self) -> History:
-        """The ids so far as penalties read them."""
+        """The ids so far, for penalties."""
         if self.history is None:
             self.history = History(self.prompt, self.token_ids)
         return self.history
 
     def ids(self, first: int, last: int) -> list[int]:
-        """The ids at the positions first … last - 1. Those before `start` are known to the cache alone."""
+        """The ids at the positions first … last - 1, from `start` on."""
         assert first >= self.start, (first, self.start)
         if first == last - 1 == self.length - 1 and self.token_ids:
             return self.token_ids[-1:]
@@ -178,29 +170,23 @@ class Sequence:
         return [*self.prompt[first:last], *self.token_ids[max(0, first - prompt) : max(0, last - prompt)]]
 
     def computed_ids(self) -> list[int]:
-        """The ids whose keys and values are in the slot, as the slot is released with them.
-
-        None are given where the text does not begin at position 0: then nobody knows all of them.
-        """
+        """The ids in the slot; none if `start` is not 0, since the earlier ids are unknown."""
         return self.ids(0, self.computed) if self.start == 0 else []
 
     def reusable_ids(self) -> list[int]:
-        """The ids whose keys and values need not be computed where a cache holds them, and the one after them."""
+        """The ids whose keys and values may come from a prefix cache, and the one after them."""
         first = self.scoring_from
         return self.ids(self.start, self.length if first is None else first + 1)
 
-    # ── how it goes on and ends ─────────────────────────────────────────────────────────────────────────────────
-
     def replay(self, token_ids: abc.Sequence[int]) -> list[str]:
-        """Take ids that were emitted elsewhere, before any others, and return the text that became final with each.
+        """Append ids that were emitted elsewhere, before any others, and return the text that became final with each.
 
-        They end the text as they did there. What ended it from outside (`deadline`, `cancel`) does so from the next
-        token on.
+        They end the sequence as they did there; `deadline` and `cancel` apply from the next token on.
 
         Raises:
-            RequestError: ids that the constraint refuses, or that go on after the text has ended.
+            RequestError: ids that the constraint forbids, or that follow the end of the sequence.
         """
-        assert not self.token_ids, "ids from elsewhere come first"
+        assert not self.token_ids, "replayed ids come first"
         self.replayed = len(token_ids)
         texts: list[str] = []
         for token in token_ids:
@@ -218,12 +204,12 @@ class Sequence:
         return texts
 
     def take_back(self, count: int, text: str) -> None:
-        """Keep the first `count` of the ids of a text that was ended, whose text is `text`."""
+        """Keep only the first `count` ids after the end; their text is `text`."""
         del self.token_ids[count:]
         self.text = text
 
     def accept(self, token_id: int, logprobs: TokenLogprobs | None = None) -> str:
-        """Take the next token and return the text that became final with it."""
+        """Append a token and return the text that became final with it."""
         assert self.finish_reason is None, "a sequence that has ended takes no tokens"
         self.token_ids.append(token_id)
         if self.history is not None:
@@ -241,25 +227,25 @@ class Sequence:
         if self.finish_reason is not None:
             piece += self._stream.flush(eos)
             if self._stream.stopped_by is not None:
-                # An unfinished character, or the text of the eos, can complete a stop string.
+                # An incomplete character, or the text of the eos, can complete a stop string.
                 self.finish_reason, self.stopped_by = "stop", self._stream.stopped_by
         self.text += piece
         return piece
 
     def end(self, reason: FinishReason) -> None:
-        """End the text between two steps. Text that was not final yet is not part of it.
+        """End the sequence between two steps, without text that is not final yet.
 
-        A text that has ended goes on as long as logprobs of its prompt, or of ids from elsewhere, are to come.
+        An ended sequence keeps running while logprobs of its prompt or of replayed ids are missing.
         """
         assert self.finish_reason is None or self.pending, "a sequence that has ended is final"
         self.finish_reason, self.stopped_by = reason, None
 
     def reopen(self) -> None:
-        """Go on all the same. A draft model's text is a guess: it may end where the target's does not."""
+        """Continue after the end: a draft may end where the target's sequence does not."""
         self.finish_reason = None
 
     def fork(self) -> Self:
-        """A copy that goes on from here by itself, as the beams of a search do. It has no slot yet."""
+        """An independent copy without a slot, such as a beam."""
         other = copy.copy(self)
         other.token_ids, other.logprobs = self.token_ids.copy(), self.logprobs.copy()
         other.history = None if self.history is None else self.history.fork()
@@ -269,7 +255,7 @@ class Sequence:
         return other
 
     def take_over(self, ended: "Sequence") -> None:
-        """Take the text of `ended`, a fork of this sequence that has ended."""
+        """Adopt the output of `ended`, a fork of this sequence."""
         assert self.finish_reason is None, "a sequence that has ended is final"
         assert ended.finish_reason is not None, "only a sequence's own end ends it"
         fork = ended.fork()

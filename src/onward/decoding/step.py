@@ -1,4 +1,4 @@
-"""A step processes pending ids of sequences and emits the ids that follow. Prefill and decoding are the same step."""
+"""A step processes pending ids of sequences and emits the next ids. Prefill and decode are the same step."""
 
 import math
 import weakref
@@ -29,54 +29,43 @@ from onward.sampling.logprobs import Token, TokenLogprobs, checked_ids, not_fini
 
 # (logits [B, V], positions int32 [B] of the tokens to choose) -> int64 [B]
 Select = Callable[[Tensor, Tensor], Tensor]
+# The draft ids of each sequence.
+Drafts = abc.Sequence[abc.Sequence[int]]
 
 
 class TokenSampler(Protocol):
     """Chooses the next id of sequences from their logits."""
 
     def __call__(
-        self,
-        logits: Tensor,
-        positions: Tensor,
-        sequences: abc.Sequence[Sequence],
-        drafts: abc.Sequence[abc.Sequence[int]] | None = None,
+        self, logits: Tensor, positions: Tensor, sequences: abc.Sequence[Sequence], drafts: Drafts | None = None
     ) -> Tensor:
-        """float [B, V] and int [B], the positions of the ids to choose, of B sequences -> ids int64 [B].
-
-        For K places a sequence: [B, K, V] and [B, K] -> [B, K]. The id at place k is chosen as if the first k ids of
-        the sequence's draft had been.
-        """
-        ...
+        """Logits float [B, V] of B sequences and the positions int [B] of the ids to choose -> ids int64 [B]. With
+        drafts [B, K, V] and [B, K] -> [B, K], where id k is chosen as if the first k draft ids preceded it."""
 
     def kernel(self, sequences: abc.Sequence[Sequence]) -> SamplingKernel | None:
-        """The kernel that does it for these sequences; None where none does."""
-        ...
+        """The kernel for these sequences; None if there is none."""
 
 
 class SamplerCache:
-    """Chooses as each sequence's own `sampling` says, from its own history. device: where the logits are."""
+    """Chooses with each sequence's `sampling` and history. device: the device of the logits."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._last: tuple[list[weakref.ref[Sequence]], Sampler] | None = None
 
     def __call__(
-        self,
-        logits: Tensor,
-        positions: Tensor,
-        sequences: abc.Sequence[Sequence],
-        drafts: abc.Sequence[abc.Sequence[int]] | None = None,
+        self, logits: Tensor, positions: Tensor, sequences: abc.Sequence[Sequence], drafts: Drafts | None = None
     ) -> Tensor:
         sampler = self.sampler(sequences)
         return sampler(logits, positions, histories_of(sampler, sequences), drafts, constraints_of(sequences))
 
     def sampler(self, sequences: abc.Sequence[Sequence]) -> Sampler:
-        """The sampler of these sequences. The last one is kept, because most steps are of the same sequences."""
+        """The sampler of these sequences. The last one is cached, because most steps run the same sequences."""
         last = self._last
         if last is not None and [sequence() for sequence in last[0]] == list(sequences):
             return last[1]
         sampler = Sampler([sampling_of(sequence) for sequence in sequences], self._device)
-        # A chooser lives as long as its engine, and must not keep anything of a sequence that has ended.
+        # Weak, because this object lives as long as its engine and must not keep ended sequences alive.
         self._last = [weakref.ref(sequence, self._forget) for sequence in sequences], sampler
         return sampler
 
@@ -90,23 +79,16 @@ class SamplerCache:
 
 
 class FunctionSampler:
-    """Chooses with a function of logits and positions that is the same for all sequences.
-
-    select: may have an attribute `pick`, the kernel that does it.
-    """
+    """Chooses with one function of logits and positions, whose attribute `pick` may be its kernel."""
 
     def __init__(self, select: Select) -> None:
         self._select = select
         self._kernel: SamplingKernel | None = getattr(select, "pick", None)
 
     def __call__(
-        self,
-        logits: Tensor,
-        positions: Tensor,
-        sequences: abc.Sequence[Sequence],
-        drafts: abc.Sequence[abc.Sequence[int]] | None = None,
+        self, logits: Tensor, positions: Tensor, sequences: abc.Sequence[Sequence], drafts: Drafts | None = None
     ) -> Tensor:
-        assert drafts is None, "a function chooses at one place at a time"
+        assert drafts is None, "a function takes no drafts"
         return self._select(logits, positions)
 
     def kernel(self, sequences: abc.Sequence[Sequence]) -> SamplingKernel | None:
@@ -114,42 +96,38 @@ class FunctionSampler:
 
 
 def histories_of(sampler: Sampler, sequences: abc.Sequence[Sequence]) -> list[History] | None:
-    """The histories of sequences; None where the sampler reads none."""
+    """The histories of sequences; None if the sampler reads none."""
     return [sequence.read_history() for sequence in sequences] if sampler.needs_history else None
 
 
 def constraints_of(sequences: abc.Sequence[Sequence]) -> list[ConstraintState | None] | None:
-    """The constraints of sequences; None where none has any."""
+    """The constraints of sequences; None if there are none."""
     constraints = [sequence.constraint for sequence in sequences]
     return constraints if any(constraint is not None for constraint in constraints) else None
 
 
 def sampling_of(sequence: Sequence) -> SamplingParams:
-    """How a sequence's tokens are chosen."""
-    assert sequence.sampling is not None, "a sequence without sampling wants a FunctionSampler"
+    assert sequence.sampling is not None, "a sequence without sampling parameters needs a FunctionSampler"
     return sequence.sampling
 
 
-# The tokens that a step emitted, for every item of its work; none where ids of a prompt are still pending.
+# The tokens that a step emitted for each item of its work; none while prompt ids are still pending.
 Emitted = list[list[Token]]
 
-# The most logits turned into logprobs at once. That takes some 30 bytes each.
-_MOST_SCORED = 2**22
+# The most logits converted to logprobs at once, at about 30 bytes each.
+_MAX_SCORED = 2**22
 
 
 class Step(Protocol):
-    """Processes pending ids and emits the ids that follow.
-
-    A step that fails has changed nothing that counts: the same work may be tried again, whole or in parts.
-    """
+    """Processes pending ids and emits the next ids. After a failure, the work can be retried, whole or in parts."""
 
     def __call__(self, work: abc.Sequence[ScheduledSequence]) -> Emitted: ...
 
 
 class DecodeStep:
-    """Emits for each sequence the token that the model predicts from its last pending id.
+    """Emits the token that the model predicts after each sequence's last pending id.
 
-    run: the model. slots: where the sequences' keys and values are. chooser: logits to ids.
+    run: the model. slots: the sequences' cache. chooser: logits to ids.
     """
 
     def __init__(self, run: Run, slots: CacheManager, chooser: TokenSampler, device: torch.device) -> None:
@@ -183,52 +161,51 @@ class DecodeStep:
     def _processed(
         self, items: abc.Sequence[ScheduledSequence], needs: LogitsNeeded
     ) -> tuple[Tensor | None, Tensor | None]:
-        """The logits of items, and their ids where the run picks them in the same call."""
         with self.slots.lock:
             if self._picking is None or not all(map(_decodes, items)):
                 return processed(self.run, self.slots, items, needs, self.device), None
             sequences = [sequence for sequence, _ in items]
-            given = inputs(items, self.slots, self.device)
-            pick = self.chooser.kernel(sequences) if given.all_rows else None
+            batch = inputs(items, self.slots, self.device)
+            pick = self.chooser.kernel(sequences) if batch.all_rows else None
             if pick is None:
-                return given.of_items(forward(self.run, self.slots, given, None)), None
-            logits, ids, cache = self._picking.picked(*given[:2], given.view.cache, pick, given.offsets + 1)
-            check_logits(logits, given.tokens.shape)
-            self.slots.check_written(given.view, cache)
+                return batch.select_items(forward(self.run, self.slots, batch, None)), None
+            logits, ids, cache = self._picking.picked(*batch[:2], batch.view.cache, pick, batch.offsets + 1)
+            check_logits(logits, batch.tokens.shape)
+            self.slots.check_written(batch.view, cache)
             return logits, ids
 
     def _tokens(
         self, indices: abc.Sequence[int], items: abc.Sequence[ScheduledSequence], logits: Tensor, ids: Tensor | None
     ) -> list[tuple[int, Token]]:
-        """The tokens of the items whose text goes on, each with its index."""
-        going_on = [place for place, item in enumerate(items) if _goes_on(item)]
-        if not going_on:
+        """The next tokens of the items that have no more pending ids, each with its index."""
+        places = [
+            place
+            for place, item in enumerate(items)
+            if item.sequence.finish_reason is None and item.tokens == item.sequence.pending
+        ]
+        if not places:
             return []
-        sequences = [items[place].sequence for place in going_on]
+        sequences = [items[place].sequence for place in places]
         if logits.shape[1] == 1:
-            last = logits[:, 0] if len(going_on) == len(logits) else logits[going_on, 0]
+            last = logits[:, 0] if len(places) == len(logits) else logits[places, 0]
         else:
-            last = logits[going_on, [items[place].tokens - 1 for place in going_on]]
+            last = logits[places, [items[place].tokens - 1 for place in places]]
         if ids is None:
-            after = [items[place].sequence.length for place in going_on]
-            ids = self.chooser(last, torch.tensor(after, dtype=torch.int32, device=self.device), sequences)
+            positions = [sequence.length for sequence in sequences]
+            ids = self.chooser(last, torch.tensor(positions, dtype=torch.int32, device=self.device), sequences)
         tokens = tokens_of(checked_ids(ids, last), last, [sequence.top_logprobs for sequence in sequences])
-        return [(indices[place], token) for place, token in zip(going_on, tokens, strict=True)]
+        return [(indices[place], token) for place, token in zip(places, tokens, strict=True)]
 
 
 def _decodes(item: ScheduledSequence) -> bool:
-    """Whether the id to process is a new one. (A prompt's ids are for calls that look whether weights have moved.)"""
+    """Whether the id to process is a new one. (Prompt ids need calls that check for changed weights.)"""
     sequence = item.sequence
     return item.tokens == sequence.pending == 1 and sequence.has_begun and sequence.finish_reason is None
 
 
-def _goes_on(item: ScheduledSequence) -> bool:
-    return item.sequence.finish_reason is None and item.tokens == item.sequence.pending
-
-
 def missing_logprobs(item: ScheduledSequence, logits: Tensor) -> tuple[list[TokenLogprobs], list[TokenLogprobs]]:
-    """The logprobs that a sequence lacks, of its prompt's ids and of ids emitted elsewhere, as far as logits [T, V]
-    after the processed ids tell them."""
+    """The missing logprobs of a sequence's prompt and of its replayed ids that follow from the logits [T, V] after the
+    processed ids."""
     sequence, count = item
     missing = sequence.scoring_from
     assert missing is not None
@@ -244,11 +221,11 @@ def _scored(sequence: Sequence, first: int, last: int, logits: Tensor, top: int 
     if top is None:
         return []
     ids = sequence.ids(first, last)
-    at_once = max(1, _MOST_SCORED // logits.shape[1])
+    size = max(1, _MAX_SCORED // logits.shape[1])
     logprobs: list[TokenLogprobs] = []
-    for begin in range(0, len(ids), at_once):
-        some = ids[begin : begin + at_once]
-        logprobs += token_logprobs(some, logits[begin : begin + len(some)], top)
+    for begin in range(0, len(ids), size):
+        chunk = ids[begin : begin + size]
+        logprobs += token_logprobs(chunk, logits[begin : begin + len(chunk)], top)
     if any(math.isnan(token.chosen) for token in logprobs):
         raise not_finite()
     return logprobs

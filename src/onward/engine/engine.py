@@ -12,7 +12,7 @@ from onward.cache.manager import PagedCacheManager
 from onward.cache.slot import digest_of
 from onward.decoding import CacheManager, RowCacheManager
 from onward.decoding.row_cache import dims_of
-from onward.decoding.shared_cache import MOST_BLOCKS, blocks_within
+from onward.decoding.shared_cache import MAX_BLOCKS, blocks_within
 from onward.engine.fingerprint import bits_fingerprint, check_same_bits
 from onward.engine.generation import Generation
 from onward.engine.request import EngineRequest
@@ -61,7 +61,7 @@ def engine_slots(model: Model, max_sequences: int, cache_memory: int | None) -> 
             f"cache_memory={cache_memory} bytes holds not even one block of {BLOCK} positions, which takes "
             f"{in_bytes(least)}: give more"
         )
-    most = min(MOST_BLOCKS, max_sequences * -(-context // BLOCK))
+    most = min(MAX_BLOCKS, max_sequences * -(-context // BLOCK))
     blocks = blocks_within(model.new_blocks, limit, most, model.device)
     return PagedCacheManager(blocks, max_len=context, cached_blocks=limit // unit, nbytes=limit)
 

@@ -165,7 +165,7 @@ class Runner:
             turn = self._turn(jobs[0], cache)
             yield from self._decoded(jobs, turn.slots, turn, began)
         elif cache is not None:
-            yield from self._decoded(jobs, RowCacheManager.given(self.run.model, cache, rows), None, began)
+            yield from self._decoded(jobs, RowCacheManager.wrap(self.run.model, cache, rows), None, began)
         else:
             longest = max(sequence.longest for job in jobs for sequence in job.sequences)
             with self.kept.lease(self.run.model, rows, longest) as slots:
@@ -209,7 +209,7 @@ class Runner:
         if sequence.prompt_top is not None:  # the whole prompt has to be processed for them
             text.truncate(0)
         turn = text.begin(self.run.model, sequence.prompt, sequence.longest, sequence.adapter)
-        sequence.slot, sequence.computed, sequence.cached = turn.slot, turn.kept, turn.kept
+        sequence.slot, sequence.computed, sequence.cached = turn.slot, turn.reused, turn.reused
         return turn
 
     def _steps(self, jobs: abc.Sequence[RequestState], slots: CacheManager) -> StepRouter:

@@ -90,7 +90,7 @@ class Session:
         if not self._text.is_of(self.lm.model):  # the cache was filled with other weights
             self.truncate(0)
         digest = digest_of(self._text.adapter) if self._text.tokens else ""
-        saved = SavedSession(self._text.tokens, self._text.held, self.notes, digest)
+        saved = SavedSession(self._text.tokens, self._text.snapshot, self.notes, digest)
         session_file.save(Path(file), self.lm.model, saved)
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Tokens to text as they come: stop strings never leak, half characters never show."""
+"""Streaming text from tokens, without stop strings and incomplete characters."""
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
@@ -8,72 +8,56 @@ from onward.sampling.logprobs import TokenLogprobs
 from onward.util.text import unfinished
 
 REPLACEMENT = "\ufffd"
-# How many of a prompt's last ids are decoded again with what follows. One would do but for special tokens.
+# The number of a prompt's last ids that are decoded again with the output. More than one because of special tokens.
 _CONTEXT = 8
-# Of a character in UTF-8.
-_MOST_BYTES = 4
-
-
-class Detokenizer(Protocol):
-    def push(self, token_id: int) -> str: ...
-
-    def flush(self) -> str: ...
-
-    def fork(self) -> Self:
-        """A copy that goes on from here by itself."""
-        ...
+# Bytes of a character in UTF-8.
+_MAX_BYTES = 4
 
 
 class StreamingDetokenizer:
-    """Gives out a character once all of its bytes are there, never before.
+    """Emits each character as soon as all of its bytes are there.
 
-    A token may hold part of a character, and a tokenizer may write a token differently after another one (with a
-    leading space, for example). So the ids since the last text given out are decoded together with the ids of that
-    text. An unfinished character decodes to the replacement character: the new text is given out as soon as it does
-    not end in one. The pieces add up to `decode` of all ids, as long as these are valid UTF-8. Byte fallback writes
-    a run of bytes with an invalid one as replacement characters throughout; here characters that were given out stay.
+    A token may hold part of a character, and its text may depend on the previous token (a leading space, for example).
+    So the ids since the last emitted text are decoded together with the ids of that text. An incomplete character
+    decodes to the replacement character: text is emitted as soon as it does not end in one. The pieces add up to
+    `decode` of all ids if these are valid UTF-8. Byte fallback replaces every character of a run of bytes with an
+    invalid one; here characters that were already emitted stay.
 
     decode: ids to text.
-    before: the ids that the text continues. Their own text is not given out. With them the first word after a prompt
-        keeps its leading space, where a tokenizer drops one at the start of a text.
+    before: the preceding ids, whose text is not emitted. They keep the leading space of the first word after a prompt,
+        which some tokenizers drop at the start of a text.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], before: Sequence[int] = ()) -> None:
         self._decode = decode
-        # Ids whose text has been given out, as far as later ones need them.
-        self._context = _whole_end(decode, before)
-        self._pending: list[int] = []  # ids whose text has not been given out
+        self._context = _whole_end(decode, before)  # the last emitted ids
+        self._pending: list[int] = []  # ids whose text has not been emitted
 
     def push(self, token_id: int) -> str:
         self._pending.append(token_id)
-        text = self._new_text()
+        text = self._added(self._context, self._pending)
         if text.endswith(REPLACEMENT) or not text:
             return ""
         self._context, self._pending = self._pending, []
         return text
 
     def flush(self) -> str:
-        """The rest of the text; an unfinished character becomes the replacement character."""
-        text = self._new_text()
+        """The rest of the text; an incomplete character becomes the replacement character."""
+        text = self._added(self._context, self._pending)
         self._context, self._pending = [], []
         return text
 
     def added_by(self, token_id: int) -> str:
-        """The text that a token would add here, less an unfinished character before it."""
-        ids = self._context + self._pending
-        return self._added(ids, [token_id])
+        """The text that a token would add here, without an incomplete character before it."""
+        return self._added(self._context + self._pending, [token_id])
 
     def fork(self) -> Self:
-        """A copy that goes on from here by itself."""
+        """An independent copy."""
         other = copy.copy(self)
         other._context, other._pending = self._context.copy(), self._pending.copy()
         return other
 
-    def _new_text(self) -> str:
-        return self._added(self._context, self._pending)
-
     def _added(self, ids: list[int], more: list[int]) -> str:
-        """The text that ids add to that of others."""
         before, text = self._decode(ids), self._decode(ids + more)
         if REPLACEMENT in text[: len(before)] and not text.startswith(before):
             return self._decode(more)  # a byte broke the characters of the bytes before it
@@ -81,19 +65,18 @@ class StreamingDetokenizer:
 
 
 def _whole_end(decode: Callable[[Sequence[int]], str], ids: Sequence[int]) -> list[int]:
-    """The last of these ids, from the start of a character on: byte fallback breaks all characters of a run of bytes
-    that starts inside one. None where the ids end inside a character, which is no part of a text then.
-    """
+    """The last ids from the start of a character on: byte fallback breaks all characters of a run of bytes that starts
+    inside one. Empty if the ids end inside a character, which is then no part of the text."""
     last = list(ids[-_CONTEXT:])
-    starts = range(min(_MOST_BYTES, len(last)))
+    starts = range(min(_MAX_BYTES, len(last)))
     return next((last[start:] for start in starts if not decode(last[start:]).endswith(REPLACEMENT)), [])
 
 
 class SpecialTokenMark(NamedTuple):
-    """A special token that says something, though it is no part of the text.
+    """A meaningful special token, which is not part of the text.
 
-    position: how many characters of the text stand before it, if no stop string ends the text earlier.
-    at: which of the text's tokens it is. text: how it is written.
+    position: the number of characters before it, if no stop string ends the text earlier. at: its index among the
+    tokens. text: its spelling.
     """
 
     position: int
@@ -102,36 +85,30 @@ class SpecialTokenMark(NamedTuple):
 
 
 class TextStream(Protocol):
-    """Turns one row's tokens into text that is final when it is given out."""
+    """Converts a row's tokens to text that is final when it is emitted."""
 
     @property
     def stopped_by(self) -> str | None:
-        """The stop string that ended the text; None while the text goes on."""
-        ...
+        """The stop string that ended the text, if any."""
 
     @property
     def marks(self) -> Sequence[SpecialTokenMark]:
-        """The marks so far, in order."""
-        ...
+        """The special tokens to report so far, in order."""
 
     @property
     def ends(self) -> Sequence[int]:
-        """How many characters are complete with each token, those of marks too; empty where marks are not noted."""
-        ...
+        """The number of complete characters after each token, including marks; empty if marks are not reported."""
 
     def push(self, token_id: int) -> str: ...
 
     def flush(self, eos: int | None = None) -> str:
-        """The text that was held back; for when no token follows. eos: the id that ended the text, if one did."""
-        ...
+        """The remaining text at the end. eos: the id that ended the sequence, if any."""
 
-    def fork(self) -> Self:
-        """A copy that goes on from here by itself."""
-        ...
+    def fork(self) -> Self: ...
 
 
 class NoTextStream:
-    """A `TextStream` for rows whose text nobody asks for: it is always empty."""
+    """A `TextStream` for rows that need no text: it is always empty."""
 
     stopped_by = None
     marks: Sequence[SpecialTokenMark] = ()
@@ -148,7 +125,7 @@ class NoTextStream:
 
 
 class _Hidden(NamedTuple):
-    """Characters of a special token among those held back. mark: to report once they are certain, if any."""
+    """The characters of a special token in the pending text. mark: reported when they are final, if any."""
 
     begin: int
     end: int
@@ -156,19 +133,17 @@ class _Hidden(NamedTuple):
 
 
 class StopStrings:
-    """A `TextStream` that ends before the first stop string, also one that spans several tokens.
+    """A `TextStream` that ends before the first stop string, which may span several tokens.
 
-    Stop strings are searched for in the text, and in the text with its special tokens written out, the eos included.
-    Special tokens are never part of the text. Text that may be the beginning of a stop string is held back
-    until it is clear that it is not.
+    Stop strings are matched with and without special tokens (including the eos), which are never part of the text. Text
+    that may begin a stop string is pending until it is clear that it does not.
 
-    marks: the special tokens to report, and how each is written; None reports nothing. special: how the other special
-    tokens are written.
+    marks: the special tokens to report, with their spelling; None reports nothing. special: the spelling of the others.
     """
 
     def __init__(
         self,
-        detokenizer: Detokenizer,
+        detokenizer: StreamingDetokenizer,
         stop: Sequence[str] = (),
         marks: Mapping[int, str] | None = None,
         special: Mapping[int, str] | None = None,
@@ -180,9 +155,9 @@ class StopStrings:
         self._stop = tuple(stop)
         self._marks, self._notes_ends = marks or {}, marks is not None
         self._special = {**(special or {}), **self._marks} if self._stop else self._marks
-        self._held = ""
-        self._hidden: tuple[_Hidden, ...] = ()  # of special tokens in it
-        self._tokens = self._characters = self._of_marks = 0  # pushed so far, also those that are held back
+        self._pending = ""
+        self._hidden: tuple[_Hidden, ...] = ()  # special tokens in the pending text
+        self._tokens = self._characters = self._mark_characters = 0  # so far, including pending text
 
     def push(self, token_id: int) -> str:
         text = self._detokenizer.push(token_id)
@@ -193,11 +168,11 @@ class StopStrings:
             mark = None
             if token_id in self._marks:
                 mark = SpecialTokenMark(self._characters, self._tokens, written)
-                self._of_marks += len(written)
+                self._mark_characters += len(written)
             ready += self._admit_broken(written) + self._admit(written, _Hidden(0, len(written), mark))
         self._tokens += 1
         if self._notes_ends:
-            self.ends.append(self._characters + self._of_marks)
+            self.ends.append(self._characters + self._mark_characters)
         return ready
 
     def flush(self, eos: int | None = None) -> str:
@@ -205,7 +180,7 @@ class StopStrings:
         if eos is not None and eos in self._special:
             written = self._special[eos]
             text += self._admit(written, _Hidden(0, len(written), None))
-        return text + self._release(len(self._held))
+        return text + self._release(len(self._pending))
 
     def fork(self) -> Self:
         other = copy.copy(self)
@@ -214,45 +189,44 @@ class StopStrings:
         return other
 
     def _admit(self, text: str, hidden: _Hidden | None = None) -> str:
-        """Add text to what is held back; returns what is final now. hidden: where the text is a special token's."""
+        """Add pending text and return what is final now. hidden: for the text of a special token."""
         if self.stopped_by is not None:
             return ""
         if hidden is not None:
-            begin = len(self._held)
+            begin = len(self._pending)
             self._hidden += (_Hidden(begin, begin + hidden.end, hidden.mark),)
-        self._held += text
+        self._pending += text
         starts = {stop: start for stop in self._stop if (start := self._find(stop)) >= 0}
         if not starts:
             return self._release(self._certain())
         self.stopped_by = min(starts, key=starts.__getitem__)
         ready = self._release(starts[self.stopped_by])
-        self._held, self._hidden = "", ()
+        self._pending, self._hidden = "", ()
         return ready
 
     def _find(self, stop: str) -> int:
-        """Where a stop string begins in what is held back; -1 where it is not in it."""
-        start = self._held.find(stop)
+        """The index of a stop string in the pending text, or -1."""
+        start = self._pending.find(stop)
         if self._hidden and (in_shown := self._shown().find(stop)) >= 0:
             place = self._place(in_shown)
             return place if start < 0 else min(start, place)
         return start
 
     def _certain(self) -> int:
-        """How many characters of what is held back are in no stop string that may still be completed."""
-        certain = len(self._held) - unfinished(self._held, self._stop)
+        """The number of pending characters that cannot be part of a stop string."""
+        certain = len(self._pending) - unfinished(self._pending, self._stop)
         if self._hidden and self._stop:
             shown = self._shown()
             certain = min(certain, self._place(len(shown) - unfinished(shown, self._stop)))
         return certain
 
     def _shown(self) -> str:
-        """What is held back, less its special tokens."""
         ends = [0, *(hidden.end for hidden in self._hidden)]
-        begins = [*(hidden.begin for hidden in self._hidden), len(self._held)]
-        return "".join(self._held[end:begin] for end, begin in zip(ends, begins, strict=True))
+        begins = [*(hidden.begin for hidden in self._hidden), len(self._pending)]
+        return "".join(self._pending[end:begin] for end, begin in zip(ends, begins, strict=True))
 
     def _place(self, index: int) -> int:
-        """The index in the pending text of the character with this index in `_shown`."""
+        """The index in the pending text of the character at `index` in `_shown`."""
         for begin, end, _ in self._hidden:
             if index < begin:
                 break
@@ -260,18 +234,16 @@ class StopStrings:
         return index
 
     def _admit_broken(self, special: str) -> str:
-        """The character that a special token breaks off, if that completes a stop string.
-
-        Without its special tokens the text may go on with the rest of the character, so it is pending otherwise.
-        """
+        """The character that a special token interrupts, if that completes a stop string. Otherwise it stays pending,
+        because the rest of the character may follow."""
         if not self._stop or self.stopped_by is not None or not (broken := self._detokenizer.fork().flush()):
             return ""
-        text = self._held + broken + special
+        text = self._pending + broken + special
         return self._admit(self._detokenizer.flush()) if any(stop in text for stop in self._stop) else ""
 
     def _release(self, end: int) -> str:
-        """Give out the first `end` characters of what is held back, less those of special tokens."""
-        text, self._held = self._held[:end], self._held[end:]
+        """Emit the first `end` pending characters without special tokens."""
+        text, self._pending = self._pending[:end], self._pending[end:]
         if not self._hidden:
             return text
         shown, at = "", 0
@@ -286,27 +258,23 @@ class StopStrings:
 
 
 class Decoder(Protocol):
-    """The method of a tokenizer that texts of tokens need."""
-
     def decode(self, ids: Sequence[int]) -> str: ...
 
 
 @runtime_checkable
 class OwnBytes(Protocol):
-    """A tokenizer that knows the bytes of tokens that are a part of a character."""
+    """A tokenizer that knows the bytes of tokens with incomplete characters."""
 
     def bytes_of(self, id: int) -> bytes | None:
-        """The bytes that a token adds to every text; empty for one that `decode` leaves out. None where they are those
-        of the text that `decode` adds for it."""
-        ...
+        """The bytes that a token adds to every text, empty if `decode` skips it; None if they are those of its text."""
 
 
 class TokenText(NamedTuple):
-    """A token of a text.
+    """The text of a token.
 
-    text: the characters that are complete with it. bytes: its own; those of a text's tokens add up to the text in
-    UTF-8. top: the likeliest ids at its place, as its logprobs list them. Their text is the one that they would have
-    had in its place; for a part of a character it is written as OpenAI does, "bytes:\\xe2\\x82".
+    text: the characters that it completes. bytes: its own; those of all tokens add up to the text in UTF-8. top: the
+    most likely ids at its place, in the order of its logprobs, with the text that they would have had there; part of a
+    character is written as OpenAI does, "bytes:\\xe2\\x82".
     """
 
     text: str
@@ -315,7 +283,7 @@ class TokenText(NamedTuple):
 
 
 class TokenTexts:
-    """The texts of tokens as they come. A token that ends inside a character waits for the one that completes it."""
+    """The texts of streamed tokens. A token that ends inside a character waits for the one that completes it."""
 
     def __init__(self, before: Sequence[int], tokenizer: Decoder) -> None:
         """before: the ids that the tokens follow."""
@@ -324,19 +292,16 @@ class TokenTexts:
         self._waiting: list[TokenText] = []
 
     def push(self, token: int, entry: TokenLogprobs | None = None) -> list[TokenText]:
-        """The texts that are final with this token: its own, and before it those that waited; none if it has to wait.
-
-        entry: for the texts of the likeliest ids at its place.
-        """
-        begun = b"".join(waiting.bytes for waiting in self._waiting)
-        top = () if entry is None else tuple(self._alternative(other, begun) for other, _ in entry.top)
-        own = None if self._bytes_of is None else self._own_bytes(token, self._bytes_of, begun)
+        """The texts that are final with this token: the waiting ones and its own, or none. entry: its logprobs."""
+        incomplete = b"".join(waiting.bytes for waiting in self._waiting)
+        top = () if entry is None else tuple(self._alternative(other, incomplete) for other, _ in entry.top)
+        own = None if self._bytes_of is None else self._own_bytes(token, self._bytes_of, incomplete)
         text = self._detokenizer.push(token)
         self._waiting.append(TokenText(text, text.encode("utf-8", "replace") if own is None else own, top))
         return self._final() if text else []
 
     def flush(self) -> list[TokenText]:
-        """The texts that wait, when no token follows: an unfinished character is in the last of them."""
+        """The waiting texts at the end: an incomplete character is in the last of them."""
         text = self._detokenizer.flush()
         if self._waiting:
             last = self._waiting[-1]
@@ -348,21 +313,20 @@ class TokenTexts:
         final, self._waiting = self._waiting, []
         return final
 
-    def _own_bytes(self, token: int, bytes_of: Callable[[int], bytes | None], begun: bytes) -> bytes:
-        """begun: the bytes of an unfinished character before it."""
+    def _own_bytes(self, token: int, bytes_of: Callable[[int], bytes | None], incomplete: bytes) -> bytes:
         text = self._detokenizer.added_by(token)
-        if begun or REPLACEMENT in text:
+        if incomplete or REPLACEMENT in text:
             own = bytes_of(token)
             if own is not None:
                 return own
         return text.encode("utf-8", "replace")
 
-    def _alternative(self, token: int, begun: bytes) -> TokenText:
+    def _alternative(self, token: int, incomplete: bytes) -> TokenText:
         if self._bytes_of is None:
             text = self._detokenizer.added_by(token)
             return TokenText(text, text.encode("utf-8", "replace"))
-        own = self._own_bytes(token, self._bytes_of, begun)
-        for whole in (begun + own, own) if own else ():
+        own = self._own_bytes(token, self._bytes_of, incomplete)
+        for whole in (incomplete + own, own) if own else ():
             try:
                 return TokenText(whole.decode(), own)
             except UnicodeDecodeError:
@@ -373,9 +337,9 @@ class TokenTexts:
 def token_texts(
     ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None] | None, before: Sequence[int], tokenizer: Decoder
 ) -> list[TokenText]:
-    """The text of each of `ids`, which follow `before`. A character of several tokens is in the last of them.
+    """The text of each of `ids` after `before`. A character of several tokens is in the last of them.
 
-    logprobs: of each token, for the texts of the likeliest ids at its place; None for none.
+    logprobs: of each token, for the texts of the most likely ids at its place.
     """
     texts = TokenTexts(before, tokenizer)
     final: list[TokenText] = []

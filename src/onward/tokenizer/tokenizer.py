@@ -19,8 +19,8 @@ _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def own_bytes(inner: tokenizers.Tokenizer) -> Callable[[str], bytes | None]:
-    """A function of a token as the vocabulary spells it: the bytes that it adds to every text, by the decoder's kind.
-    None for a token whose text depends on those before it; it holds whole characters, so `decode` has its bytes."""
+    """A function from a token's spelling to the bytes that it adds to every text, or None if its text, which has whole
+    characters, depends on the tokens before it."""
     kinds = set(_kinds(inner.decoder))
     if "ByteLevel" in kinds and kinds <= {"ByteLevel", "Fuse", "Sequence"}:
         return byte_level
@@ -28,7 +28,6 @@ def own_bytes(inner: tokenizers.Tokenizer) -> Callable[[str], bytes | None]:
 
 
 def _kinds(decoder: Any) -> Iterator[str]:
-    """The types of a decoder of the tokenizers library, and of those in it."""
     if decoder is None:
         return
     waiting = [json.loads(decoder.__getstate__())]
@@ -39,7 +38,7 @@ def _kinds(decoder: Any) -> Iterator[str]:
 
 
 def byte_level(token: str) -> bytes:
-    """The bytes that the ByteLevel decoder writes: a token with a character that stands for no byte is text."""
+    """The bytes that the ByteLevel decoder writes: a token with a character that is not a byte is text."""
     try:
         return bytes(_BYTES[character] for character in token)
     except KeyError:
@@ -52,8 +51,8 @@ def _byte_fallback(token: str) -> bytes | None:
 
 
 def _byte_characters() -> dict[str, int]:
-    """The byte that each character of a byte-level vocabulary stands for (GPT-2's `bytes_to_unicode`): printable
-    characters of Latin-1 for themselves, and 256 + n for the n-th of the others."""
+    """The byte of each character in a byte-level vocabulary (GPT-2's `bytes_to_unicode`): printable Latin-1 characters
+    are themselves, and 256 + n is the n-th of the others."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     return {chr(byte): byte for byte in printable} | {chr(256 + at): byte for at, byte in enumerate(others)}
@@ -65,12 +64,11 @@ LETTERS = tuple(sorted(_BYTES, key=_BYTES.__getitem__))
 
 
 class Tokenizer(Protocol):
-    """What decoding needs of a tokenizer; bring your own if a checkpoint has no tokenizer.json."""
+    """The tokenizer protocol; bring your own if a checkpoint has no tokenizer.json."""
 
     @property
     def vocab_size(self) -> int:
         """One more than the largest id."""
-        ...
 
     @property
     def bos_id(self) -> int | None: ...
@@ -82,27 +80,25 @@ class Tokenizer(Protocol):
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids, without special tokens."""
-        ...
 
 
 @runtime_checkable
 class SpecialTokens(Protocol):
-    """A tokenizer that can write the tokens that `decode` leaves out, so that stop strings may contain them."""
+    """A tokenizer that can spell the tokens that `decode` skips, so that stop strings can contain them."""
 
     @property
     def special_tokens(self) -> Mapping[int, str]:
-        """The ids that `decode` leaves out, each with its text."""
-        ...
+        """The ids that `decode` skips, each with its text."""
 
 
 def special_tokens(tokenizer: Tokenizer) -> Mapping[int, str]:
-    """The ids that a tokenizer's `decode` leaves out, each with its text, as far as it can write them."""
+    """The ids that a tokenizer's `decode` skips, each with its text, if it can spell them."""
     return tokenizer.special_tokens if isinstance(tokenizer, SpecialTokens) else {}
 
 
 class _named_errors:  # noqa: N801 (used as a statement)
-    """Turns what the `tokenizers` library raises, bare `Exception`s and the `BaseException` of a panic, into a
-    `TokenizerError` that names the file. (A generator of contextlib is slower: every streamed token decodes a text.)"""
+    """Converts errors of the `tokenizers` library, bare `Exception`s and the `BaseException` of a panic, to a
+    `TokenizerError` that names the file. (A contextlib generator would be slower, and every streamed token decodes.)"""
 
     def __init__(self, file: str | Path, task: str = "") -> None:
         self._file = file
@@ -121,11 +117,11 @@ class _named_errors:  # noqa: N801 (used as a statement)
 
 
 class JsonTokenizer:
-    """A `Tokenizer` over a tokenizer.json and what its tokenizer_config.json says of it.
+    """A `Tokenizer` over a tokenizer.json and its tokenizer_config.json.
 
-    A text gets the special tokens that tokenizer.json's own post-processor adds. If the config has `add_bos_token`, its
-    value decides whether a text begins with the BOS. spelling: ids that `inner` does not know or would decode wrongly,
-    each with the ids of `inner` whose texts make its own; none where a decoded text leaves it out.
+    Encoding adds the special tokens of tokenizer.json's post-processor. `add_bos_token` of the config, if present,
+    decides whether to add the BOS. spelling: ids that `inner` lacks or decodes wrongly, each with the ids of `inner`
+    whose texts make up its own; none if `decode` skips it.
     """
 
     def __init__(
@@ -139,13 +135,13 @@ class JsonTokenizer:
         self._file = file
         self._spelling = dict(spelling)  # a mapping proxy cannot be copied or pickled
         with _named_errors(file):
-            # Onward checks lengths itself; the tokenizer would cut or pad in silence.
+            # Onward checks lengths itself; the tokenizer would truncate or pad silently.
             inner.no_truncation()
             inner.no_padding()
             _check_added_tokens(inner, config)
             ids = (*inner.get_vocab(with_added_tokens=True).values(), *spelling)
             self.vocab_size = 1 + max(ids, default=-1)
-            self._limit = self.vocab_size  # ids from here on are no ids of the model
+            self._limit = self.vocab_size  # the model has no ids from here on
             self.bos_id = _special_id(inner, config, "bos_token")
             self.eos_id = _special_id(inner, config, "eos_token")
             self._adds_bos = self.bos_id is not None and list(inner.encode("").ids[:1]) == [self.bos_id]
@@ -166,9 +162,8 @@ class JsonTokenizer:
         return described(self, f"vocabulary {self.vocab_size:,}", f"BOS {self.bos_id}", f"EOS {self.eos_id}")
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Raises `RequestError` for what is no str, for text that is no valid Unicode (a lone surrogate), and for a
-        token that the model has no embedding for; raises `TokenizerError` for a text that this tokenizer has no ids
-        for."""
+        """Raises `RequestError` for a non-str, invalid Unicode (a lone surrogate), or a token without an embedding in
+        the model, and `TokenizerError` for a text that cannot be encoded."""
         if not isinstance(text, str):
             raise RequestError(f"a tokenizer encodes a str; got {type(text).__name__}")
         check_value(text, "text")
@@ -185,8 +180,7 @@ class JsonTokenizer:
         return ids
 
     def within(self, path: Path, vocab_size: int) -> "JsonTokenizer":
-        """This tokenizer for a model of this vocabulary. Added tokens may lie past its end: they load, and a text that
-        holds one is an error."""
+        """This tokenizer for a model with this vocabulary. Added tokens may be past its end: encoding one raises."""
         if self.vocab_size <= vocab_size:
             return self
         added = self._inner.get_added_tokens_decoder()
@@ -198,7 +192,7 @@ class JsonTokenizer:
         return limited
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids, without special tokens and ids that the tokenizer lacks (the model's may be padding)."""
+        """The text of ids, without special tokens and ids that the tokenizer lacks (such as padding of the model)."""
         with _named_errors(self._file, "decode these ids"):
             try:
                 if self._spelling:
@@ -209,7 +203,6 @@ class JsonTokenizer:
 
     @cached_property
     def special_tokens(self) -> Mapping[int, str]:
-        """The ids that `decode` leaves out, each with its text."""
         added = self._inner.get_added_tokens_decoder()
         with _named_errors(self._file, "decode its special tokens"):
             return {
@@ -219,8 +212,7 @@ class JsonTokenizer:
             }
 
     def bytes_of(self, id: int) -> bytes | None:
-        """The bytes that a token adds to every text; empty for one that `decode` leaves out. None where they are those
-        of the text that `decode` adds for it."""
+        """See `OwnBytes`."""
         parts = [part for part in self._spelling.get(id, (id,)) if part not in self.special_tokens]
         tokens = [token for part in parts if (token := self._inner.id_to_token(part)) is not None]
         own = [self._own_bytes(token) for token in tokens]
@@ -233,9 +225,8 @@ class JsonTokenizer:
             return own_bytes(self._inner)
 
     def tokens(self) -> list[str | None]:
-        """The token of every id as the vocabulary spells it; None for an id that has none."""
-        ids = range(min(self.vocab_size, self._limit))
-        return [self._token(token) for token in ids]
+        """The token of every id as spelled in the vocabulary; None for an id without a token."""
+        return [self._token(id) for id in range(min(self.vocab_size, self._limit))]
 
     def _token(self, id: int) -> str | None:
         token: str | None = self._inner.id_to_token(id)
@@ -245,11 +236,11 @@ class JsonTokenizer:
 
     @property
     def decoded_otherwise(self) -> list[int]:
-        """The ids whose text `decode` writes, and a tokenizer of `to_json` does not."""
+        """The ids that `decode` handles, but a tokenizer made from `to_json` does not."""
         return sorted(id for id, parts in self._spelling.items() if parts)
 
     def to_json(self) -> str:
-        """The content of a tokenizer.json that makes the same ids, without tokens past the model's vocabulary."""
+        """The content of an equivalent tokenizer.json, without tokens past the model's vocabulary."""
         if self._limit == self.vocab_size:
             return self._inner.to_str()
         content = json.loads(self._inner.to_str())
@@ -265,7 +256,7 @@ class JsonTokenizer:
 
 
 def check_vocabulary(path: Path, vocab_size: int, tokenizer: Tokenizer | None, eos: tuple[int, ...]) -> None:
-    """Raise unless the model's vocabulary has the tokenizer's ids and the EOS ids; it may have more (padding)."""
+    """Raise unless the model's vocabulary includes the tokenizer's ids and the EOS ids; it may have more (padding)."""
     if tokenizer is not None and tokenizer.vocab_size > vocab_size:
         raise CheckpointError(_ends_before(path, tokenizer.vocab_size - 1, vocab_size))
     if outside := [token for token in eos if token >= vocab_size]:
@@ -282,19 +273,17 @@ def _ends_before(path: Path, last: int, vocab_size: int) -> str:
 
 
 def token_text(value: object) -> str | None:
-    """A special token as tokenizer_config.json writes it: a string, or an object with its content."""
+    """A special token of tokenizer_config.json: a string, or an object with its content."""
     if isinstance(value, Mapping):
         value = value.get("content")
     return value if isinstance(value, str) else None
 
 
 def _id_of(inner: tokenizers.Tokenizer, text: str) -> int | None:
-    """None if the tokenizer does not have the token. No tokenizer can have half a character (a lone surrogate)."""
     try:
-        token_id: int | None = inner.token_to_id(text)
-    except UnicodeEncodeError:
+        return inner.token_to_id(text)
+    except UnicodeEncodeError:  # a lone surrogate, which no tokenizer has
         return None
-    return token_id
 
 
 def _special_id(inner: tokenizers.Tokenizer, config: Mapping[str, Any], name: str) -> int | None:
@@ -314,7 +303,7 @@ def _special_id(inner: tokenizers.Tokenizer, config: Mapping[str, Any], name: st
 
 
 def _check_added_tokens(inner: tokenizers.Tokenizer, config: Mapping[str, Any]) -> None:
-    """Raise if tokenizer.json lacks an added token: it would cut the token, which may mark turns, in pieces."""
+    """Raise if tokenizer.json lacks an added token: it would split the token, which may mark turns."""
     added = config.get("added_tokens_decoder") or {}
     if not isinstance(added, Mapping):
         raise TokenizerError(

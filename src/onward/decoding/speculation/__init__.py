@@ -1,4 +1,4 @@
-"""Speculation: a drafter guesses tokens, and one pass of the model verifies several. docs/speculation.md explains."""
+"""Speculative decoding: a drafter guesses tokens, and one forward verifies several (docs/speculation.md)."""
 
 from onward.decoding.speculation.drafter import (
     Drafter,

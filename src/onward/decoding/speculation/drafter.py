@@ -1,4 +1,4 @@
-"""The protocol of drafters. A drafter guesses how texts go on; the target, the model decoded from, verifies it."""
+"""The protocol of drafters: a drafter guesses the next ids, and the target, the model being decoded, verifies them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,17 +14,15 @@ from onward.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class DraftRequest:
-    """What a drafter is told of the rows that it will draft for.
+    """The rows that a drafter drafts for.
 
-    rows: how many there are; their owners are 0 … rows - 1.
-    max_len: the most positions that prompt and output of a row take together.
-    longest: the most ids that a draft can have.
-    vocab_size: V of the target; an id of V or more is an error.
-    device: where the target's tokens are.
-    select: picks the target's tokens. A drafter that picks with it too, at the same positions, guesses its samples.
-    histories: the history of each row, shared with the target. A drafter that adds ids must take them back before it
-        returns. None where no option reads them.
-    constraints: what may follow in each row, shared likewise; None where no row has a constraint.
+    rows: their number; owners are 0 … rows - 1. max_len: the most positions of a row's prompt and output together.
+    longest: the most ids of a draft. vocab_size: V of the target; an id of V or more is an error. device: of the
+        target's tokens.
+    select: picks the target's tokens. A drafter that also picks with it, at the same positions, guesses its samples.
+    histories: the history of each row, shared with the target: a drafter must remove the ids it adds before it returns.
+        None if no option reads them.
+    constraints: the constraint of each row, shared likewise; None if there are none.
     """
 
     rows: int
@@ -39,12 +37,12 @@ class DraftRequest:
 
 @dataclass(frozen=True)
 class DraftRow:
-    """A text to be continued.
+    """A sequence to continue.
 
-    owner: the row's index in the request. Rows that have ended are no longer asked for.
-    prompt, output: its ids. They are the same two lists every time, and the output grows. A drafter may keep them but
-        must not change them.
-    wanted: the most ids that can be used, 1 or more.
+    owner: the row's index in the request. Ended rows are no longer asked for.
+    prompt, output: its ids, the same two lists every time, of which the output grows. A drafter may keep but not change
+        them.
+    wanted: the most useful ids, at least 1.
     """
 
     owner: int
@@ -56,31 +54,29 @@ class DraftRow:
         return len(self.prompt) + len(self.output)
 
     def ids(self, start: int = 0) -> list[int]:
-        """The ids of the text from `start` on."""
-        after = max(0, start - len(self.prompt))
-        return [*self.prompt[start:], *self.output[after:]]
+        """The ids from `start` on."""
+        return [*self.prompt[start:], *self.output[max(0, start - len(self.prompt)) :]]
 
 
 class Drafting(Protocol):
     """A drafter at work on the rows of one request."""
 
     def propose(self, rows: Sequence[DraftRow]) -> Sequence[Sequence[int]]:
-        """For each row the ids that may follow. There may be fewer than `wanted`, or none; ids beyond that are ignored.
+        """For each row, the ids that may follow: up to `wanted`, or none; further ids are ignored.
 
-        This is called when drafts are needed, not after every token: the texts may have grown by any number of ids.
+        This is called when drafts are needed, not after every token, so outputs may have grown by any number of ids.
         """
-        ...
 
 
 @runtime_checkable
 class Drafter(Protocol):
-    """Makes a `Drafting` for each request. A drafter that remembers nothing of a request may return itself."""
+    """Creates a `Drafting` for each request. A drafter without state per request may return itself."""
 
     def start(self, request: DraftRequest) -> Drafting: ...
 
 
 def continued(ids: Sequence[int], start: int, count: int) -> list[int]:
-    """`count` ids copied from `ids` from `start` on. At the end of `ids` the copy goes on from its own beginning.
+    """`count` ids copied from `ids[start:]`, repeated from its beginning if it is shorter.
 
     So the last period of a repetition predicts any number of further ones.
     """
@@ -93,10 +89,8 @@ def continued(ids: Sequence[int], start: int, count: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Speculation:
-    """drafted: how many ids were proposed.
-    accepted: how many of them became part of the text.
-    rounds: passes of the model that verified a draft; plain steps between them are not counted.
-    """
+    """drafted: the number of proposed ids. accepted: how many of them are part of the output. rounds: forwards that
+    verified a draft, without the plain steps between them."""
 
     drafted: int = 0
     accepted: int = 0
@@ -104,35 +98,31 @@ class Speculation:
 
     @property
     def acceptance(self) -> float:
-        """Accepted ids over drafted ones; 0 where nothing was drafted."""
+        """Accepted ids per drafted id; 0 without drafts."""
         return self.accepted / self.drafted if self.drafted else 0.0
 
     @property
     def tokens_per_round(self) -> float:
-        """How many ids a round brings: the accepted ones and one of the target's own. 0 where there was no round.
+        """The number of ids per round: the accepted ones and one of the target's own; 0 without rounds.
 
-        A text that ends inside a draft has no id of the target's own in its last round; it is counted all the same.
+        A sequence that ends inside a draft has no id of the target's own in its last round, but it is counted.
         """
         return (self.accepted + self.rounds) / self.rounds if self.rounds else 0.0
 
 
 @runtime_checkable
 class TokenTable(Protocol):
-    """A tokenizer that can write out its vocabulary."""
+    """A tokenizer that can list its vocabulary."""
 
     def tokens(self) -> Sequence[str | None]:
-        """The token of every id as the vocabulary spells it; None for an id that has none."""
-        ...
+        """The token of every id as spelled in the vocabulary; None for an id without a token."""
 
 
 def check_same_tokens(target: Tokenizer, draft: Tokenizer) -> None:
-    """Raise unless every id that both tokenizers have is the same token in both.
+    """Raise `TokenizerError`, naming the first id that differs, unless all common ids are the same tokens.
 
     Sizes may differ: an id that only one tokenizer has is a special token of its own, or pads the vocabulary.
-    Where a tokenizer cannot write out its vocabulary, the texts of single ids are compared.
-
-    Raises:
-        TokenizerError: naming the first id that differs.
+    If a tokenizer cannot list its vocabulary, the texts of single ids are compared.
     """
     if isinstance(target, TokenTable) and isinstance(draft, TokenTable):
         ours, theirs = target.tokens(), draft.tokens()
@@ -142,6 +132,6 @@ def check_same_tokens(target: Tokenizer, draft: Tokenizer) -> None:
     for token, (our, their) in enumerate(zip(ours, theirs, strict=False)):
         if our is not None and their is not None and our != their:
             raise TokenizerError(
-                f"the draft model has another vocabulary than the model: id {token} is {their!r} there and {our!r} "
-                "here. Take a draft of the same family, or 'lookup' or 'suffix', which need no model"
+                f"the draft model has a different vocabulary: id {token} is {their!r} there and {our!r} in the model. "
+                "Use a draft model of the same family, or 'lookup' or 'suffix', which need no model"
             )

@@ -1,4 +1,4 @@
-"""Prompt lookup: a drafter that copies what followed an earlier occurrence of the text's last ids."""
+"""Prompt lookup: a drafter that copies what followed an earlier occurrence of the last ids."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -6,15 +6,15 @@ from dataclasses import dataclass, field
 from onward.decoding.speculation.drafter import DraftRequest, DraftRow, continued
 from onward.errors import RequestError
 
-# The most earlier occurrences compared; the latest are compared first.
+# The most earlier occurrences to compare, latest first.
 _CANDIDATES = 32
 
 
 class PromptLookup:
-    """A `Drafter` that looks for the end of a text earlier in the text and proposes what followed.
+    """A `Drafter` that looks up the last ids earlier in the sequence and proposes what followed.
 
-    It compares the earlier occurrences of the last `shortest` ids. It takes the one that agrees with the text's end
-    over the most ids, up to `longest`; of equals it takes the latest. This costs a few microseconds a token.
+    It compares the earlier occurrences of the last `shortest` ids and takes the one with the longest match, up to
+    `longest` ids, or the latest of equals. This costs a few microseconds per token.
     (A. Saxena, "Prompt lookup decoding", 2023; J. Yang et al., "Inference with reference", arXiv 2304.04487)
 
     Raises:
@@ -33,7 +33,7 @@ class PromptLookup:
 
 @dataclass
 class _Index:
-    """The ids of a row. `after` has for each run of `shortest` ids the positions after its occurrences, in order."""
+    """The ids of a row. after: for each run of `shortest` ids, the positions after its occurrences, in order."""
 
     ids: list[int] = field(default_factory=list)
     after: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
@@ -52,7 +52,7 @@ class _Lookups:
         index = self._rows.setdefault(row.owner, _Index())
         index.ids += row.ids(len(index.ids))
         ids, shortest = index.ids, self._shortest
-        # The run at the end itself is not in the index, for nothing follows it yet.
+        # The run at the end itself is not indexed, because nothing follows it yet.
         for after in range(max(index.indexed, shortest), len(ids)):
             index.after.setdefault(tuple(ids[after - shortest : after]), []).append(after)
         index.indexed = max(index.indexed, len(ids))
@@ -72,17 +72,17 @@ class _Lookups:
         return best
 
 
-# How many of the last ids have to stand in the prediction for it to be taken up again after a difference.
+# How many of the last ids must match the prediction to resume it after a difference.
 _AGREEING = 3
 
 
 class PredictedOutput:
-    """A `Drafter` that proposes ids known beforehand, such as a file that is to be changed in a few places.
+    """A `Drafter` that proposes a predicted output, such as a file to be edited in a few places.
 
-    Where the text differs from the prediction, it is taken up again after the next place where the text's last three
-    ids stand in it; a place that follows the last one comes before the others.
+    After a difference it resumes behind the next place in the prediction that matches the last three ids, preferably
+    after the previous place.
 
-    ids: of the prediction. It is for the texts of one request.
+    ids: of the prediction, which is for one request.
     """
 
     def __init__(self, ids: Sequence[int]) -> None:
@@ -95,18 +95,18 @@ class PredictedOutput:
         return _Predictions(self)
 
     def after(self, last: Sequence[int], place: int) -> int | None:
-        """Where the prediction goes on after the ids `last`; from `place` on if it can."""
+        """The index in the prediction after the ids `last`, from `place` on if possible."""
         places = self._after.get(tuple(last), ())
         return next((at for at in places if at >= place), places[0] if places else None)
 
 
 @dataclass
 class _Place:
-    """Where a text stands in the prediction. at: the id that comes next; None while they differ."""
+    """A row's place in the prediction. at: the index of the next id; None while they differ."""
 
     at: int | None = 0
-    last: int = 0  # the last `at` that there was
-    seen: int = 0  # how many ids of the output have been looked at
+    last: int = 0  # the last `at` that was not None
+    seen: int = 0  # the number of output ids compared so far
 
 
 class _Predictions:

@@ -1,4 +1,4 @@
-"""A drafter, with what was learnt of its costs and acceptance."""
+"""Speculators: a drafter with its measured costs and acceptance rate."""
 
 import time
 from collections import abc
@@ -23,13 +23,13 @@ from onward.sampling import Sampler
 from onward.util.checks import check_whole
 from onward.util.text import described
 
-# Drafters that need no model, by name.
+# Drafters without a model, by name.
 LOOKUPS: dict[str, Callable[[], Drafter]] = {"lookup": PromptLookup, "suffix": SuffixLookup}
 
 
 @runtime_checkable
 class ModelHolder(Protocol):
-    """Holds a model to decode with, as a `LanguageModel` does. (That class is of a layer above and is not imported.)"""
+    """Holds a model, like `LanguageModel` (which belongs to a higher layer and is not imported here)."""
 
     @property
     def model(self) -> Model: ...
@@ -58,18 +58,18 @@ def as_drafter(draft: Any) -> Drafter:
 
 
 class Speculator:
-    """Makes a `SpeculativeStep` with a drafter, for the sequences that join. The ids are those of plain decoding.
+    """Creates speculative steps with a drafter. The emitted ids are those of plain decoding.
 
-    It keeps what it learns of costs and acceptance for further requests, so use one for each target.
+    It learns costs and acceptance rates across requests, so use one for each target.
 
-    drafter: a `Drafter`, "lookup", "suffix", a `Model` or a `LanguageModel`. The ids of the last two must mean the same
-        as the target's. This is not checked here; `draft=` compares the tokenizers of LanguageModels.
-    length: how many ids every draft has. By default the length adapts to what is accepted and to the cost of a round,
-        up to 15 ids, and drafting stops where it does not pay (`onward.decoding.speculation.pace`).
+    drafter: a `Drafter`, "lookup", "suffix", a `Model` or a `LanguageModel`. The last two must have the target's
+        vocabulary, which is not checked here; `draft=` compares the tokenizers of LanguageModels.
+    length: the length of every draft. By default it adapts to the acceptance rate and the cost of a round, up to 15,
+        and drafting stops when it does not pay (`onward.decoding.speculation.pace`).
     clock: returns seconds.
 
     Raises:
-        RequestError: what is no drafter, or a length below 1.
+        RequestError: not a drafter, or a length below 1.
     """
 
     def __init__(
@@ -99,11 +99,7 @@ class Speculator:
         device: torch.device,
         vocab_size: int | None = None,
     ) -> SpeculativeStep:
-        """The step of sequences that have joined.
-
-        plain: the step that processes prompts. run, slots, chooser, device: as in `DecodeStep`. vocab_size: V of the
-        logits, for constraints of the user's.
-        """
+        """The step for sequences that have joined; the arguments are those of `SpeculativeStep`."""
         return SpeculativeStep(
             plain,
             run,
@@ -126,10 +122,8 @@ class Speculator:
     ) -> None:
         """Draft for these sequences together.
 
-        Args:
-            vocab_size: V of the logits. device: where tokens go.
-            select: chooses the target's tokens, where the sequences do not say how.
-            max_len: the most positions that a text takes; by default those of the longest.
+        vocab_size: V of the logits. select: chooses the target's tokens, for sequences without sampling parameters.
+        max_len: the most positions of a sequence; by default those of the longest.
         """
         histories = None
         if select is None:
@@ -151,5 +145,5 @@ class Speculator:
 
     @property
     def longest(self) -> int:
-        """The most ids of a draft."""
+        """The length of the longest draft."""
         return LENGTHS[-1] if self.length is None else self.length

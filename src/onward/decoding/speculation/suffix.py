@@ -1,6 +1,6 @@
-"""Suffix lookup: a drafter that copies what followed the text's longest end where it occurred before.
+"""Suffix lookup: a drafter that copies what followed the longest repeated suffix of a sequence.
 
-It looks in the text itself and in the outputs of earlier requests.
+It searches the sequence itself and the outputs of earlier requests.
 """
 
 import threading
@@ -14,28 +14,27 @@ from onward.decoding.speculation.drafter import DraftRequest, DraftRow, continue
 from onward.util.checks import check_whole
 from onward.util.process import renew_in_forks
 
-# The position in a text takes the lower bits, and the index of the text the others.
+# The lower bits are the position in a sequence, the others are the index of the sequence.
 _POSITION_BITS = 32
 _POSITION = (1 << _POSITION_BITS) - 1
 
 
 class SuffixAutomaton:
-    """The runs of ids in texts that grow at their ends, and for each run the position where one occurrence ended.
+    """A suffix automaton of growing texts: every run of ids, with the position after one occurrence.
 
-    It begins with one text, text 0. Others may be added, and each may grow at any time.
+    It starts with text 0. More texts can be added, and each can grow at any time.
 
     A state stands for all runs that end at the same positions. Adding an id costs O(1) amortised while one text grows.
-    The automaton has at most two states and three transitions for each id. (Blumer et al., "The smallest automaton
+    The automaton has at most two states and three transitions per id. (Blumer et al., "The smallest automaton
     recognizing the subwords of a text", Theoretical Computer Science 40, 1985)
 
-    ids: text 0.
-    state, length: of the longest end of text 0 that also occurs earlier in it; 0 and 0 where none does.
+    ids: text 0. state, length: of the longest repeated suffix of text 0; 0 and 0 if there is none.
     """
 
     def __init__(self) -> None:
         self.ids: list[int] = []
         self._texts = [self.ids]
-        self._lasts = array("q", [0])  # for each text the state of all of it
+        self._lasts = array("q", [0])  # for each text, the state of the whole text
         self._next: list[dict[int, int]] = [{}]
         self._link = array("q", [-1])
         self._length = array("q", [0])
@@ -43,7 +42,7 @@ class SuffixAutomaton:
         self._size = 0
 
     def __len__(self) -> int:
-        """How many ids all texts have together."""
+        """The number of ids in all texts."""
         return self._size
 
     @property
@@ -55,27 +54,23 @@ class SuffixAutomaton:
         return self._length[self.state]
 
     def after(self, state: int) -> int:
-        """The position in text 0 after an occurrence of the state's runs.
-
-        It is the latest one at which they were the longest repeated end of the text; else it is the first.
-        """
+        """The position in text 0 after an occurrence of the state's runs: the latest at which they were the longest
+        repeated suffix, or else the first."""
         return self._after[state] & _POSITION
 
     def following(self, state: int, count: int) -> list[int]:
-        """The ids that follow an occurrence of the state's runs in its text, `count` at most."""
+        """Up to `count` ids that follow an occurrence of the state's runs in its text."""
         after = self._after[state]
         position = after & _POSITION
         return self._texts[after >> _POSITION_BITS][position : position + count]
 
     def text(self, text: int) -> list[int]:
-        """The ids of a text; an added one begins with the id that marks it."""
+        """The ids of a text; an added text begins with its marker."""
         return self._texts[text]
 
     def add_text(self) -> int:
-        """Begin another text and return its index.
-
-        It begins with a negative id that occurs nowhere else. So the state of all of it is never that of another run.
-        """
+        """Add a text and return its index. It begins with a unique negative id, so the state of the whole text is never
+        that of another run."""
         self._texts.append([])
         self._lasts.append(0)
         text = len(self._texts) - 1
@@ -83,7 +78,7 @@ class SuffixAutomaton:
         return text
 
     def push(self, token: int, text: int = 0) -> None:
-        """Add an id at the end of a text."""
+        """Append an id to a text."""
         ids, suffix = self._texts[text], self._lasts[text]
         # The occurrence that ended here is now an earlier one.
         self._after[self._repeated(text)] = text << _POSITION_BITS | len(ids)
@@ -97,7 +92,7 @@ class SuffixAutomaton:
         self._lasts[text] = new
 
     def step(self, state: int, length: int, token: int) -> tuple[int, int]:
-        """Follow another text by one id: from the state and length of its longest end that occurs here to the next."""
+        """Advance the state and length of another text's longest suffix that occurs here by one id."""
         while state > 0 and token not in self._next[state]:
             state = self._link[state]
             length = min(length, self._length[state])  # a state may have been split since
@@ -105,11 +100,11 @@ class SuffixAutomaton:
         return (0, 0) if following is None else (following, length + 1)
 
     def _repeated(self, text: int) -> int:
-        """The state of the longest end of a text that also occurs elsewhere."""
+        """The state of the longest suffix of a text that also occurs elsewhere."""
         return max(self._link[self._lasts[text]], 0)
 
     def _split(self, state: int, token: int) -> int:
-        """The state whose longest run is the longest run of `state` followed by `token`; a new one where needed."""
+        """The state whose longest run is that of `state` followed by `token`, cloned if necessary."""
         following = self._next[state][token]
         if self._length[following] == self._length[state] + 1:
             return following
@@ -134,15 +129,15 @@ _TRUST = 3
 
 
 class SuffixLookup:
-    """A `Drafter` that looks in the prompt, in the output and in the outputs of earlier requests.
+    """A `Drafter` that searches the prompt, the output and the outputs of earlier requests.
 
-    It finds the longest end of the text that occurs before in the row's own text or in an earlier output. It proposes
-    what followed there, up to `_TRUST` ids for each id that matched. Adding an id and finding the match cost O(1)
-    amortised. (Oliaro et al., "SuffixDecoding", arXiv 2411.04975, which uses trees; here they are automata)
+    It finds the longest suffix that occurs earlier in the row or in an earlier output, and proposes what followed,
+    up to `_TRUST` ids per matched id. Adding an id and finding the match cost O(1) amortised. (Oliaro et al.,
+    "SuffixDecoding", arXiv 2411.04975, with automata instead of trees)
 
     shortest: the fewest ids that must match.
-    max_tokens: the most ids of earlier outputs that are remembered, the latest, which take some 500 bytes each;
-        0 remembers none. Of a row's own prompt the last `max_tokens` ids are indexed, or 4,096 if that is more.
+    max_tokens: how many of the latest output ids are remembered, at about 500 bytes each; 0 remembers none. The last
+        `max_tokens` ids of a row's own prompt are indexed, but at least 4,096.
     """
 
     def __init__(self, shortest: int = 2, max_tokens: int = 32_768) -> None:
@@ -152,18 +147,18 @@ class SuffixLookup:
         self.max_tokens = max_tokens
         self._lock = threading.Lock()  # requests of several threads may begin at once
         self._earlier = _Earlier(max_tokens)
-        self._outputs: dict[int, _Output] = {}  # by the id of the list, of requests that may still go on
+        self._outputs: dict[int, _Output] = {}  # by the id of the list, of requests that may still run
         renew_in_forks(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy learns anew."""
+        """A copy remembers nothing."""
         return type(self), (self.shortest, self.max_tokens)
 
     def start(self, request: DraftRequest) -> "_SuffixLookups":
-        """Begin a request. The outputs of other requests as they are now count as earlier output."""
+        """Start a request. Other requests' outputs so far count as earlier outputs."""
         with self._lock:
             for key, output in list(self._outputs.items()):
-                is_over = output.drafting() is None  # asked first: what comes before the end is learnt
+                is_over = output.drafting() is None  # checked first, so that all ids before the end are learnt
                 self._earlier.learn(output)
                 if is_over:
                     output.ids = ()  # the automaton has a copy
@@ -171,7 +166,7 @@ class SuffixLookup:
             return _SuffixLookups(self, self._earlier.automaton)
 
     def follow(self, output: Sequence[int], drafting: "_SuffixLookups") -> None:
-        """Learn this list, which grows, as long as the request goes on. A preempted request begins twice."""
+        """Learn this growing list while its request runs. A preempted request starts twice."""
         if not self.max_tokens:
             return
         with self._lock:
@@ -179,7 +174,7 @@ class SuffixLookup:
             known.drafting = weakref.ref(drafting)
 
     def renew(self) -> None:
-        """In a forked child: a new lock. What another thread was adding to is forgotten."""
+        """In a forked child: a new lock, and a new automaton if another thread was changing it."""
         if self._lock.locked():
             self._earlier, self._outputs = _Earlier(self.max_tokens), {}
         self._lock = threading.Lock()
@@ -187,11 +182,7 @@ class SuffixLookup:
 
 @dataclass(eq=False)
 class _Output:
-    """The output of a row.
-
-    ids: the list, which grows until the request is over. drafting: the request, which is not kept alive by this.
-    learnt: how many of the ids have been learnt. text: which text of the automaton they are; None where it has none.
-    """
+    """A row's growing output. learnt: how many of its ids are in the automaton. text: their text there, if any."""
 
     ids: Sequence[int]
     drafting: "weakref.ref[_SuffixLookups]"
@@ -200,15 +191,15 @@ class _Output:
 
 
 class _Earlier:
-    """Outputs in one automaton. Each is one text of it, however many others grow at the same time."""
+    """Earlier outputs in one automaton, each as one text of it."""
 
     def __init__(self, max_tokens: int) -> None:
         self.automaton = SuffixAutomaton()
         self._max_tokens = max_tokens
-        self._learnt: dict[_Output, None] = {}  # those in the automaton; the one that grew last is last
+        self._learnt: dict[_Output, None] = {}  # outputs in the automaton, ordered by their last growth
 
     def learn(self, output: _Output) -> None:
-        """Add the ids by which an output has grown."""
+        """Add the new ids of an output."""
         ids = list(output.ids[output.learnt :])
         if not ids:
             return
@@ -221,7 +212,7 @@ class _Earlier:
         self._append(output, ids)
 
     def _forget(self, room: int) -> None:
-        """Begin a new automaton with the latest `room` ids, at most half of all, so that an id is added at most twice
+        """Rebuild the automaton with the latest `room` ids, at most half of all, so that an id is added twice at most
         on average."""
         old, self.automaton = self.automaton, SuffixAutomaton()
         latest: list[tuple[_Output, list[int]]] = []
@@ -246,11 +237,8 @@ class _Earlier:
 
 @dataclass
 class _RowIndex:
-    """One row.
-
-    automaton: of the row's own text. indexed: how many ids of the text it has, or skips.
-    earlier_state, earlier_length: of the longest end of the text that occurs in the automaton of earlier outputs.
-    """
+    """automaton: of the row's own ids. indexed: how many of them it has, or skips. earlier_state, earlier_length: of
+    the row's longest suffix in the automaton of earlier outputs."""
 
     automaton: SuffixAutomaton = field(default_factory=SuffixAutomaton)
     indexed: int = 0
@@ -259,8 +247,6 @@ class _RowIndex:
 
 
 class _SuffixLookups:
-    """The rows of one request."""
-
     def __init__(self, lookup: SuffixLookup, earlier: SuffixAutomaton) -> None:
         self._lookup = lookup
         self._window = max(lookup.max_tokens, 4096)
@@ -281,10 +267,10 @@ class _SuffixLookups:
             index.earlier_state, index.earlier_length = earlier.step(index.earlier_state, index.earlier_length, token)
         index.indexed = len(row)
         shortest = self._lookup.shortest
-        # Where both match equally far, the row's own text is the better guess.
+        # For equal matches, the row's own ids are the better guess.
         if index.earlier_length >= max(shortest, own.length + 1):
             ids = earlier.following(index.earlier_state, min(row.wanted, _TRUST * index.earlier_length))
-            if ids:  # none follow where the row has been learnt up to its end
+            if ids:  # none follow if the row has been learnt up to its end
                 return ids
         if own.length < shortest:
             return []

@@ -1,4 +1,4 @@
-"""Verification: the target chooses every id as it would without a draft, and a drafted id that is the same is accepted.
+"""Verification: the target chooses every id as it would without a draft, and equal drafted ids are accepted.
 
 So the ids are those of plain decoding, whatever the draft. A drafter that draws with the same noise agrees nearly as
 often as the two distributions overlap. (Daliri et al., "Coupling without communication and drafter-invariant
@@ -11,21 +11,16 @@ import torch
 from torch import Tensor
 
 from onward.decoding.sequence import Sequence
-from onward.decoding.step import SamplerCache, TokenSampler
+from onward.decoding.step import Drafts, SamplerCache, TokenSampler
 from onward.errors import NothingToDrawError, OnwardError
 from onward.sampling.logprobs import checked_ids, not_finite
 
 
 def verify(
-    chooser: TokenSampler,
-    sequences: abc.Sequence[Sequence],
-    logits: Tensor,
-    positions: Tensor,
-    drafts: abc.Sequence[abc.Sequence[int]],
+    chooser: TokenSampler, sequences: abc.Sequence[Sequence], logits: Tensor, positions: Tensor, drafts: Drafts
 ) -> list[list[int]]:
-    """The ids that each of B sequences emits: the accepted ids of its draft, and one more.
-
-    No history and no constraint is changed.
+    """The ids that each of B sequences emits: the accepted ids of its draft, and one more. Histories and constraints
+    stay as they are.
 
     Args:
         chooser: chooses the target's ids.
@@ -34,35 +29,34 @@ def verify(
         drafts: at most K ids for each sequence.
 
     Raises:
-        OnwardError: the first id of a sequence cannot be chosen. Where a later one cannot, its draft ends there.
+        OnwardError: the first id of a sequence cannot be chosen. If a later one cannot, its draft ends there.
     """
     if isinstance(chooser, SamplerCache):
         try:
             chosen = chooser(logits, positions, sequences, drafts).tolist()
         except NothingToDrawError:
             # Bans may leave nothing to draw after an id that is not accepted. Plain decoding never reaches that
-            # position, so the positions are chosen one by one below.
+            # position, so the ids are chosen position by position below.
             pass
         else:
-            accepted = [ids[: _agreeing(ids, draft) + 1] for ids, draft in zip(chosen, drafts, strict=True)]
+            accepted = [
+                ids[: 1 + next((k for k, token in enumerate(draft) if ids[k] != token), len(draft))]
+                for ids, draft in zip(chosen, drafts, strict=True)
+            ]
             return _with_finite_logits(logits, accepted)
     return _one_by_one(chooser, sequences, logits, positions, drafts)
 
 
 def _one_by_one(
-    chooser: TokenSampler,
-    sequences: abc.Sequence[Sequence],
-    logits: Tensor,
-    positions: Tensor,
-    drafts: abc.Sequence[abc.Sequence[int]],
+    chooser: TokenSampler, sequences: abc.Sequence[Sequence], logits: Tensor, positions: Tensor, drafts: Drafts
 ) -> list[list[int]]:
-    """Choose position by position, and only where a draft agrees so far."""
+    """Choose position by position, only for drafts that agree so far."""
 
     def choose(k: int, places: abc.Sequence[int]) -> list[int]:
         if isinstance(chooser, SamplerCache):
-            so_far = [drafts[place][:k] for place in places]
-            some = [sequences[place] for place in places]
-            ids = chooser(logits[places, : k + 1], positions[places, : k + 1], some, so_far)[:, k]
+            accepted = [drafts[place][:k] for place in places]
+            agreeing = [sequences[place] for place in places]
+            ids = chooser(logits[places, : k + 1], positions[places, : k + 1], agreeing, accepted)[:, k]
             return checked_ids(ids, logits[places, k])
         # A user's own function gets all rows, as in a plain step.
         ids = chooser(logits[:, k], positions[:, k], sequences)
@@ -74,8 +68,8 @@ def _one_by_one(
         try:
             chosen = choose(k, places)
         except OnwardError:
-            # Bans that leave nothing to draw, or logits that are not finite: perhaps past the end of a text. If the
-            # text goes on there, the next round raises the error.
+            # Bans that leave nothing to draw, or logits that are not finite, perhaps past the end of a sequence. If the
+            # sequence continues there, the next round raises the error.
             if k == 0:
                 raise
             break
@@ -87,16 +81,11 @@ def _one_by_one(
     return emitted
 
 
-def _agreeing(ids: abc.Sequence[int], draft: abc.Sequence[int]) -> int:
-    """How many ids of a draft are the chosen ones, from the first on."""
-    return next((k for k, token in enumerate(draft) if ids[k] != token), len(draft))
-
-
 def _with_finite_logits(logits: Tensor, ids: list[list[int]]) -> list[list[int]]:
     """The ids of each row before the first one whose logit in [B, K+1, V] is not finite.
 
-    It is an error only for a row's first id: a later one may be past the end of the text. It is enough to check the
-    logits of picked ids, for NaN wins every argmax.
+    It is an error only for a row's first id: a later one may be past the end of the sequence. Checking the logits of
+    the picked ids is enough, because NaN wins every argmax.
     """
     longest = max(map(len, ids))
     padded = [[*new, *[0] * (longest - len(new))] for new in ids]

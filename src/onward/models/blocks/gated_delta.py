@@ -100,7 +100,7 @@ class GatedDelta:
             assert params.beta_decay_proj is not None
             qkv, z, decay, beta = self._split(params.qkvz_proj(x_BTD), params.beta_decay_proj(x_BTD))
         state = cache.state(index)
-        rows = state.held, positions.offsets, state.rows
+        rows = state.block_numbers, positions.offsets, state.rows
         mixed = ops.short_conv(qkv, params.conv.by_tap, state.inputs, *rows)
         out_BTHV = ops.gated_delta(
             mixed, decay, beta, params.log_rate, params.decay_bias, state.state, *rows,

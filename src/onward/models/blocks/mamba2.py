@@ -87,7 +87,7 @@ class Mamba2:
     ) -> Tensor:
         z, mixed, step = self._projected(params, x_BTD)
         state = cache.state(index)
-        rows = state.held, positions.offsets, state.rows
+        rows = state.block_numbers, positions.offsets, state.rows
         mixed = ops.short_conv(mixed, params.conv.by_tap, state.inputs, *rows, bias=params.conv.bias)
         out_BTHP = ops.ssd(
             mixed, step, params.log_rate, params.step_bias, params.skip, state.state, *rows,

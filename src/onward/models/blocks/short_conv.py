@@ -51,7 +51,7 @@ class ShortConvMixer:
         before, after, x = params.in_proj(x_BTD).chunk(3, -1)
         state = cache.state(index)
         mixed = ops.short_conv(
-            before * x, params.conv.by_tap, state.inputs, state.held, positions.offsets, state.rows,
+            before * x, params.conv.by_tap, state.inputs, state.block_numbers, positions.offsets, state.rows,
             bias=params.conv.bias, silu=False,
         )  # fmt: skip
         return params.out_proj(after * mixed)

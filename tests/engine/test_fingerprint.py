@@ -80,7 +80,9 @@ def test_adapters_count_for_those_who_ask_for_them(tmp_path):
         assert len({plain, one, two}) == 3
         assert engine.resume("Once", emitted=[], adapter="one", fingerprint=one, **options).result(60)
         for wrong in (plain, two):
-            with pytest.raises(RequestError, match="and would not go on with the same bits: the adapter differ"):
+            with pytest.raises(
+                RequestError, match="by an engine with another fingerprint: the adapter differ: resume it where"
+            ):
                 engine.resume("Once", emitted=[], adapter="one", fingerprint=wrong, **options)
         with pytest.raises(RequestError, match="three"):
             engine.fingerprint_with("three")

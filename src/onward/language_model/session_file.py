@@ -1,11 +1,10 @@
-"""A saved session: a safetensors file with the ids, the cache of their positions, and the model's fingerprint.
+"""Saved sessions: safetensors files with the ids, their KV cache, and the model's fingerprint.
 
 tokens               int32 [N]
-cache.<leaf>         a tensor of the cache, its first N positions: [1, G, N, D] of a `KVCache`; of sliding layers the
-                     last of these alone, from the block on that the next token sees first
+cache.<leaf>         the first N positions of a tensor of the cache: [1, G, N, D] of a `KVCache`; for sliding layers
+                     only the last of these, from the first block that the next token sees
 __metadata__         onward_session (the format's version), model (a fingerprint), computed_by, capacity, notes,
-                     adapter (the digest of the one that the cache was computed with, where it had one), and sha256 (of
-                     everything else)
+                     adapter (the digest of the adapter, if any), and sha256 (of everything else)
 """
 
 import hashlib
@@ -33,19 +32,18 @@ from onward.util.files import write_whole
 
 MARK = "onward_session"
 VERSION = 1
-# An Onward that knows no adapters must not go on with what one computed.
+# A new version, so that an older Onward without adapters rejects the file.
 VERSION_WITH_ADAPTER = 2
-# A whole number as `str` writes it; `int` would accept other spellings too.
+# The canonical form of a whole number; `int` would accept others too.
 _WHOLE = re.compile("0|[1-9][0-9]{0,9}")
-# An empty cache is compared with the held one to find the dimension of positions. Its length is the first of these that
-# is not the held one's.
+# The dimension of positions is found by comparing with an empty cache, whose length is the first of these that differs.
 _PROBE_LENGTHS = (16, 32)
 
 
 @dataclass(frozen=True)
 class SavedSession:
-    """tokens: the ids held. held: the cache of their positions; None if there are none. notes: the user's strings.
-    adapter: the digest of the one that the cache was computed with; "" for none."""
+    """tokens: the ids. held: the cache of their positions, if any. notes: the user's strings. adapter: the digest of
+    the adapter that the cache was computed with, or ""."""
 
     tokens: list[int]
     held: CacheSnapshot | None
@@ -54,13 +52,13 @@ class SavedSession:
 
 
 def save(file: Path, model: Model, session: SavedSession) -> None:
-    """Write the file whole or not at all. It replaces a file that is a saved session, and no other.
+    """Write the file atomically. An existing file is replaced only if it is a saved session.
 
     Raises:
-        SessionError: the file cannot be written or is no session; a note is no string; the cache is no pytree of
-            tensors.
+        SessionError: the file cannot be written or is not a session, a note is not a string, or the cache is not a
+            pytree of tensors.
     """
-    if not all(isinstance(text, str) for note in session.notes.items() for text in note):
+    if not _are_strings(session.notes):
         raise SessionError(f"the notes of a session are strings by name; got {session.notes!r}")
     if file.exists():
         _read_header(file, f"{str(file)!r} exists and is no saved session, choose another name")
@@ -83,15 +81,15 @@ def save(file: Path, model: Model, session: SavedSession) -> None:
 
 
 def load(file: Path, model: Model) -> SavedSession:
-    """Read a session that this model can go on with.
+    """Read a session of this model.
 
     Raises:
-        SessionError: the file cannot be read, is damaged, is no session, or is of a newer Onward or another model.
+        SessionError: the file cannot be read, is damaged, is not a session, or is of a newer Onward or another model.
     """
     metadata, tensors = _read_verified(file)
     try:
         saved_model, notes = json.loads(metadata["model"]), json.loads(metadata["notes"])
-        if not all(isinstance(text, str) for note in notes.items() for text in note):
+        if not _are_strings(notes):
             raise ValueError("its notes are no strings by name")
         tokens, saved_by = _checked_tokens(tensors.pop("tokens"), model.vocab_size), metadata["computed_by"]
         capacity = _checked_capacity(metadata["capacity"], len(tokens) if tensors else 0)
@@ -114,6 +112,10 @@ def load(file: Path, model: Model) -> SavedSession:
     return SavedSession(tokens, held, notes, metadata.get("adapter", ""))
 
 
+def _are_strings(notes: dict[Any, Any]) -> bool:
+    return all(isinstance(text, str) for note in notes.items() for text in note)
+
+
 def _checked_tokens(tokens: Tensor, vocab_size: int | None) -> list[int]:
     if tokens.dtype != torch.int32 or tokens.dim() != 1:
         raise ValueError(f"its tokens are {tokens.dtype} {list(tokens.shape)} and not int32 [N]")
@@ -124,13 +126,9 @@ def _checked_tokens(tokens: Tensor, vocab_size: int | None) -> list[int]:
 
 
 def _checked_capacity(text: str, count: int) -> int:
-    """The length of the cache that holds `count` positions."""
     if not _WHOLE.fullmatch(text) or not count <= int(text) < 2**31:
         raise ValueError(f"its capacity is {text!r}, and its cache holds {count} positions")
     return int(text)
-
-
-# ── the cache ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _tensors(model: Model, session: SavedSession) -> tuple[dict[str, Tensor], int]:
@@ -154,7 +152,7 @@ def _tensors(model: Model, session: SavedSession) -> tuple[dict[str, Tensor], in
 def _restored(
     file: Path, model: Model, tensors: Mapping[str, Tensor], count: int, capacity: int
 ) -> CacheSnapshot | None:
-    """A new cache, filled with the saved tensors."""
+    """A new cache with the saved tensors."""
     if not tensors:
         return None
     held = CacheSnapshot(model.new_cache(1, length := padded_length(count, model)), length)
@@ -171,7 +169,7 @@ def _restored(
         raise SessionError(f"{str(file)!r} holds a cache of other tensors than this model's")
     for (name, leaf), dim, first in zip(leaves.items(), dims, _firsts(model, held.cache, count), strict=True):
         target = first_positions(leaf, dim, count)
-        if target.shape != tensors[name].shape:  # files of before have all positions of sliding layers
+        if target.shape != tensors[name].shape:  # older files have all positions of sliding layers
             target = _from(first, target, dim)
         if (target.shape, target.dtype) != (tensors[name].shape, tensors[name].dtype):
             raise SessionError(
@@ -187,14 +185,14 @@ def _leaves(cache: Any) -> dict[str, Any]:
 
 
 def _dims(model: Model, held: CacheSnapshot) -> list[int | None]:
-    """The dimension of positions in each tensor of the cache; None for a tensor that is stored whole."""
+    """The dimension of positions in each tensor; None for a tensor that is stored whole."""
     length = next(length for length in _PROBE_LENGTHS if length != held.capacity)
     dims = position_dims(held.cache, held.capacity, model.new_cache(1, length), length)
     return [None] * len(pytree.tree_leaves(held.cache)) if dims is None else dims
 
 
 def _firsts(model: Model, cache: Any, count: int) -> list[int]:
-    """The first position of each tensor of the cache that is stored: 0 but in sliding layers of a `KVCache`."""
+    """The first stored position of each tensor: above 0 only for the sliding layers of a `KVCache`."""
     leaves = len(pytree.tree_leaves(cache))
     blocks = None if model.new_blocks is None else model.new_blocks(1)
     if not isinstance(cache, KVCache) or blocks is None or blocks.windows is None:
@@ -205,15 +203,12 @@ def _firsts(model: Model, cache: Any, count: int) -> list[int]:
 
 
 def _from(first: int, tensor: Tensor, dim: int | None) -> Tensor:
-    """The positions of a tensor from `first` on, over the same memory. dim: None for a tensor that has none."""
+    """A view of a tensor from position `first` on. dim: None for a tensor without positions."""
     return tensor if dim is None else tensor.narrow(dim, first, tensor.shape[dim] - first)
 
 
-# ── the file ──────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def _read_verified(file: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """The metadata and the tensors, verified against the file's sha256."""
+    """The metadata and the tensors, verified with the file's sha256."""
     metadata = _read_header(file, f"{str(file)!r} is no saved session or is damaged")
     try:
         with safe_open(file, framework="pt", device="cpu") as content:
@@ -226,7 +221,7 @@ def _read_verified(file: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
 
 
 def _read_header(file: Path, refusal: str) -> dict[str, str]:
-    """The metadata of a session that this version can read. `refusal` begins the error for any other file."""
+    """The metadata of a session of a known format. `refusal` begins the error for other files."""
     if file.is_dir():
         raise SessionError(f"{str(file)!r} is a folder, and a session is a file: choose another name")
     try:
@@ -248,7 +243,7 @@ def _read_header(file: Path, refusal: str) -> dict[str, str]:
 
 
 def _digest(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str:
-    """sha256 of everything in a file but the sha256 itself."""
+    """The sha256 of everything in a file except the sha256 itself."""
     described = {name: [str(tensor.dtype), *tensor.shape] for name, tensor in tensors.items()}
     rest = {key: value for key, value in metadata.items() if key != "sha256"}
     digest = hashlib.sha256(json.dumps([rest, described], sort_keys=True).encode())

@@ -1,4 +1,4 @@
-"""Real decoders with random weights, a few thousand parameters each, in memory or on disk."""
+"""Tiny real decoders with random weights, in memory or on disk."""
 
 import json
 import os
@@ -14,14 +14,14 @@ from onward.models import FAMILIES, Model, WeightScope, build_model, read_config
 
 
 def _architecture(family: str) -> str:
-    """The architecture of config.json that a family's short name stands for."""
+    """The architecture in config.json for a family's short name."""
     names = {name.removesuffix("ForCausalLM").lower(): name for name in FAMILIES if name.endswith("ForCausalLM")}
     if family not in names:
         raise RequestError(f"family must be one of {', '.join(sorted(names))}; got {family!r}")
     return names[family]
 
 
-# The families whose first layers are recurrent here, of this type, while the last one attends.
+# Hybrid families: all layers but the last have this recurrent type.
 _HYBRID = dict.fromkeys(("qwen3_5", "qwen3_5moe", "qwen3next"), "linear_attention")
 _HYBRID |= dict.fromkeys(("lfm2", "lfm2moe"), "conv") | {"granitemoehybrid": "linear_attention"}
 _RECURRENT = {
@@ -38,7 +38,7 @@ _LATENT = {
     "kv_lora_rank": 16,
     "qk_nope_head_dim": 12,
     "qk_rope_head_dim": 8,
-    "head_dim": 8,  # what transformers calls so
+    "head_dim": 8,  # transformers' name of qk_rope_head_dim
     "v_head_dim": 12,
     "n_routed_experts": 4,
     "num_experts_per_tok": 2,
@@ -46,8 +46,8 @@ _LATENT = {
     "n_group": 1,
     "topk_group": 1,
 }
-# What a family's tiny config has beside the common fields, or in their place.
-_OF_FAMILY: dict[str, dict[str, Any]] = {
+# The fields of a family's tiny config, added to the common ones.
+_FAMILY_FIELDS: dict[str, dict[str, Any]] = {
     "gemma2": {"query_pre_attn_scalar": 12, "sliding_window": 24},
     "gemma3": {
         "model_type": "gemma3_text",
@@ -133,8 +133,8 @@ def tiny_config(family: str = "qwen3", **overrides: Any) -> dict[str, Any]:
     """The config.json of a tiny model, as a dict.
 
     Args:
-        family: "qwen3", "llama", "gemma3", …: an architecture of `onward.models.FAMILIES` in short.
-        overrides: fields of config.json, added or changed. The vocabulary fits `ByteTokenizer` by default.
+        family: "qwen3", "llama", "gemma3", …: the short name of an architecture in `onward.models.FAMILIES`.
+        overrides: further fields of config.json. The default vocabulary fits `ByteTokenizer`.
     """
     config: dict[str, Any] = {
         "architectures": [_architecture(family)],
@@ -154,12 +154,12 @@ def tiny_config(family: str = "qwen3", **overrides: Any) -> dict[str, Any]:
         "sliding_window": None,
         "tie_word_embeddings": False,
     }
-    config |= _OF_FAMILY.get(family, {}) | overrides
-    return _kinds_of_layers(family, config["num_hidden_layers"]) | config
+    config |= _FAMILY_FIELDS.get(family, {}) | overrides
+    return _layer_types(family, config["num_hidden_layers"]) | config
 
 
-def _kinds_of_layers(family: str, count: int) -> dict[str, Any]:
-    """The field that says so in a hybrid family: the last of the layers attends."""
+def _layer_types(family: str, count: int) -> dict[str, Any]:
+    """The field with the types of layers in a hybrid family: the last one has attention."""
     if family == "nemotronh":
         return {"hybrid_override_pattern": ("M-E" * count)[: count - 1] + "*"}
     if family == "bamba":
@@ -170,7 +170,7 @@ def _kinds_of_layers(family: str, count: int) -> dict[str, Any]:
 
 
 def tiny_model(family: str = "qwen3", *, seed: int = 0, dtype: torch.dtype = torch.float32, **overrides: Any) -> Model:
-    """A model of `tiny_config(family, **overrides)` with random weights on the CPU: the same for the same seed."""
+    """A model of `tiny_config(family, **overrides)` on the CPU, with random weights from the seed."""
     config = read_config(tiny_config(family, **overrides))
     return build_model(config, config.read(WeightScope(_RandomTensors(seed, dtype))))
 
@@ -184,15 +184,12 @@ def random_checkpoint(
     shards: int = 1,
     **overrides: Any,
 ) -> Path:
-    """Write the model that `tiny_model` makes from the same arguments, in the Hugging Face layout.
+    """Write the model of `tiny_model` in the Hugging Face layout, and return the folder.
 
     Args:
-        folder: created if it is absent. It gets config.json and the weights, but no tokenizer.
+        folder: created if absent. It gets config.json and the weights, but no tokenizer.
         family, seed, dtype, overrides: as for `tiny_model`.
-        shards: 1 writes model.safetensors; more write an index and that many files.
-
-    Returns:
-        The folder.
+        shards: 1 writes model.safetensors; more write an index and this many files.
     """
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
@@ -208,7 +205,7 @@ def random_checkpoint(
 
 
 class _RandomTensors:
-    """Makes every tensor that a family asks for, and keeps them under their stock names."""
+    """Makes all tensors that a family reads, and keeps them by name."""
 
     def __init__(self, seed: int, dtype: torch.dtype) -> None:
         self.by_name: dict[str, Tensor] = {}
@@ -217,7 +214,7 @@ class _RandomTensors:
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
         noise = torch.randn(shape, generator=self._generator)
-        # Activations and logits keep a size of about 1 through every layer.
+        # Keeps activations and logits at a size of about 1 through all layers.
         tensor = 1 + 0.1 * noise if name.endswith(("norm.weight", "norm_f.weight")) else noise * shape[-1] ** -0.5
         self.by_name[name] = tensor.to(dtype or self._dtype)
         return self.by_name[name]

@@ -1,4 +1,4 @@
-"""Write a file or a checkpoint folder whole or not at all."""
+"""Atomic writing of files and checkpoint folders."""
 
 import os
 import secrets
@@ -12,14 +12,13 @@ from onward.errors import RequestError
 
 
 def write_whole(file: Path, write: Callable[[Path], object]) -> None:
-    """Write a temporary file beside `file`, and rename it to `file` once it is complete and on the disk.
+    """Write a temporary file beside `file`, flush it to the disk, and rename it to `file`.
 
-    `write` is called with the temporary file's path and fills it. If this is interrupted, `file` has either its old
-    content or all of the new. The owner alone can read the new file. A symbolic link stays one: what it points to is
-    replaced.
+    write: called with the temporary path. After an interruption `file` has its old content or all of the new. Only the
+    owner can read the new file. The target of a symbolic link is replaced.
 
     Raises:
-        OSError, ValueError: the file cannot be written, or cannot be a file's name.
+        OSError, ValueError: the file cannot be written, or its name is invalid.
     """
     file = file.resolve()
     handle, name = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
@@ -37,7 +36,7 @@ def write_whole(file: Path, write: Callable[[Path], object]) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Flush the new name to the disk too, where the system can; the content is there already."""
+    """Flush the new name to the disk, if the system can. The content is there already."""
     with suppress(OSError):
         handle = os.open(folder, os.O_RDONLY)
         try:
@@ -47,7 +46,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def check_destination(destination: Path, *, is_file: bool = False) -> None:
-    """Raise unless `destination` can be written, and is absent or, where it is to be a folder, empty."""
+    """Raise `RequestError` unless `destination` is writable and absent, or an empty folder if not `is_file`."""
     is_free = destination.is_dir() and not is_file and not any(destination.iterdir())
     if not is_free and (destination.exists() or destination.is_symlink()):
         what = "a file that is absent" if is_file else "a folder that is absent or empty"
@@ -59,8 +58,8 @@ def check_destination(destination: Path, *, is_file: bool = False) -> None:
 
 @contextmanager
 def appears(destination: Path) -> Iterator[Path]:
-    """A path beside the destination that takes its place when the block ends well; else folders made for it go away
-    again. A symbolic link to an empty folder is that folder. Raises `RequestError` if the disk is full."""
+    """Yield a temporary path that is renamed to the destination on success; on failure it is deleted, with the folders
+    made for it. A symbolic link to an empty folder stands for that folder. Raises `RequestError` for a full disk."""
     place = destination.resolve()
     partial = place.with_name(f".{place.name}.partial-{secrets.token_hex(4)}")
     made = [folder for folder in place.parents if not folder.exists()]
@@ -71,7 +70,7 @@ def appears(destination: Path) -> Iterator[Path]:
     except OSError as error:
         raise RequestError(f"{destination} cannot be written: {error.strerror or error}") from error
     finally:
-        # After a rename nothing is there, and the folders are not empty.
+        # After the rename nothing is there, and the folders are not empty.
         with suppress(OSError):
             shutil.rmtree(partial) if partial.is_dir() else partial.unlink()
         for folder in made:

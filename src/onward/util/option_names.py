@@ -1,4 +1,4 @@
-"""Names of options: suggestions for unknown ones, and what replaces removed ones."""
+"""Names of options: suggestions for unknown ones, and replacements of removed ones."""
 
 import functools
 import inspect
@@ -11,7 +11,7 @@ from onward.errors import RequestError
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
-# What other libraries call an option, and what to give here.
+# Names in other libraries, and Onward's.
 _ELSEWHERE = {
     "assistant_model": "draft",
     "bad_words_ids": "bad_words",
@@ -62,7 +62,7 @@ _ELSEWHERE = {
     "typical": "typical_p",
 }
 
-# Options that Onward had, and what to use in their place.
+# Removed options, and their replacements.
 REMOVED = {
     "fused": "replicas always answer through the ingress; for one process without it, use onward serve",
     "jsonl": "for a file of prompts, use onward batch",
@@ -70,7 +70,7 @@ REMOVED = {
 
 
 def check_option_names(names: Iterable[str], known: Collection[str]) -> None:
-    """Raise `RequestError` unless all `names` are `known`. The error names the option that was probably meant."""
+    """Raise `RequestError` unless all `names` are `known`. The error suggests known names."""
     unknown = sorted(name for name in names if name not in known)
     if not unknown:
         return
@@ -82,7 +82,7 @@ def check_option_names(names: Iterable[str], known: Collection[str]) -> None:
 
 
 def checks_option_names(function: _Function) -> _Function:
-    """The same function, which refuses keywords it does not have as `check_option_names` does."""
+    """Decorate a function to reject unknown keywords with `check_option_names`."""
     parameters = inspect.signature(function).parameters.values()
     keywords = [each.name for each in parameters if each.name != "self"]
     options = [each.name for each in parameters if each.kind == each.KEYWORD_ONLY] or keywords
@@ -98,7 +98,7 @@ def checks_option_names(function: _Function) -> _Function:
 
 
 def meant(name: str, known: Collection[str]) -> str | None:
-    """The known option to give instead of `name`, where that is likely enough to say; None elsewhere."""
+    """The known option that was probably meant by `name`, or None."""
     hint = _ELSEWHERE.get(name, "")
     if hint and re.split(r"\W", hint)[0] in known:
         return hint

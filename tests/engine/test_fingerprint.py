@@ -93,9 +93,9 @@ def test_a_file_that_came_after_the_process_began_makes_a_hash_like_no_other(tmp
     file = tmp_path / "library.so"
     file.write_bytes(b"the same bytes")
     hash_of = fingerprints._hash_of.__wrapped__
-    monkeypatch.setattr(fingerprints, "_BEGAN", time.time() + 60)
+    monkeypatch.setattr(fingerprints, "_STARTED", time.time() + 60)
     assert hash_of((file,)) == hash_of((file,))
-    monkeypatch.setattr(fingerprints, "_BEGAN", time.time() - 60)
+    monkeypatch.setattr(fingerprints, "_STARTED", time.time() - 60)
     assert len({hash_of((file,)) for _ in range(3)}) == 3
 
 

@@ -43,7 +43,7 @@ def test_a_text_scores_alone_as_among_others_and_in_any_chunks(lm, monkeypatch):
     same(lm.score([lm.encode(text) for text in TEXTS[::-1]], logprobs=2), alone[::-1])
     many = TEXTS * 5
     same(lm.score(many, logprobs=2), alone * 5)
-    monkeypatch.setattr(scoring, "_MOST_TOKENS", 60)
+    monkeypatch.setattr(scoring, "_MAX_TOKENS", 60)
     monkeypatch.setattr(loop, "_MOST_LOGITS", 258 * 3)
     monkeypatch.setattr(step, "_MOST_SCORED", 258 * 2)
     same(lm.score(many, logprobs=2), alone * 5)

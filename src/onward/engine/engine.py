@@ -68,7 +68,6 @@ def engine_slots(model: Model, max_sequences: int, cache_memory: int | None) -> 
 
 
 def _dense(model: Model, rows: int, context: int, limit: int, cache_memory: int | None) -> CacheManager:
-    """The rows of a dense cache, as long as the memory allows."""
     minimum = min(BLOCK, context)
     nbytes = sum(leaf.nbytes for leaf in leaves_of(model.new_cache(1, minimum)) if isinstance(leaf, Tensor))
     position = nbytes // minimum
@@ -126,12 +125,9 @@ class Engine:
     ) -> None:
         if not isinstance(lm, LanguageModel):
             raise RequestError(f"an engine serves a LanguageModel; got {type(lm).__name__}: see onward.load")
-        for name, value in (
-            ("max_sequences", max_sequences),
-            ("max_waiting", max_waiting),
-            ("max_waiting_tokens", max_waiting_tokens),
-        ):
-            check_whole(name, value, low=1)
+        check_whole("max_sequences", max_sequences, low=1)
+        check_whole("max_waiting", max_waiting, low=1)
+        check_whole("max_waiting_tokens", max_waiting_tokens, low=1)
         step = 0 if max_step_ms is None else max_step_ms
         for name, limit, low in (("max_step_ms", step, 0), ("overcommit", overcommit, 1), ("ageing", ageing, 0)):
             if not (is_finite(limit) and limit >= low):

@@ -28,10 +28,10 @@ PARTS = (
 # The part that a replica adds, `onward.engine.engine.probe`.
 PROBE = "what they compute of one text"
 # The folders and modules of Onward that the ids and logprobs of a request depend on. The others (servers, commands,
-# the engine, session files) change no bits.
-COMPUTING = (
+# the engine, session files) change no bits. `chat` renders prompts, and makes grammars of tools.
+COMPUTING = [
     "cache",
-    "chat",  # renders prompts, and makes grammars of tools
+    "chat",
     "checkpoint",
     "constraints",
     "decoding",
@@ -46,7 +46,7 @@ COMPUTING = (
     "sampling",
     "schemas",
     "tokenizer",
-)
+]
 _DIGITS = 8  # of each part
 _STARTED = time.time()
 _FINGERPRINT = re.compile("-".join([f"[0-9a-f]{{{_DIGITS}}}"] * len(PARTS)))
@@ -88,10 +88,12 @@ def parts_that_differ(theirs: str, ours: str) -> str:
 
 def _sources() -> str:
     """A hash of Onward's own modules that compute, since an installed version may have been edited."""
-    places = [Path(__file__).parents[1] / name for name in COMPUTING]
-    return _hash_of(
-        tuple(sorted(file for place in places for file in (place.rglob("*.py") if place.is_dir() else [place])))
-    )
+    folder = Path(__file__).parents[1]
+    return _hash_of(tuple(sorted(file for name in COMPUTING for file in _modules(folder / name))))
+
+
+def _modules(place: Path) -> list[Path]:
+    return [place] if place.is_file() else list(place.rglob("*.py"))
 
 
 @functools.cache

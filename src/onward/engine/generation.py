@@ -37,7 +37,6 @@ class LoopNotifier:
                 self._due.setdefault(loop, {})[changed] = None
 
     def notify(self) -> None:
-        """Call all that are due."""
         due, self._due = self._due, {}
         for loop, changed in due.items():
             with suppress(RuntimeError):  # the loop is closed

@@ -60,7 +60,6 @@ class EngineRequest:
 
     @property
     def needed_blocks(self) -> int:
-        """The maximum number of blocks that it holds at once."""
         first = self.job.sequences[0]
         whole = self._slots.blocks_for(first.longest)
         if isinstance(first, BeamSearch):
@@ -170,7 +169,6 @@ class EngineRequest:
         return self.job.sequences[0].output_at - 1
 
     def rows(self) -> Iterator["Row"]:
-        """The sequences that the next step can process."""
         for sequence in self.job.sequences:
             if sequence.pending and sequence.holders():
                 total = self._shared if sequence is self._leader else sequence.computed + sequence.pending
@@ -183,8 +181,6 @@ class EngineRequest:
 
 
 class Row(NamedTuple):
-    """One sequence as the scheduler sees it."""
-
     sequence: Sequence
     computed: int
     total: int

@@ -141,7 +141,6 @@ class Scheduler(Generic[ItemT]):
 
     @property
     def waiting(self) -> int:
-        """The number of waiting requests."""
         return len(self._queue)
 
     @property
@@ -253,7 +252,6 @@ class Scheduler(Generic[ItemT]):
         return [(row, count) for row, count in planned if count]
 
     def _seconds_for_prompts(self) -> float:
-        """The seconds that decoding rows leave of a step."""
         decoding = self.pace.decode(self._decoding)
         limit = max(_MAX_SLOWDOWN * decoding, _ALLOWED_STEP) if self._max_step is None else self._max_step
         return limit - decoding
@@ -297,5 +295,4 @@ class Scheduler(Generic[ItemT]):
 
 
 def _wait(amount: float, rate: float) -> float:
-    """Seconds until this amount has left the queue."""
     return min(amount / rate, _MAX_RETRY) if rate else _DEFAULT_RETRY

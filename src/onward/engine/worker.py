@@ -172,7 +172,6 @@ class EngineWorker:
             self._wakes.get()
 
     def _next_work(self) -> list[ScheduledSequence]:
-        """End finished requests, admit others, and plan a step."""
         while True:
             self._end_some(time.monotonic())
             for request in self._scheduler.admit(self._begin):
@@ -263,12 +262,15 @@ class EngineWorker:
         self._by_sequence[sequence].error = error
 
     def _deliver(self, emission: StepOutput) -> None:
-        """Deliver the tokens of a step."""
         began = time.perf_counter()
         pieces: dict[EngineRequest, list[Any]] = {}
         for request in dict.fromkeys(self._by_sequence.values()):
             request.job.record_step(emission.seconds)
-            self._deliver_replayed(request)
+            try:
+                if request.job.replays and (replayed := request.job.replayed_pieces()):
+                    request.generation.add(replayed, None)  # they were waiting for the step's logprobs
+            except Exception as error:  # from the caller's own message format
+                request.error = error
         for sequence, token, text, drafted in emission.pieces:
             request = self._by_sequence[sequence]
             try:
@@ -286,14 +288,6 @@ class EngineWorker:
             self._output_tokens += len(emission.pieces)
             self._seconds.step += emission.seconds
             self._seconds.give_out += time.perf_counter() - began
-
-    def _deliver_replayed(self, request: EngineRequest) -> None:
-        """Deliver resumed tokens that were waiting for the step's logprobs."""
-        try:
-            if request.job.replays and (pieces := request.job.replayed_pieces()):
-                request.generation.add(pieces, None)
-        except Exception as error:  # from the caller's own message format
-            request.error = error
 
     def _end_some(self, now: float) -> None:
         """End requests that are finished, cancelled, late or failed."""
@@ -349,6 +343,5 @@ _alive: weakref.WeakSet[EngineWorker] = weakref.WeakSet()
 
 @atexit.register
 def _close_at_exit() -> None:
-    """End the threads before the interpreter shuts down."""
     for worker in list(_alive):
         worker.close(drain=False, timeout=_EXIT_TIMEOUT)

@@ -102,16 +102,15 @@ class OnwardLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
     def _loglikelihood_tokens(
         self, requests: Sequence[_Request], disable_tqdm: bool = False, **others: Any
     ) -> list[tuple[float, bool]]:
-        """The log-likelihood of each continuation, and whether it is the greedy one."""
         places: dict[tuple[int, ...], list[int]] = defaultdict(list)
         cut = [self._cut(context, continuation) for _, context, continuation in requests]
         for index, (context, _) in enumerate(cut):
             places[tuple(context)].append(index)
         results: dict[int, tuple[float, bool]] = {}
         bar = tqdm(total=len(requests), disable=disable_tqdm, desc="Scoring continuations")
-        for context, indices in sorted(places.items()):
+        for shared, indices in sorted(places.items()):
             continuations = [cut[index][1] for index in indices]
-            scores = self.lm.score_continuations(list(context), continuations, logprobs=1, adapter=self.adapter)
+            scores = self.lm.score_continuations(list(shared), continuations, logprobs=1, adapter=self.adapter)
             for index, score in zip(indices, scores, strict=True):
                 pairs = zip(score.token_ids, score.logprobs, strict=True)
                 greedy = all(token is None or token.top[0][0] == id for id, token in pairs)
@@ -139,7 +138,6 @@ class OnwardLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
         return results
 
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
-        """The completion of each prompt, up to its first stop string."""
         results: dict[int, str] = {}
         bar = tqdm(total=len(requests), disable=disable_tqdm, desc="Completing prompts")
         for indices in self._batches(requests):
@@ -200,7 +198,6 @@ class OnwardLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
                 yield indices[begin : begin + self.batch_size]
 
     def _options(self, task_options: Mapping[str, Any]) -> dict[str, Any]:
-        """The options of `generate` from those of a task."""
         options = dict(normalize_gen_kwargs(dict(task_options), _MAX_NEW_TOKENS))
         temperature = options.pop("temperature", 1.0) if options.pop("do_sample") else 0.0
         stop = [text for text in options.pop("until") if text]

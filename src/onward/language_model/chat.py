@@ -108,7 +108,11 @@ class ChatReader:
                 )
             thinking_answer = answer if self._may_think else dataclasses.replace(answer, thinking=False)
             others.pop("json_schema", None)
-            others["constraint"] = _tool_grammar(thinking_answer, use, self._symbols(tokenizer), schema)
+            content = None
+            if schema is not None and use.choice != "required":
+                content = Content(schema.rules("content"), schema.spacing, schema.has_large_numbers)
+            grammar = answer_grammar(thinking_answer, use, self._symbols(tokenizer), content)
+            others["constraint"] = ToolGrammar(grammar, use.callable_tools, None if content is None else schema)
         elif constraints and (beginning := content_beginning(answer, self._symbols(tokenizer))):
             constrained: Any = {name: others.pop(name) for name in constraints}  # type: ignore[misc]
             constraint = GenerateOptions(**constrained).constrained_by
@@ -164,12 +168,3 @@ class ChatReader:
     def _ids(self, text: str) -> list[int]:
         # The template writes the special tokens itself.
         return needed_tokenizer(self.tokenizer, "a chat").encode(text, add_special_tokens=False)
-
-
-def _tool_grammar(answer: AnswerFormat, use: ToolUse, ids: Mapping[str, int], schema: JsonSchema | None) -> ToolGrammar:
-    """The grammar of answers with calls, or else with JSON of the schema. ids: as for `answer_grammar`."""
-    content = None
-    if schema is not None and use.choice != "required":
-        content = Content(schema.rules("content"), schema.spacing, schema.has_large_numbers)
-    grammar = answer_grammar(answer, use, ids, content)
-    return ToolGrammar(grammar, use.callable_tools, None if content is None else schema)

@@ -105,7 +105,6 @@ class Completion:
     reasoning_tokens: int | None = None
 
     def __repr__(self) -> str:
-        """One line; every field is an attribute."""
         text = self.text if len(self.text) <= 40 else f"{self.text[:39]}…"
         facts = [f"{len(self.token_ids)} tokens", f"finish_reason={self.finish_reason!r}"]
         facts += [] if self.seed is None else [f"seed={self.seed}"]
@@ -153,7 +152,6 @@ class Stopwatch:
 
     @property
     def tokens(self) -> int:
-        """The number of tokens so far."""
         return len(self._laps_ms)
 
     def timing(self) -> Timing:

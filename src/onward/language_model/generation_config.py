@@ -15,33 +15,18 @@ from onward.language_model.options import BEAM_OPTIONS, GenerateOptions
 FILE = "generation_config.json"
 
 # Its fields and the corresponding options. The options validate types and ranges.
-_COMMON_FIELDS = {
-    "max_new_tokens": "max_new_tokens",
-    "max_time": "time_limit",
-    "min_new_tokens": "min_new_tokens",
-    "repetition_penalty": "repetition_penalty",
-    "no_repeat_ngram_size": "no_repeat_ngram_size",
-}
+_COMMON_FIELDS = {"max_new_tokens": "max_new_tokens", "max_time": "time_limit", "min_new_tokens": "min_new_tokens"}
+_COMMON_FIELDS |= {name: name for name in ("repetition_penalty", "no_repeat_ngram_size")}
 # With transformers' defaults.
 _SAMPLING_FIELDS = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0}
 
 # Unsupported fields that change the text, with the values that change nothing. max_length counts the prompt, so it is
 # up to the caller; fields about speed or the form of results are ignored.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "begin_suppress_tokens": ([],),
-    "constraints": ([],),
-    "diversity_penalty": (0.0,),
-    "dola_layers": (),
-    "encoder_no_repeat_ngram_size": (0,),
-    "encoder_repetition_penalty": (1.0,),
-    "exponential_decay_length_penalty": (),
-    "force_words_ids": ([],),
-    "forced_bos_token_id": (),
-    "forced_eos_token_id": ([],),
-    "guidance_scale": (1.0,),
-    "min_length": (0,),
-    "num_beam_groups": (1,),
-    "penalty_alpha": (0.0,),
+    **dict.fromkeys(("begin_suppress_tokens", "constraints", "force_words_ids", "forced_eos_token_id"), ([],)),
+    **dict.fromkeys(("diversity_penalty", "encoder_no_repeat_ngram_size", "min_length", "penalty_alpha"), (0,)),
+    **dict.fromkeys(("dola_layers", "exponential_decay_length_penalty", "forced_bos_token_id"), ()),
+    **dict.fromkeys(("encoder_repetition_penalty", "guidance_scale", "num_beam_groups"), (1,)),
     "token_healing": (False,),
     "watermarking_config": (),
 }
@@ -81,7 +66,8 @@ def generation_defaults(
         options["n"] = fields.get("num_return_sequences", 1)
     if "stop_strings" in fields and has_text:
         options["stop"] = fields.list_of("stop_strings", str)
-    options["bad_words"] = _bad_words(fields, eos)
+    bad_words = fields.sequences("bad_words_ids")
+    options["bad_words"] = [word for word in bad_words if not (len(word) == 1 and word[0] in eos)]  # as in transformers
     options["logit_bias"] = dict(_biases(fields))
     try:
         served = GenerateOptions(**_with_room(options))
@@ -133,13 +119,7 @@ class _Fields(dict[str, Any]):
         return [tuple(item) for item in items]
 
 
-def _bad_words(fields: _Fields, eos: tuple[int, ...]) -> list[tuple[Any, ...]]:
-    # Like transformers, don't ban the ids that end a text.
-    return [word for word in fields.sequences("bad_words_ids") if not (len(word) == 1 and word[0] in eos)]
-
-
 def _biases(fields: _Fields) -> Iterator[tuple[int, float]]:
-    """The bias of single ids, and -inf for suppressed ids."""
     for ids, bias in _sequence_biases(fields):
         if len(ids) == 1:
             yield ids[0], bias
@@ -169,7 +149,6 @@ def _with_room(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _notes(fields: _Fields, *, searches: bool, do_sample: bool, has_text: bool) -> Iterator[str]:
-    """The settings that are not followed, for the warning."""
     unsupported = _UNSUPPORTED | (_UNSUPPORTED_BEAMS if searches else _UNSUPPORTED_SAMPLING if do_sample else {})
     if "min_new_tokens" in fields:  # which wins over min_length
         unsupported = {name: off for name, off in unsupported.items() if name != "min_length"}

@@ -66,13 +66,6 @@ class AnswerParser:
         return count
 
 
-def _parse_answer(answer: AnswerFormat, sequence: Sequence, seed: int | None) -> AnswerParser:
-    """The parser of a finished text."""
-    parser = AnswerParser(answer, sequence, seed)
-    parser.read(len(sequence.token_ids) - 1, sequence.text)
-    return parser
-
-
 class RequestState:
     """The state of one request: a sequence for each of its `n` texts, or one beam search.
 
@@ -81,11 +74,7 @@ class RequestState:
     """
 
     def __init__(self, request: Request, tokenizer: Tokenizer | None, adapters: Adapters) -> None:
-        """Create the sequences. The time limit starts here.
-
-        Raises:
-            RequestError: the request's adapter has been dropped.
-        """
+        """Create the sequences and start the time limit. Raises `RequestError` if the adapter has been dropped."""
         self.request = request
         self._adapter = adapters.find(request.options.adapter)
         options = request.options
@@ -121,16 +110,11 @@ class RequestState:
 
     @property
     def has_tokens(self) -> bool:
-        """Whether any sequence has a token."""
         return any(watch.tokens for watch in self._stopwatches.values())
 
     def replay(self, emitted: abc.Sequence[abc.Sequence[int]]) -> None:
-        """Start each text with ids that were emitted elsewhere. Beam search, which emits nothing before its end,
-        restarts.
-
-        Raises:
-            RequestError: ids that the text cannot have.
-        """
+        """Start each text with ids that were emitted elsewhere; beam search, which emits nothing before its end,
+        restarts. Raises `RequestError` for ids that the text cannot have."""
         for sequence, ids in zip(self.sequences, emitted, strict=False):
             if not isinstance(sequence, BeamSearch):
                 self.replays[sequence] = sequence.replay(ids)
@@ -147,7 +131,6 @@ class RequestState:
         return [piece for _, piece in sorted(due, key=itemgetter(0))]
 
     def end(self, reason: FinishReason) -> None:
-        """End all unfinished texts, between two steps."""
         for sequence in self.sequences:
             if sequence.pending:
                 sequence.end(reason)
@@ -164,7 +147,6 @@ class RequestState:
                 stopwatch.step(seconds, tokens - stopwatch.tokens)
 
     def next_piece(self, sequence: Sequence, token: int, text: str, drafted: bool) -> Piece:
-        """The next token of a text as a piece."""
         at = self._delivered[sequence]
         self._delivered[sequence] += 1
         logprobs = sequence.logprobs[at] if sequence.top_logprobs is not None else None
@@ -205,13 +187,13 @@ class RequestState:
         )
 
     def _answer(self, sequence: Sequence) -> AnswerParser | None:
-        """The parser of a chat's finished text."""
         if self.request.answer is None or sequence in self._parsers:
             return self._parsers.get(sequence)
-        return _parse_answer(self.request.answer, sequence, self._seed(sequence))
+        parser = AnswerParser(self.request.answer, sequence, self._seed(sequence))
+        parser.read(len(sequence.token_ids) - 1, sequence.text)
+        return parser
 
     def _seed(self, sequence: Sequence) -> int | None:
-        """The seed of a sampled text; None for others."""
         options = self.request.options
         assert sequence.sampling is not None
         return None if options.temperature == 0 or options.beams > 1 else sequence.sampling.seed

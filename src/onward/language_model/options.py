@@ -241,7 +241,6 @@ class GenerateOptions(SamplingParams):
 
     @property
     def rows(self) -> int:
-        """The number of batch rows of a prompt."""
         return max(self.n, self.beams)
 
     def replace(self, **options: Unpack[GenerateOptionsDict]) -> Self:

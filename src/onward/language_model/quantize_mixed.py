@@ -61,7 +61,10 @@ def calibration_ids(lm: LanguageModel, calibration: Calibration) -> Tensor:
             )
         return ids.to(device=lm.model.device, dtype=torch.int32)
     length = min(calibration.length, lm.model.max_seq_len or calibration.length)
-    first = _first_id(lm)
+    bos, ends = None if lm.tokenizer is None else lm.tokenizer.bos_id, sorted(lm.defaults.eos or ())
+    if bos is None and not ends:
+        raise RequestError("this model has neither a BOS nor an EOS id for its texts to begin with: give ids=")
+    first = ends[0] if bos is None else bos
     writer = LanguageModel(lm.model, defaults=GenerateOptions(), compile=lm._model_run.compile, prefix_memory=0)
     completions = writer.generate(
         [[first]] * calibration.texts,
@@ -71,14 +74,6 @@ def calibration_ids(lm: LanguageModel, calibration: Calibration) -> Tensor:
     )
     texts = [[first, *completion.token_ids] for completion in completions]
     return torch.tensor(texts, dtype=torch.int32, device=lm.model.device)
-
-
-def _first_id(lm: LanguageModel) -> int:
-    bos = None if lm.tokenizer is None else lm.tokenizer.bos_id
-    ends = sorted(lm.defaults.eos or ())
-    if bos is None and not ends:
-        raise RequestError("this model has neither a BOS nor an EOS id for its texts to begin with: give ids=")
-    return ends[0] if bos is None else bos
 
 
 @torch.no_grad()
@@ -231,7 +226,6 @@ def _costs(model: Model, ids: Tensor, units: Sequence[_Unit]) -> Iterator[float]
 
 
 def _with_narrow(params: Any, unit: _Unit) -> Any:
-    """The params with one unit in iq4_nl."""
     quantizer = ParamsQuantizer(params, _NARROW)
 
     def convert(path: tuple[Any, ...], part: Any) -> Any:

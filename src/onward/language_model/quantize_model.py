@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -28,26 +28,12 @@ from onward.quantization.rounding import check_format
 from onward.util.checks import is_finite
 from onward.util.files import check_destination
 
-
-@overload
-def quantize(
-    model: Model, format: str | float, *, progress: Progress | None = None, calibrate: Calibration | None = None
-) -> Model: ...
-
-
-@overload
-def quantize(
-    model: LanguageModel, format: str | float, *, progress: Progress | None = None, calibrate: Calibration | None = None
-) -> LanguageModel: ...
+_ModelT = TypeVar("_ModelT", Model, LanguageModel)
 
 
 def quantize(
-    model: Model | LanguageModel,
-    format: str | float,
-    *,
-    progress: Progress | None = None,
-    calibrate: Calibration | None = None,
-) -> Model | LanguageModel:
+    model: _ModelT, format: str | float, *, progress: Progress | None = None, calibrate: Calibration | None = None
+) -> _ModelT:
     """Quantize all matrices of a model to 8 or 4 bits, including the embedding and the head.
 
     Norms, biases, short convolutions, the routers of experts and the matrices of latents (MLA's `kv_b_proj`) stay. The
@@ -69,11 +55,11 @@ def quantize(
     check_quantizing(format, calibrate)
     lm = model if isinstance(model, LanguageModel) else LanguageModel(model)
     small = replace(lm.model, params=quantized_params(lm, format, calibrate, progress)[0])
-    return lm.with_model(small) if isinstance(model, LanguageModel) else small
+    quantized: Any = lm.with_model(small) if isinstance(model, LanguageModel) else small
+    return cast(_ModelT, quantized)
 
 
 def check_quantizing(format: object, calibrate: object) -> None:
-    """Validate arguments of `quantize`, before the model is read."""
     if isinstance(format, str):
         check_format(format)
     elif not is_finite(format):
@@ -163,7 +149,6 @@ def quantize_folder(
 
 
 def _writer(folder: CheckpointFolder, model: Model) -> LanguageModel:
-    """The model of a folder, for generating calibration texts."""
     path, tokenizer = folder.path, folder.tokenizer
     defaults = generation_defaults(
         folder.generation_config, folder.eos, has_text=tokenizer is not None, folder=path, file=folder.generation_file

@@ -49,7 +49,6 @@ class Request:
         object.__setattr__(self, "prompt", tuple(_as_ids(self.prompt)))
 
     def __repr__(self) -> str:
-        """One line for any length of the prompt."""
         return f"Request({brief_list(self.prompt)}, {self.options!r})"
 
     @property
@@ -219,7 +218,6 @@ def one_prompt(prompt: Prompt, taker: str) -> Prompt:
 
 
 def _is_prompt(item: Any) -> bool:
-    """Whether an item of a list is a prompt rather than an id."""
     if isinstance(item, np.ndarray | Tensor):
         return item.ndim > 0
     return isinstance(item, str | Sequence | Request)
@@ -296,7 +294,6 @@ class SpeculatorCache:
         renew_in_forks(self)
 
     def renew(self) -> None:
-        """In a forked child: make a new lock."""
         self._lock = threading.RLock()
 
     def get(self, draft: Any, make: Callable[[Any], Drafter] = as_drafter) -> Speculator | None:

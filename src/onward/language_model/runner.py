@@ -168,7 +168,9 @@ class Runner:
         self, jobs: abc.Sequence[RequestState], slots: CacheManager, turn: Turn | None, started: float
     ) -> Iterator[Piece]:
         """Decode the jobs to their ends in these slots. started: on the clock `time.perf_counter`."""
-        steps = self._steps(jobs, slots)
+        steps = StepRouter(self.run, slots)
+        for draft in dict.fromkeys(job.request.options.draft for job in jobs):
+            steps.join([each for job in jobs if job.request.options.draft is draft for each in job.sequences], draft)
         sequences = [sequence for job in jobs for sequence in job.sequences]
         siblings = {sequence: first for job in jobs for sequence, first in job.siblings.items()}
         vocab_size, keep = self.run.model.vocab_size, turn is not None
@@ -198,15 +200,8 @@ class Runner:
         sequence.slot, sequence.computed, sequence.cached = turn.slot, turn.kept, turn.kept
         return turn
 
-    def _steps(self, jobs: abc.Sequence[RequestState], slots: CacheManager) -> StepRouter:
-        steps = StepRouter(self.run, slots)
-        for draft in dict.fromkeys(job.request.options.draft for job in jobs):
-            steps.join([each for job in jobs if job.request.options.draft is draft for each in job.sequences], draft)
-        return steps
-
 
 def drained(pieces: Pieces) -> list[Completion]:
-    """Run to the end and return the completions."""
     while True:
         try:
             next(pieces)

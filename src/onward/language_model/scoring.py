@@ -8,7 +8,16 @@ import torch
 from torch import Tensor
 
 from onward.cache import AdapterRef
-from onward.decoding import BatchSchedule, DecodeStep, SamplerCache, Sequence, SharedCache, decode_loop, slots_for
+from onward.decoding import (
+    BatchSchedule,
+    CacheManager,
+    DecodeStep,
+    SamplerCache,
+    Sequence,
+    SharedCache,
+    decode_loop,
+    slots_for,
+)
 from onward.decoding.batch import LogitsNeeded, ScheduledSequence, processed
 from onward.decoding.prompt import check_room
 from onward.errors import RequestError
@@ -36,7 +45,6 @@ class Score:
     logprobs: list[TokenLogprobs | None]
 
     def __repr__(self) -> str:
-        """One line; every field is an attribute."""
         numbers = f"perplexity={self.perplexity:.6g}, log_likelihood={self.log_likelihood:.6g}"
         return f"Score({len(self.token_ids)} tokens, {numbers})"
 
@@ -97,7 +105,9 @@ def _logprobs_of_texts(
     while by_length:
         rows = max(1, min(_MAX_ROWS, _MAX_TOKENS // len(texts[by_length[0]])))
         batch, by_length = by_length[:rows], by_length[rows:]
-        logprobs.update(zip(batch, _logprobs(run, [texts[index] for index in batch], top, chunk, adapter), strict=True))
+        sequences = [Sequence(texts[index], 0, prompt_top=top, adapter=adapter) for index in batch]
+        _process(run, slots_for(run.model, len(batch), len(texts[batch[0]])), sequences, chunk)
+        logprobs.update({index: each.prompt_logprobs for index, each in zip(batch, sequences, strict=True)})
     return [logprobs[index] for index in range(len(texts))]
 
 
@@ -129,21 +139,12 @@ def score_continuations(
         for text in texts:
             text.prompt_logprobs = [None] * len(context)  # the ids of the context are not scored
         with kept.lease(run.model, 1 + len(texts), max(text.longest for text in (first, *texts))) as slots:
-            siblings = dict.fromkeys(texts, first)
-            sequences, vocab_size = [first, *texts], run.model.vocab_size
-            schedule = BatchSchedule(slots, sequences, chunk, vocab_size=vocab_size, siblings=siblings)
-            step = DecodeStep(run, slots, SamplerCache(run.model.device), run.model.device)
-            try:
-                for _ in decode_loop(step, schedule, slots):
-                    pass  # the sequences collect their logprobs
-            finally:
-                schedule.close()
+            _process(run, slots, [first, *texts], chunk, dict.fromkeys(texts, first))
         scores += [Score([*context, *ids], text.prompt_logprobs) for ids, text in zip(batch, texts, strict=True)]
     return scores
 
 
 def _windows(length: int, context: int | None, stride: int) -> list[tuple[int, int]]:
-    """The (begin, end) of each window of a text."""
     if context is None or length <= context:
         return [(0, length)]
     last = -(-(length - context) // stride)
@@ -160,17 +161,21 @@ def _joined(
     return logprobs
 
 
-def _logprobs(
-    run: ModelRun, texts: abc.Sequence[list[int]], top: int, chunk: int, adapter: AdapterRef | None
-) -> list[list[TokenLogprobs | None]]:
-    """Process the texts as prompts without new tokens, and return the logprobs of their ids."""
-    model = run.model
-    sequences = [Sequence(ids, 0, prompt_top=top, adapter=adapter) for ids in texts]
-    slots = slots_for(model, len(texts), max(map(len, texts)))
-    step = DecodeStep(run, slots, SamplerCache(model.device), model.device)
-    for _ in decode_loop(step, BatchSchedule(slots, sequences, chunk, vocab_size=model.vocab_size), slots):
-        pass  # the sequences collect their logprobs
-    return [sequence.prompt_logprobs for sequence in sequences]
+def _process(
+    run: ModelRun,
+    slots: CacheManager,
+    sequences: abc.Sequence[Sequence],
+    chunk: int,
+    siblings: abc.Mapping[Sequence, Sequence] | None = None,
+) -> None:
+    """Run sequences to their ends. They collect the logprobs of their prompts."""
+    device, vocab_size = run.model.device, run.model.vocab_size
+    schedule = BatchSchedule(slots, sequences, chunk, vocab_size=vocab_size, siblings=siblings)
+    try:
+        for _ in decode_loop(DecodeStep(run, slots, SamplerCache(device), device), schedule, slots):
+            pass
+    finally:
+        schedule.close()
 
 
 @torch.no_grad()

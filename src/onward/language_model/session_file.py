@@ -132,7 +132,6 @@ def _checked_capacity(text: str, count: int) -> int:
 
 
 def _tensors(model: Model, session: SavedSession) -> tuple[dict[str, Tensor], int]:
-    """The tensors to store by name, and the capacity of the cache."""
     tensors = {"tokens": torch.tensor(session.tokens, dtype=torch.int32)}
     held, count = session.held, len(session.tokens)
     if held is None or not count:
@@ -152,7 +151,6 @@ def _tensors(model: Model, session: SavedSession) -> tuple[dict[str, Tensor], in
 def _restored(
     file: Path, model: Model, tensors: Mapping[str, Tensor], count: int, capacity: int
 ) -> CacheSnapshot | None:
-    """A new cache with the saved tensors."""
     if not tensors:
         return None
     held = CacheSnapshot(model.new_cache(1, length := padded_length(count, model)), length)
@@ -208,7 +206,6 @@ def _from(first: int, tensor: Tensor, dim: int | None) -> Tensor:
 
 
 def _read_verified(file: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """The metadata and the tensors, verified with the file's sha256."""
     metadata = _read_header(file, f"{str(file)!r} is no saved session or is damaged")
     try:
         with safe_open(file, framework="pt", device="cpu") as content:
@@ -243,7 +240,6 @@ def _read_header(file: Path, refusal: str) -> dict[str, str]:
 
 
 def _digest(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str:
-    """The sha256 of everything in a file except the sha256 itself."""
     described = {name: [str(tensor.dtype), *tensor.shape] for name, tensor in tensors.items()}
     rest = {key: value for key, value in metadata.items() if key != "sha256"}
     digest = hashlib.sha256(json.dumps([rest, described], sort_keys=True).encode())

@@ -43,7 +43,6 @@ call_in_forks(_renew_lock)
 
 
 def weights_of(model: Model) -> dict[str, Any]:
-    """The weights of a model, by their path in its params."""
     leaves, _ = pytree.tree_flatten_with_path(model.params, is_leaf=lambda node: isinstance(node, WEIGHTS))
     return {pytree.keystr(path).lstrip("."): leaf for path, leaf in leaves if isinstance(leaf, (Tensor, *WEIGHTS))}
 
@@ -59,13 +58,10 @@ def digests_of(model: Model) -> dict[str, str]:
         if known is None or known[0] != version:
             if known is None or not known[0].is_of(model):
                 weakref.finalize(model, _known.pop, id(model), None).atexit = False
-            known = _known[id(model)] = version, _computed(weights_of(model))
+            with ThreadPoolExecutor(default_threads()[0]) as pool:
+                digests = {name: _digest(weight, pool) for name, weight in weights_of(model).items()}
+            known = _known[id(model)] = version, digests
         return known[1]
-
-
-def _computed(weights: dict[str, Any]) -> dict[str, str]:
-    with ThreadPoolExecutor(default_threads()[0]) as pool:
-        return {name: _digest(weight, pool) for name, weight in weights.items()}
 
 
 def _digest(weight: Any, pool: ThreadPoolExecutor) -> str:
@@ -116,7 +112,6 @@ def _rows_of_packed(weight: NativeWeight) -> Iterator[NativeWeight]:
 
 
 def as_bytes(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor, in order."""
     flat = tensor.cpu().contiguous().reshape(-1)
     # A single element may have any stride and still count as contiguous, but cannot be viewed as bytes.
     return flat.as_strided(flat.shape, (1,)).view(torch.uint8).numpy().data
@@ -128,10 +123,11 @@ def fingerprint(model: Model) -> dict[str, Any]:
     vocab_size. config: a built-in family's; {} for a forward of the user's own. weights: "dtype shape digest" by path
     in the params; the digest is "?" for an opaque layout. Reads all bytes of the weights, once until they change.
     """
-    digests = digests_of(model)
+    digests, architecture = digests_of(model), architecture_of(model)
+    config: dict[str, Any] = asdict(architecture) if is_dataclass(architecture) else {}
     return {
         "vocab_size": model.vocab_size,
-        "config": _config(model),
+        "config": json.loads(json.dumps(config)),  # a tuple is a list in JSON
         "weights": {name: f"{_kind(weight)} {digests[name]}" for name, weight in weights_of(model).items()},
     }
 
@@ -156,7 +152,6 @@ def difference(saved: Mapping[str, Any], model: Model) -> str | None:
 
 
 def _first_difference(name: str, was: Any, here: Any) -> tuple[str, Any, Any] | None:
-    """The first difference of two JSON values: its path, and both values there."""
     if isinstance(was, dict) and isinstance(here, dict):
         pairs = [(f"{name}.{key}".lstrip("."), was.get(key), here.get(key)) for key in {**was, **here}]
     elif isinstance(was, list) and isinstance(here, list):
@@ -171,13 +166,6 @@ def _first_difference(name: str, was: Any, here: Any) -> tuple[str, Any, Any] | 
 def computed_by(model: Model) -> str:
     """The device and kernels that run a model, such as "cpu native avx512": others may round differently."""
     return " ".join((model.device.type, *(ops.choice() if model.device.type == "cpu" else ())))
-
-
-def _config(model: Model) -> dict[str, Any]:
-    architecture = architecture_of(model)
-    described: dict[str, Any] = asdict(architecture) if is_dataclass(architecture) else {}
-    config: dict[str, Any] = json.loads(json.dumps(described))  # a tuple is a list in JSON
-    return config
 
 
 def _kind(weight: Any) -> str:

@@ -14,7 +14,6 @@ from onward.models import FAMILIES, Model, WeightScope, build_model, read_config
 
 
 def _architecture(family: str) -> str:
-    """The architecture in config.json for a family's short name."""
     names = {name.removesuffix("ForCausalLM").lower(): name for name in FAMILIES if name.endswith("ForCausalLM")}
     if family not in names:
         raise RequestError(f"family must be one of {', '.join(sorted(names))}; got {family!r}")
@@ -31,7 +30,9 @@ _RECURRENT = {
     "linear_value_head_dim": 20,
 }
 _MAMBA = {"mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 12}
-_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_LOCAL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
+_ROUTED_EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
 _LATENT = {
     "num_key_value_heads": 4,
     "q_lora_rank": 24,
@@ -40,22 +41,17 @@ _LATENT = {
     "qk_rope_head_dim": 8,
     "head_dim": 8,  # transformers' name of qk_rope_head_dim
     "v_head_dim": 12,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 20,
     "n_group": 1,
     "topk_group": 1,
+    **_ROUTED_EXPERTS,
 }
+_GEMMA = {"query_pre_attn_scalar": 12, "sliding_window": 24}
+_GRANITE = {"embedding_multiplier": 12.0, "attention_multiplier": 0.125, "logits_scaling": 8.0}
+_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "llama_4_scaling_beta": 0.1}
 # The fields of a family's tiny config, added to the common ones.
 _FAMILY_FIELDS: dict[str, dict[str, Any]] = {
-    "gemma2": {"query_pre_attn_scalar": 12, "sliding_window": 24},
-    "gemma3": {
-        "model_type": "gemma3_text",
-        "query_pre_attn_scalar": 12,
-        "sliding_window": 24,
-        "sliding_window_pattern": 2,
-        "rope_theta": 1e6,
-    },
+    "gemma2": _GEMMA,
+    "gemma3": {"model_type": "gemma3_text", "sliding_window_pattern": 2, "rope_theta": 1e6, **_GEMMA},
     "gemma4": {
         "model_type": "gemma4_text",
         "sliding_window": 24,
@@ -65,14 +61,9 @@ _FAMILY_FIELDS: dict[str, dict[str, Any]] = {
     },
     "olmo3": {"sliding_window": 24, "rope_theta": 500_000.0},
     "smollm3": {"no_rope_layer_interval": 2},
-    "granite": {
-        "embedding_multiplier": 12.0,
-        "attention_multiplier": 0.125,
-        "residual_multiplier": 0.25,
-        "logits_scaling": 8.0,
-    },
-    "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "granitemoeshared": {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 24},
+    "granite": {"residual_multiplier": 0.25, **_GRANITE},
+    "granitemoe": _LOCAL_EXPERTS,
+    "granitemoeshared": {"shared_intermediate_size": 24, **_LOCAL_EXPERTS},
     "granitemoehybrid": {
         "num_local_experts": 0,
         "shared_intermediate_size": 24,
@@ -89,43 +80,32 @@ _FAMILY_FIELDS: dict[str, dict[str, Any]] = {
         "mamba_head_dim": 8,
         "n_groups": 2,
         "ssm_state_size": 12,
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 20,
         "moe_shared_expert_intermediate_size": 24,
+        **_ROUTED_EXPERTS,
     },
     "qwen3_5": {"model_type": "qwen3_5_text", **_RECURRENT},
-    "qwen3_5moe": {"model_type": "qwen3_5_moe_text", **_RECURRENT, **_EXPERTS, "shared_expert_intermediate_size": 24},
+    "qwen3_5moe": {
+        "model_type": "qwen3_5_moe_text",
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 24,
+        **_RECURRENT,
+        **_EXPERTS,
+    },
     "gptoss": {
         "model_type": "gpt_oss",
         "sliding_window": 24,
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        **_LOCAL_EXPERTS,
     },
     "qwen3next": {"model_type": "qwen3_next", "num_experts": 0, **_RECURRENT},
     "seedoss": {"model_type": "seed_oss"},
     "exaone4": {"sliding_window": 24, "sliding_window_pattern": 2},
     "lfm2": {"block_multiple_of": 16},
-    "lfm2moe": {
-        "model_type": "lfm2_moe",
-        "num_dense_layers": 1,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 20,
-    },
+    "lfm2moe": {"model_type": "lfm2_moe", "num_dense_layers": 1, "moe_intermediate_size": 20, **_EXPERTS},
     "deepseekv2": {"model_type": "deepseek_v2", "first_k_dense_replace": 1, **_LATENT},
     "deepseekv3": {"model_type": "deepseek_v3", "first_k_dense_replace": 1, **_LATENT},
     "glm4moelite": {"model_type": "glm4_moe_lite", **_LATENT},
-    "mistral4": {
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "factor": 4.0,
-            "original_max_position_embeddings": 64,
-            "llama_4_scaling_beta": 0.1,
-        },
-        **_LATENT,
-    },
+    "mistral4": {"rope_parameters": _YARN, **_LATENT},
 }
 
 

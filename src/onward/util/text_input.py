@@ -185,7 +185,6 @@ def _loaded(text: str, strict: bool, suspects: list[float] | None = None) -> Any
 
 
 def _is_too_deep(value: Any) -> bool:
-    """Whether a value from `json.loads` is nested too deep."""
     level = [value]
     for _ in range(MAX_DEPTH):
         inner: list[Any] = []

@@ -115,8 +115,6 @@ def one_line(error: BaseException) -> str:
 # decorators such as `inference_mode`. (Importing torch for its path would cost every error a second.)
 _INTERNAL_FILES = (str(Path(__file__).parent), functools.__file__)
 _DECORATORS = str(Path("torch", "utils", "_contextlib.py"))
-
-
 _warned: set[str] = set()
 
 

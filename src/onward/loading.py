@@ -70,9 +70,9 @@ def load(
     released, so that memory holds the weights once.
 
     Args:
-        source: a folder in the Hugging Face layout; a GGUF file (docs/gguf.md); a folder written by
-            torch.distributed.checkpoint, with a config.json added; a hub id ("Qwen/Qwen3-0.6B", optionally with
-            "@revision", and with ":file.gguf"); or "demo", the bundled model.
+        source: a folder in the Hugging Face layout or one that torch.distributed.checkpoint wrote, with a config.json
+            added; a GGUF file (docs/gguf.md); a hub id ("Qwen/Qwen3-0.6B", optionally with "@revision" and
+            ":file.gguf"); or "demo", the bundled model.
         dtype: "bfloat16", "float16", "float32" or a torch dtype; by default the checkpoint's.
         device: "auto" (CUDA if available), "cpu", "cuda", …
         max_seq_len: the maximum number of positions; by default the checkpoint's max_position_embeddings.
@@ -84,8 +84,7 @@ def load(
             default for a torch.distributed.checkpoint folder is its name_map.json, if any.
         compile: the backend: "auto", "native", "cuda", "inductor" or "eager" (docs/programs.md).
         draft: drafts the next tokens (docs/speculation.md): "lookup", "suffix", or a smaller model with the same
-            vocabulary, either loaded or a source to load with the same dtype, device and quantization ("demo-draft" for
-            "demo").
+            vocabulary, loaded or as a source ("demo-draft" for "demo") with the same dtype, device and quantization.
         message_format: how the model writes reasoning and tool calls, if the chat template does not tell: a name in
             `onward.chat.FORMATS` or a `MessageFormat` (docs/chat.md).
         merge: an adapter, a folder written by peft or a hub id of one, to merge into the weights before quantization

@@ -22,7 +22,7 @@ from onward.engine.worker import EngineWorker
 from onward.errors import ContextOverflowError, EngineError, RequestError
 from onward.language_model import ChatOptionsDict, GenerateOptionsDict, LanguageModel, Messages, Prompt, Request
 from onward.language_model.job import RequestState
-from onward.language_model.request import Emitted, as_list, checked_emitted
+from onward.language_model.request import Emitted, checked_emitted, one_prompt
 from onward.models import Model
 from onward.models.model import computation
 from onward.native.machine import memory_limit
@@ -40,13 +40,10 @@ _MAX_PRIORITY = 2**31
 
 
 def engine_slots(model: Model, max_sequences: int, cache_memory: int | None) -> CacheManager:
-    """The cache of an engine.
+    """The cache of an engine. Raises `RequestError` for too little memory for one block.
 
     cache_memory: bytes of keys, values and recurrent states. None allocates for all sequences at full length, up to a
         quarter of the machine's memory. A paged cache takes memory only as it is written.
-
-    Raises:
-        RequestError: cache_memory holds not even one block.
     """
     if cache_memory is not None:
         check_whole("cache_memory", cache_memory, low=1)
@@ -294,10 +291,8 @@ class Engine:
 
     @property
     def seconds_since_step(self) -> float:
-        """For how long the current step has been running; 0 when idle. Takes no lock.
-
-        Steps take seconds at most. If this keeps growing, the engine hangs, for example in a function of a request.
-        """
+        """For how long the current step has been running; 0 when idle. Takes no lock. Steps take seconds at most, so a
+        growing value means that the engine hangs, for example in a function of a request."""
         return self._worker.seconds_since_step
 
     def close(self, drain: bool = True) -> None:
@@ -318,10 +313,7 @@ class Engine:
         if messages is not None:
             return self.lm.chat_request(messages, **options)
         assert prompt is not None
-        prompts, is_batch = as_list(prompt)
-        if is_batch:
-            raise RequestError(f"submit takes one prompt; got a list of {len(prompts)}: submit each")
-        return self.lm.request(prompt, **options)
+        return self.lm.request(one_prompt(prompt, "submit", "submit each"), **options)
 
     def _check_fits(self, request: EngineRequest) -> None:
         if request.sequences > self.max_sequences:
@@ -345,10 +337,7 @@ _SPREAD = 2_654_435_761
 
 def probe(engine: Engine) -> str:
     """Return 8 hexadecimal digits that identify the ids and logprobs of a test request of 40 tokens without an adapter.
-
-    Raises:
-        EngineError: the engine is closed or busy, or the model fails.
-    """
+    Raises `EngineError` if the engine is closed or busy, or the model fails."""
     model = engine.lm.model
     context = _PROBE_PROMPT + _PROBE_TOKENS if model.max_seq_len is None else model.max_seq_len
     new_tokens = min(_PROBE_TOKENS, context // 2)

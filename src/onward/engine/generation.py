@@ -130,10 +130,8 @@ class Generation:
     def watch(self, changed: Callable[[], None], *, pieces: bool = True) -> Callable[[], None]:
         """Call `changed()` in the running asyncio loop after each step that brings pieces, and after the end.
 
-        Each step makes one call into a loop for all generations together. Pieces that have arrived before are not
-        reported, so look for them after this call. An end that has come before is.
-
-        pieces: False reports the end only.
+        Each step makes one call into a loop for all generations together. Earlier pieces are not reported, so look for
+        them after this call; an earlier end is. pieces: False reports the end only.
 
         Returns:
             A function that removes the callback.

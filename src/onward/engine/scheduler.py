@@ -94,17 +94,9 @@ class _Waiting(NamedTuple, Generic[ItemT]):
 
 
 class Scheduler(Generic[ItemT]):
-    """The scheduler of one engine (see the module). The engine checks the limits.
+    """The scheduler of one engine, which checks its limits. The parameters are those of `Engine`.
 
-    max_sequences: the maximum number of running rows.
-    max_waiting, max_waiting_tokens: the maximum number of waiting requests, and of their prompt tokens.
-    max_step_ms: target step time in milliseconds while rows decode; None: see Prompts.
-    prefill_chunk: the maximum number of prompt tokens in a step.
-    overcommit: 1 or more; see Admission.
-    ageing: seconds of waiting that are worth one step of priority.
-
-    pace, throughput: the measurements.
-    waiting_tokens, preemptions: counts.
+    pace, throughput: the measurements. waiting_tokens, preemptions: counts.
     """
 
     def __init__(
@@ -153,18 +145,12 @@ class Scheduler(Generic[ItemT]):
         assert 0 < item.sequences <= self._max_sequences, "such a request could never run"
         tokens = item.prompt_tokens
         if self.waiting >= self._max_waiting:
-            requests = 1 + self.waiting - self._max_waiting
-            return QueueFull(
-                f"{self.waiting} requests wait (max_waiting={self._max_waiting})",
-                _wait(requests, self.throughput.admitted),
-            )
+            reason = f"{self.waiting} requests wait (max_waiting={self._max_waiting})"
+            return QueueFull(reason, _wait(1 + self.waiting - self._max_waiting, self.throughput.admitted))
         excess = self.waiting_tokens + tokens - self._max_waiting_tokens
         if excess > 0 and self._queue:
-            return QueueFull(
-                f"{self.waiting_tokens} tokens of prompts wait (max_waiting_tokens={self._max_waiting_tokens}), "
-                f"and this one has {tokens}",
-                _wait(excess, self.throughput.prompt),
-            )
+            reason = f"{self.waiting_tokens} tokens of prompts wait (max_waiting_tokens={self._max_waiting_tokens})"
+            return QueueFull(f"{reason}, and this one has {tokens}", _wait(excess, self.throughput.prompt))
         self._offers += 1
         self._wait(item, (now + item.priority * self._ageing, self._offers))
         return None

@@ -43,7 +43,7 @@ class EngineWorker:
         self.run, self.slots = run, slots
         self.notifier = LoopNotifier()
         self._scheduler = scheduler
-        self._steps = StepRouter(run, slots, self._failed)
+        self._steps = StepRouter(run, slots, self._failed, self._run_step)
         self._lock = threading.RLock()
         self._wakes: queue.SimpleQueue[None] = queue.SimpleQueue()  # a finalizer may call its `put`, but take no lock
         self._requests: dict[EngineRequest, None] = {}  # all that have not ended
@@ -143,7 +143,7 @@ class EngineWorker:
 
     def _serve(self) -> None:
         try:
-            for emission in decode_loop(self._step, self._schedule, self.slots, self._failed):
+            for emission in decode_loop(self._steps, self._schedule, self.slots, self._failed):
                 self._deliver(emission)
                 del emission  # the next one may come much later
         except BaseException as error:
@@ -240,14 +240,7 @@ class EngineWorker:
         """The number of free blocks that are not reserved for running requests."""
         return self.slots.available - sum(request.promised_blocks for request in self._scheduler.running)
 
-    def _step(self, work: abc.Sequence[ScheduledSequence]) -> Emitted:
-        emitted: Emitted = [[] for _ in work]
-        for step, indices in self._steps.by_kind(work):
-            for index, tokens in zip(indices, self._tried(step, [work[at] for at in indices]), strict=True):
-                emitted[index] = tokens
-        return emitted
-
-    def _tried(self, step: Step, work: abc.Sequence[ScheduledSequence]) -> Emitted:
+    def _run_step(self, step: Step, work: abc.Sequence[ScheduledSequence]) -> Emitted:
         """Run a step. If it fails, run its halves, until the failing row is alone; other rows' tokens are the same."""
         try:
             return step(work)
@@ -256,7 +249,7 @@ class EngineWorker:
                 self._failed(work[0].sequence, error)
                 return [[]]
             half = len(work) // 2
-            return [*self._tried(step, work[:half]), *self._tried(step, work[half:])]
+            return [*self._run_step(step, work[:half]), *self._run_step(step, work[half:])]
 
     def _failed(self, sequence: Sequence, error: BaseException) -> None:
         self._by_sequence[sequence].error = error

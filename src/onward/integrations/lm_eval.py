@@ -40,17 +40,15 @@ class OnwardLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
     Continuations of one context are scored together, so that the context is processed once. Contexts with a common
     prefix, such as the same examples, follow each other to use the prefix cache (`LanguageModel.prefix_memory`).
 
-    Args:
-        pretrained: a loaded model, or a source as for `onward.load`.
-        max_length: the maximum number of ids of a context and its continuation; longer contexts lose their first ids.
-            By default the model's context.
-        batch_size: how many prompts are completed together.
-        adapter: the name of a loaded adapter for all requests, for example from `load`: adapters={name: source}.
-        max_batch_size, device: passed by the harness; device as for `onward.load`.
-        load: other arguments of `onward.load`, such as quantize="int4".
+    pretrained: a loaded model, or a source as for `onward.load`.
+    max_length: the maximum number of ids of a context and its continuation; longer contexts lose their first ids. By
+        default the model's context.
+    batch_size: how many prompts are completed together.
+    adapter: the name of a loaded adapter for all requests, for example from `load`: adapters={name: source}.
+    max_batch_size, device: passed by the harness; device as for `onward.load`.
+    load: other arguments of `onward.load`, such as quantize="int4".
 
-    Raises:
-        RequestError: a model without a tokenizer, an adapter that is not loaded, or options out of range.
+    Raises `RequestError` for a model without a tokenizer, an adapter that is not loaded, or options out of range.
     """
 
     def __init__(
@@ -164,9 +162,8 @@ class OnwardLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
         """The source of the template, which identifies results in the harness."""
-        if not chat_template or self.lm.chat_template is None:
-            return None
-        return self.lm.chat_template.sources[0]
+        template = self.lm.chat_template
+        return template.sources[0] if chat_template and template is not None else None
 
     @property
     def tokenizer_name(self) -> str:

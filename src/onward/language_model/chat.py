@@ -78,10 +78,7 @@ class ChatReader:
         """Validate a conversation and its options, and render the prompt.
 
         Constraints apply to the text after the reasoning that the prompt has opened, and after the content marker.
-
-        Raises:
-            RequestError: invalid messages, tools or options, or some that the template does not take.
-            TokenizerError: there is no template or no tokenizer.
+        Raises `TokenizerError` without a template or tokenizer.
         """
         check_value(options)
         rest = dict(options)
@@ -121,7 +118,8 @@ class ChatReader:
             else:  # the caller's own constraint begins with the text
                 answer = dataclasses.replace(answer, thinking=None)
             others["constraint"] = constraint
-        return ParsedChat(self._ids(text), answer, others)
+        # The template writes the special tokens itself.
+        return ParsedChat(tokenizer.encode(text, add_special_tokens=False), answer, others)
 
     def _schema_beside(self, use: ToolUse, options: Mapping[str, Any]) -> JsonSchema | None:
         """The schema of an answer without calls, if there may be calls. None: there is no such schema, or calls are
@@ -138,22 +136,14 @@ class ChatReader:
         sources = () if self.template is None else self.template.sources
         return any(mark in source for source in sources for mark in self.format.thinking)
 
-    def prompt(
-        self,
-        messages: Sequence[Message | AssistantMessage],
-        variables: Mapping[str, Any],
-        now: datetime.datetime | None = None,
-    ) -> list[int]:
-        """The ids of a conversation. variables: of the template. now: for templates that write the date."""
-        return self._ids(self.text(messages, variables, now))
-
     def text(
         self,
         messages: Sequence[Message | AssistantMessage],
         variables: Mapping[str, Any],
         now: datetime.datetime | None = None,
     ) -> str:
-        """The rendered template, up to the beginning of the answer."""
+        """The rendered template, up to the beginning of the answer. variables: of the template. now: for templates that
+        write the date."""
         if self.template is None:
             raise TokenizerError("this model has no chat template: use generate with a plain prompt")
         check_value(messages, "messages")
@@ -164,7 +154,3 @@ class ChatReader:
     def _symbols(self, tokenizer: Tokenizer) -> dict[str, int]:
         """The ids of the markers that grammars cannot express as text."""
         return {mark: id for mark in self.format.all_marks if (id := symbol(mark, tokenizer)) is not None}
-
-    def _ids(self, text: str) -> list[int]:
-        # The template writes the special tokens itself.
-        return needed_tokenizer(self.tokenizer, "a chat").encode(text, add_special_tokens=False)

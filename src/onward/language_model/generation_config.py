@@ -39,24 +39,17 @@ def generation_defaults(
     config: Mapping[str, Any], eos: tuple[int, ...], *, has_text: bool, folder: Path, file: str = FILE
 ) -> GenerateOptions:
     """The default options of a checkpoint: beam search if it asks for beams, else sampling if it asks for that, else
-    greedy decoding. One warning, which names the folder, lists unsupported settings.
+    greedy decoding. One warning lists unsupported settings. Raises `ConfigError` for a value outside its range.
 
-    Args:
-        config: the content of generation_config.json; without it, the same fields of config.json.
-        eos: the ids that end a text.
-        has_text: whether there is a tokenizer, which stop strings need.
-        folder, file: of the checkpoint, for messages.
-
-    Raises:
-        ConfigError: a value outside its range.
+    config: the content of generation_config.json; without it, the same fields of config.json. eos: the ids that end a
+    text. has_text: whether there is a tokenizer, which stop strings need. folder, file: for messages.
     """
     fields = _Fields(config, folder / file)
     beams = fields.get("num_beams", 1)
     do_sample = fields.get("do_sample", False)
     if not isinstance(do_sample, bool):
         raise fields.error(f"do_sample must be true or false; got {do_sample!r}")
-    searches = beams != 1
-    options: dict[str, Any] = {"eos": eos, "beams": beams}
+    searches, options = beams != 1, dict[str, Any](eos=eos, beams=beams)
     options |= {option: fields[name] for name, option in _COMMON_FIELDS.items() if name in fields}
     if searches:
         options |= {name: fields[name] for name in BEAM_OPTIONS if name in fields}
@@ -68,7 +61,12 @@ def generation_defaults(
         options["stop"] = fields.list_of("stop_strings", str)
     bad_words = fields.sequences("bad_words_ids")
     options["bad_words"] = [word for word in bad_words if not (len(word) == 1 and word[0] in eos)]  # as in transformers
-    options["logit_bias"] = dict(_biases(fields))
+    biases = {ids[0]: bias for ids, bias in _sequence_biases(fields) if len(ids) == 1}
+    for token in fields.list_of("suppress_tokens"):
+        if not isinstance(token, int):
+            raise fields.error(f"suppress_tokens must be ids; got {token!r} in it")
+        biases[token] = float("-inf")
+    options["logit_bias"] = biases
     try:
         served = GenerateOptions(**_with_room(options))
     except RequestError as error:
@@ -86,12 +84,9 @@ def within_vocabulary(defaults: GenerateOptions, vocab_size: int, folder: Path) 
             f"{folder}: eos_token_id names id {defaults.eos[0]}, but the model's vocabulary ends at {vocab_size - 1}: "
             "no id ends a text"
         )
-    bias = {
-        token: value
-        for token, value in dict(defaults.logit_bias).items()
-        if token < vocab_size or value != float("-inf")
-    }
-    return defaults.replace(eos=eos, logit_bias=bias)
+    bias = dict(defaults.logit_bias).items()
+    remaining_bias = {id: value for id, value in bias if id < vocab_size or value != float("-inf")}
+    return defaults.replace(eos=eos, logit_bias=remaining_bias)
 
 
 class _Fields(dict[str, Any]):
@@ -117,16 +112,6 @@ class _Fields(dict[str, Any]):
         if wrong := [item for item in items if not isinstance(item, list) or not item]:
             raise self.error(f"{name} must be a list of lists that are not empty; got {wrong[0]!r} in it")
         return [tuple(item) for item in items]
-
-
-def _biases(fields: _Fields) -> Iterator[tuple[int, float]]:
-    for ids, bias in _sequence_biases(fields):
-        if len(ids) == 1:
-            yield ids[0], bias
-    for token in fields.list_of("suppress_tokens"):
-        if not isinstance(token, int):
-            raise fields.error(f"suppress_tokens must be ids; got {token!r} in it")
-        yield token, float("-inf")
 
 
 def _sequence_biases(fields: _Fields) -> Iterator[tuple[list[int], float]]:

@@ -50,11 +50,10 @@ class LanguageModel:
     """A model that generates, chats and scores, with its tokenizer, chat template and default options.
 
     tokenizer: None if prompts are ids and texts stay empty. chat_template: None for a model without chats.
-    defaults: the options of requests that don't set them.
+    defaults, draft: for requests that don't set these options. draft: "lookup", "suffix", a smaller LanguageModel or
+        Model with the same vocabulary, a `Drafter` or a `Speculator` (docs/speculation.md).
     prefill_chunk: the maximum number of prompt tokens processed at once. It bounds memory.
     compile: a backend of `onward.compile` that runs the model; "eager" calls its forward op by op.
-    draft: drafts for requests that don't set `draft`: "lookup", "suffix", a smaller LanguageModel or Model with the
-        same vocabulary, a `Drafter` or a `Speculator` (docs/speculation.md).
     prefix_memory: bytes of the prefix cache; 0 disables it.
     message_format: how the model writes reasoning and tool calls, a name in `onward.chat.FORMATS` or a
         `MessageFormat`; by default that of the chat template (docs/chat.md).
@@ -213,8 +212,7 @@ class LanguageModel:
             A `Completion`, or a list of them, in order. With n > 1 its `choices` are all texts of a prompt.
 
         Raises:
-            RequestError: an unknown option, a value outside its range, options that contradict each other, an empty
-                prompt, a cache of another size, an adapter that is not loaded.
+            RequestError: invalid prompts or options, a cache of another size, an adapter that is not loaded.
             ContextOverflowError: prompt and new tokens do not fit the context or the cache.
             TokenizerError: a text prompt or a stop string without a tokenizer.
         """
@@ -227,9 +225,8 @@ class LanguageModel:
     ) -> Generator[Piece, None, Completion]:
         """`generate` for one prompt, as a generator of a `Piece` for each token. The pieces add up to the text.
 
-        The call validates the request, before the first piece is asked for. If the checkpoint's defaults are beams or
-        several texts, one text without beams is streamed. The generator returns the `Completion`, for
-        `completion = yield from lm.stream(…)`.
+        The request is validated by the call. Defaults of beams or several texts are ignored. The generator returns the
+        `Completion`, for `completion = yield from lm.stream(…)`.
         """
         (request,) = self._reader.read([one_prompt(prompt, "stream")], options, cache=cache, one_text=True)
         return self._runner.stream(request, cache)
@@ -246,12 +243,14 @@ class LanguageModel:
         Raises:
             RequestError: also a variable that the chat template does not read, and an invalid tool.
         """
-        rest, cache = _without_cache(options)
+        rest: dict[str, Any] = {**options}
+        cache = rest.pop("cache", None)
         return drained(self._runner.pieces([self._chat_request(messages, rest, cache)], cache))[0]
 
     def stream_chat(self, messages: Messages, **options: Unpack[ChatOptionsDict]) -> Generator[Piece, None, Completion]:
         """`chat` as a generator, like `stream`. `Piece.message` is the token's part of the message."""
-        rest, cache = _without_cache(options)
+        rest: dict[str, Any] = {**options}
+        cache = rest.pop("cache", None)
         return self._runner.stream(self._chat_request(messages, rest, cache, one_text=True), cache)
 
     def chat_request(self, messages: Messages, **options: Unpack[ChatOptionsDict]) -> Request:
@@ -262,7 +261,8 @@ class LanguageModel:
         self, messages: Messages, template: Mapping[str, Any] | None = None, now: datetime.datetime | None = None
     ) -> list[int]:
         """The ids of a conversation, up to the beginning of the answer. template: variables of the chat template."""
-        return self._chat_reader.prompt(messages, template or {}, now)
+        text = self._chat_reader.text(messages, template or {}, now)
+        return needed_tokenizer(self.tokenizer, "a chat").encode(text, add_special_tokens=False)
 
     @overload
     def score(
@@ -289,8 +289,7 @@ class LanguageModel:
             text: prompts as for `generate`, of at least 2 ids. Only the ids of a `Request` count.
             logprobs: how many of the most likely ids to report for each token.
             stride: score texts longer than the context in windows of its length, each `stride` ids (from 1 to
-                context - 1) after the previous one. So each id is scored once, with at least context - stride ids
-                before it.
+                context - 1) after the previous one, so that at least context - stride ids precede each scored one.
             adapter: the name of a loaded adapter, also that of a `Request`.
 
         Raises:
@@ -308,16 +307,13 @@ class LanguageModel:
     def score_continuations(
         self, context: str | Ids, continuations: Sequence[str | Ids], *, logprobs: int = 0, adapter: str | None = None
     ) -> list[Score]:
-        """Score several continuations of one context, which is processed once.
+        """Score several continuations of one context, which is processed once: bit for bit the logprobs that `score`
+        gives the last ids of the whole text, with the same errors.
 
-        Args:
-            context: a text, encoded with the tokenizer's special tokens, or ids; at least one id.
-            continuations: texts, encoded without special tokens, or ids; at least one id each. A text may be tokenized
-                differently after its context: pass ids if that matters.
-            logprobs, adapter: as in `score`, with the same errors.
-
-        Returns:
-            A `Score` for each: bit for bit the logprobs that `score` gives the last ids of the whole text.
+        context: a text, encoded with the tokenizer's special tokens, or ids; at least one id.
+        continuations: texts, encoded without special tokens, or ids; at least one id each. A text may be tokenized
+            differently after its context: pass ids if that matters.
+        logprobs, adapter: as in `score`.
         """
         loaded = self.adapters.find(adapter)
         check_top("logprobs", logprobs, self.model.vocab_size)
@@ -401,9 +397,3 @@ class LanguageModel:
         if isinstance(items, str) or not isinstance(items, Iterable):
             raise RequestError(f"ids to decode are a list, or one dimension of an array or tensor; got {items!r}")
         return needed_tokenizer(self.tokenizer, "text").decode(plain_items(items))
-
-
-def _without_cache(options: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
-    """Split off the `cache` option, None by default."""
-    rest = dict(options)
-    return rest, rest.pop("cache", None)

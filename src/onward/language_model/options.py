@@ -223,12 +223,8 @@ class GenerateOptions(SamplingParams):
         return self.constraint
 
     def new_constraint(self, tokenizer: Tokenizer | None) -> Constraint | None:
-        """The constraint in its initial state; None for any text.
-
-        Raises:
-            RequestError: a grammar that cannot be compiled, or a function that does not return a constraint.
-            TokenizerError: a grammar without a suitable tokenizer.
-        """
+        """The constraint in its initial state; None for any text. Raises `RequestError` for a grammar that cannot be
+        compiled, and `TokenizerError` without a suitable tokenizer."""
         maker = self.constrained_by
         if maker is None or isinstance(maker, Constraint):
             return None if maker is None else maker.fork()
@@ -300,11 +296,8 @@ def option_names() -> tuple[str, ...]:
 def split_chat_options(
     template: ChatTemplate | None, options: Mapping[str, Any]
 ) -> tuple[dict[str, Any], GenerateOptionsDict]:
-    """Split options into the variables of the chat template and the options of `generate`.
-
-    Raises:
-        RequestError: a name that is neither an option nor a variable that the template reads.
-    """
+    """Split options into the variables of the chat template and the options of `generate`. Raises `RequestError` for
+    other names."""
     names = option_names()
     variables: frozenset[str] = frozenset()
     if template is not None:

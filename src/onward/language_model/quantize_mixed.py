@@ -121,10 +121,6 @@ class _Unit:
     def nbytes(self, format: str) -> int:
         return sum(math.prod(data_shape(format, shape)) for shape in self.shapes)
 
-    @property
-    def weights(self) -> int:
-        return sum(rows * inputs for rows, inputs in self.shapes)
-
 
 @torch.no_grad()
 def choose_formats(
@@ -133,7 +129,7 @@ def choose_formats(
     """Choose the format of each matrix, by name, with its cost in iq4_nl. ids: texts for measuring, int32 [count,
     length]. bits: the maximum average of bits per weight; too few raise `RequestError`."""
     units = _units(model)
-    weights = sum(unit.weights for unit in units)
+    weights = sum(rows * inputs for unit in units for rows, inputs in unit.shapes)
     narrow = sum(unit.nbytes(_NARROW) for unit in units)
     added = [unit.nbytes(_WIDE) - unit.nbytes(_NARROW) for unit in units]
     # Blocks are padded, so a matrix of 32 inputs or fewer takes no more bytes in int8.

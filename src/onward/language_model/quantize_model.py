@@ -116,12 +116,10 @@ def quantize_folder(
     Args:
         source: a folder, a hub id or "demo", as for `onward.load`.
         destination: an absent or empty folder, written atomically.
-        format: "int8", "int4" or "iq4_nl", or a number, the maximum average of bits per weight (`onward.quantize`).
-        progress: called after each matrix with its report.
+        format, progress, calibrate: as for `onward.quantize`.
         show_downloads: show progress bars for downloads.
         show_fraction: called after each matrix with the fraction of quantized matrices, from 0 to 1; with a budget of
             bits, first with that of measured ones.
-        calibrate: as for `onward.quantize`.
     """
     check_quantizing(format, calibrate)
     target = Path(destination).expanduser()

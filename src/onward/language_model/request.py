@@ -89,18 +89,10 @@ class RequestReader:
         *,
         one_text: bool = False,
     ) -> list[Request]:
-        """Make a request for each prompt.
+        """Make a request for each prompt. The errors are those of `LanguageModel.generate`.
 
-        options: fields of `GenerateOptions`, for all prompts.
-        per_prompt: the options that differ between prompts.
-        cache: the caller's.
+        options: for all prompts. per_prompt: those that differ between prompts. cache: the caller's.
         one_text: ignore defaults of beams or several texts, as sessions do.
-
-        Raises:
-            RequestError: an unknown option, a value outside its range, options that contradict each other, an empty
-                prompt, an adapter that is not loaded.
-            ContextOverflowError: a prompt and its new tokens do not fit the context or the cache.
-            TokenizerError: a text prompt, a stop string, a bad word or a grammar without a tokenizer.
         """
         check_option_names(options, option_names())
         each: Sequence[Mapping[str, Any]] = [{}] * len(prompts)
@@ -209,11 +201,11 @@ def as_list(prompt: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:
     return [items], False
 
 
-def one_prompt(prompt: Prompt, taker: str) -> Prompt:
+def one_prompt(prompt: Prompt, taker: str, advice: str = "use generate for several") -> Prompt:
     """Reject a list of prompts. taker: the subject of the error message."""
     prompts, is_batch = as_list(prompt)
     if is_batch:
-        raise RequestError(f"{taker} takes one prompt; got a list of {len(prompts)}: use generate for several")
+        raise RequestError(f"{taker} takes one prompt; got a list of {len(prompts)}: {advice}")
     return prompts[0]
 
 
@@ -297,10 +289,7 @@ class SpeculatorCache:
         self._lock = threading.RLock()
 
     def get(self, draft: Any, make: Callable[[Any], Drafter] = as_drafter) -> Speculator | None:
-        """The speculator for `draft`: None, "lookup", "suffix", a `Model`, a `Drafter` or a `Speculator`.
-
-        make: creates the drafter. Raises `RequestError` for other values.
-        """
+        """The speculator for a value of `draft`. make: creates its drafter."""
         if draft is None or isinstance(draft, Speculator):
             return draft
         key = draft if isinstance(draft, str) else id(draft)
@@ -318,19 +307,29 @@ Emitted: TypeAlias = Ids | Sequence[Ids]
 
 
 def checked_emitted(emitted: Emitted, request: Request, vocab_size: int) -> list[list[int]]:
-    """Validate the ids to resume a request from, and return a list for each of its `n` texts.
-
-    Raises:
-        RequestError: another number of lists, values that are not ids of the vocabulary, more ids than the request may
-            emit, or a request whose texts are not determined by its prompt, options and seed.
-    """
+    """Validate the ids from which to resume a request, and return a list for each of its `n` texts. Also raises
+    `RequestError` if its texts are not determined by its prompt, options and seed."""
     options = request.options
     if options.seed is None and options.temperature > 0 and options.beams == 1:
         raise RequestError(
             "a sampled request without a seed cannot be resumed: give the seed that its texts were drawn with "
             "(Completion.seed; submit it with one to know it ahead)"
         )
-    texts = _of_each_text(emitted, options.n)
+    if isinstance(emitted, str | bytes) or not isinstance(emitted, Sequence | np.ndarray | Tensor):
+        raise RequestError(f"emitted must be ids, or a list of ids for each text; got {type(emitted).__name__}")
+    items = list(emitted)
+    if not items:
+        return [[] for _ in range(options.n)]
+    nested = [isinstance(item, Sequence) or (isinstance(item, np.ndarray | Tensor) and item.ndim > 0) for item in items]
+    if not any(nested):
+        items = [emitted]
+    elif not all(nested):
+        raise RequestError("emitted must be ids, or a list of ids for each text; got a list of both")
+    if len(items) != options.n:
+        raise RequestError(
+            f"emitted holds ids of {len(items)} texts, but the request has n={options.n}: give a list for each"
+        )
+    texts = [plain_items(ids) for ids in items]
     for ids in texts:
         for token in ids:
             if not _is_id(token, vocab_size):
@@ -341,19 +340,3 @@ def checked_emitted(emitted: Emitted, request: Request, vocab_size: int) -> list
                 "options of the request that emitted them"
             )
     return texts
-
-
-def _of_each_text(emitted: Any, n: int) -> list[list[Any]]:
-    if isinstance(emitted, str | bytes) or not isinstance(emitted, Sequence | np.ndarray | Tensor):
-        raise RequestError(f"emitted must be ids, or a list of ids for each text; got {type(emitted).__name__}")
-    items = list(emitted)
-    if not items:
-        return [[] for _ in range(n)]
-    nested = [isinstance(item, Sequence) or (isinstance(item, np.ndarray | Tensor) and item.ndim > 0) for item in items]
-    if not any(nested):
-        items = [emitted]
-    elif not all(nested):
-        raise RequestError("emitted must be ids, or a list of ids for each text; got a list of both")
-    if len(items) != n:
-        raise RequestError(f"emitted holds ids of {len(items)} texts, but the request has n={n}: give a list for each")
-    return [plain_items(ids) for ids in items]

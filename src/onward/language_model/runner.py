@@ -2,7 +2,7 @@
 
 import time
 from collections import abc
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 
 from onward.cache import KVCache
@@ -41,11 +41,17 @@ class StepRouter:
     Sequences of one kind run together. If any sequence without a draft has a constraint, all of them run with a step
     that drafts the tokens that constraints force.
 
-    run: the model. slots: the cache. failed: called for a failed search, as in `decode_loop`.
+    failed: called for a failed search, as in `decode_loop`. run_step: runs the step of one kind.
     """
 
-    def __init__(self, run: ModelRun, slots: CacheManager, failed: Failed | None = None) -> None:
-        self._run, self._slots = run, slots
+    def __init__(
+        self,
+        run: ModelRun,
+        slots: CacheManager,
+        failed: Failed | None = None,
+        run_step: Callable[[Step, abc.Sequence[ScheduledSequence]], Emitted] = lambda step, work: step(work),
+    ) -> None:
+        self._run, self._slots, self._run_step = run, slots, run_step
         self._device = run.model.device
         self._chooser = SamplerCache(self._device)
         self._plain = DecodeStep(run, slots, self._chooser, self._device)
@@ -98,10 +104,10 @@ class StepRouter:
     def __call__(self, work: abc.Sequence[ScheduledSequence]) -> Emitted:
         kinds = self.by_kind(work)
         if len(kinds) == 1:
-            return kinds[0][0](work)
+            return self._run_step(kinds[0][0], work)
         emitted: Emitted = [[] for _ in work]
         for step, indices in kinds:
-            for index, tokens in zip(indices, step([work[index] for index in indices]), strict=True):
+            for index, tokens in zip(indices, self._run_step(step, [work[at] for at in indices]), strict=True):
                 emitted[index] = tokens
         return emitted
 
@@ -111,11 +117,8 @@ Pieces = Generator[Piece, None, list[Completion]]
 
 @dataclass(frozen=True)
 class Runner:
-    """Runs requests together.
-
-    run: the model. tokenizer: None for empty texts. chunk: the maximum number of prompt tokens processed at once.
-    kept: the prefix cache. adapters: the loaded ones.
-    """
+    """Runs requests together. tokenizer: None for empty texts. chunk: the maximum number of prompt tokens processed at
+    once. kept: the prefix cache."""
 
     run: ModelRun
     tokenizer: Tokenizer | None
@@ -126,8 +129,8 @@ class Runner:
     def pieces(self, requests: abc.Sequence[Request], cache: Cache | PinnedPrefix | None = None) -> Pieces:
         """Validate the requests, and return a generator that runs the decode loop.
 
-        cache: a cache with `options.rows` rows for each request, which is overwritten; or a `PinnedPrefix`, which one
-            request continues. None uses the prefix cache.
+        cache: has `options.rows` rows for each request, and is overwritten; or a `PinnedPrefix`, which one request
+            continues. None uses the prefix cache.
         """
         jobs = [RequestState(request, self.tokenizer, self.adapters) for request in requests]
         rows = sum(request.options.rows for request in requests)

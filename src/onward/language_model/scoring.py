@@ -68,14 +68,10 @@ def score_texts(
     stride: int | None = None,
     adapter: AdapterRef | None = None,
 ) -> list[Score]:
-    """The score of each text, in order. It is bit for bit the same for a text alone or among others.
+    """The score of each text, in order; bit for bit the same for a text alone or among others.
 
     stride: score texts longer than the context in windows of its length, each `stride` ids after the previous one. Each
-        window scores the ids that no earlier one contains.
-
-    Raises:
-        RequestError: a text of fewer than 2 ids, or a stride that is not from 1 to context - 1.
-        ContextOverflowError: a text longer than the context, without a stride.
+        window scores the ids that no earlier one contains. Without it such a text raises `ContextOverflowError`.
     """
     context = run.model.max_seq_len
     if stride is None:
@@ -120,12 +116,7 @@ def score_continuations(
     chunk: int,
     adapter: AdapterRef | None = None,
 ) -> list[Score]:
-    """The score of each continuation of the context, which is processed once, apart from a cached prefix.
-
-    Raises:
-        RequestError: an empty continuation.
-        ContextOverflowError: one that does not fit the context of the model.
-    """
+    """The score of each continuation of the context, which is processed once, apart from a cached prefix."""
     if not all(continuations):
         raise RequestError("a continuation to score must have an id at least; got an empty one")
     for ids in continuations:
@@ -180,11 +171,7 @@ def _process(
 
 @torch.no_grad()
 def logits_of(run: ModelRun, ids: list[int], chunk: int, adapter: AdapterRef | None = None) -> Tensor:
-    """The logits after each of the ids, processed chunk by chunk: float32 [T, V], on the CPU.
-
-    Raises:
-        ContextOverflowError: more ids than the context holds.
-    """
+    """The logits after each of the ids, processed chunk by chunk: float32 [T, V], on the CPU."""
     check_room(len(ids), 0, run.model.max_seq_len)
     device = run.model.device
     slots = slots_for(run.model, 1, len(ids))

@@ -52,12 +52,7 @@ class SavedSession:
 
 
 def save(file: Path, model: Model, session: SavedSession) -> None:
-    """Write the file atomically. An existing file is replaced only if it is a saved session.
-
-    Raises:
-        SessionError: the file cannot be written or is not a session, a note is not a string, or the cache is not a
-            pytree of tensors.
-    """
+    """Write the file atomically. An existing file is replaced only if it is a saved session."""
     if not _are_strings(session.notes):
         raise SessionError(f"the notes of a session are strings by name; got {session.notes!r}")
     if file.exists():
@@ -81,11 +76,7 @@ def save(file: Path, model: Model, session: SavedSession) -> None:
 
 
 def load(file: Path, model: Model) -> SavedSession:
-    """Read a session of this model.
-
-    Raises:
-        SessionError: the file cannot be read, is damaged, is not a session, or is of a newer Onward or another model.
-    """
+    """Read a session of this model. Raises `SessionError` for any other file."""
     metadata, tensors = _read_verified(file)
     try:
         saved_model, notes = json.loads(metadata["model"]), json.loads(metadata["notes"])

@@ -58,10 +58,13 @@ def digests_of(model: Model) -> dict[str, str]:
         if known is None or known[0] != version:
             if known is None or not known[0].is_of(model):
                 weakref.finalize(model, _known.pop, id(model), None).atexit = False
-            with ThreadPoolExecutor(default_threads()[0]) as pool:
-                digests = {name: _digest(weight, pool) for name, weight in weights_of(model).items()}
-            known = _known[id(model)] = version, digests
+            known = _known[id(model)] = version, _compute_digests(weights_of(model))
         return known[1]
+
+
+def _compute_digests(weights: dict[str, Any]) -> dict[str, str]:
+    with ThreadPoolExecutor(default_threads()[0]) as pool:
+        return {name: _digest(weight, pool) for name, weight in weights.items()}
 
 
 def _digest(weight: Any, pool: ThreadPoolExecutor) -> str:

@@ -15,11 +15,8 @@ EMPTY = -1
 
 
 def poison(cache: Cache) -> Cache:
-    """Fill every tensor of a cache in place with NaN (-1 for integer dtypes), and return the cache.
-
-    A model that reads an entry at or past a row's offset then has NaN logits; one that keeps the contract decodes as
-    with a new cache.
-    """
+    """Fill every tensor of a cache in place with NaN (-1 for integer dtypes), and return the cache. A model that reads
+    an entry at or past a row's offset then has NaN logits; one that keeps the contract decodes as with a new cache."""
     for leaf in pytree.tree_leaves(cache):
         if isinstance(leaf, Tensor):
             leaf.fill_(float("nan") if leaf.is_floating_point() else EMPTY)
@@ -156,10 +153,8 @@ BYTES = 256
 
 @dataclass(frozen=True)
 class ByteTokenizer:
-    """A `Tokenizer` whose ids are the bytes of UTF-8, then a BOS and an EOS.
-
-    Characters outside ASCII are several tokens, and most sequences of ids are not valid UTF-8, which a streaming
-    detokenizer has to handle.
+    """A `Tokenizer` whose ids are the bytes of UTF-8, then a BOS and an EOS. As in real ones, a character may take
+    several tokens, and ids may be invalid UTF-8.
 
     bos_id, eos_id: None for a tokenizer without one. add_bos: begin every encoded text with the BOS.
     """

@@ -64,12 +64,7 @@ _FAMILY_FIELDS: dict[str, dict[str, Any]] = {
     "granite": {"residual_multiplier": 0.25, **_GRANITE},
     "granitemoe": _LOCAL_EXPERTS,
     "granitemoeshared": {"shared_intermediate_size": 24, **_LOCAL_EXPERTS},
-    "granitemoehybrid": {
-        "num_local_experts": 0,
-        "shared_intermediate_size": 24,
-        "residual_multiplier": 0.25,
-        **_MAMBA,
-    },
+    "granitemoehybrid": {"num_local_experts": 0, "shared_intermediate_size": 24, "residual_multiplier": 0.25, **_MAMBA},
     "bamba": _MAMBA,
     "falconh1": {"model_type": "falcon_h1", "mamba_d_ssm": 48, "ssm_out_multiplier": 0.5, **_MAMBA},
     "nemotronh": {
@@ -110,11 +105,10 @@ _FAMILY_FIELDS: dict[str, dict[str, Any]] = {
 
 
 def tiny_config(family: str = "qwen3", **overrides: Any) -> dict[str, Any]:
-    """The config.json of a tiny model, as a dict.
+    """The config.json of a tiny model, as a dict. Its vocabulary fits `ByteTokenizer`.
 
-    Args:
-        family: "qwen3", "llama", "gemma3", …: the short name of an architecture in `onward.models.FAMILIES`.
-        overrides: further fields of config.json. The default vocabulary fits `ByteTokenizer`.
+    family: "qwen3", "llama", "gemma3", …: the short name of an architecture in `onward.models.FAMILIES`.
+    overrides: further fields of config.json.
     """
     config: dict[str, Any] = {
         "architectures": [_architecture(family)],
@@ -164,12 +158,10 @@ def random_checkpoint(
     shards: int = 1,
     **overrides: Any,
 ) -> Path:
-    """Write the model of `tiny_model` in the Hugging Face layout, and return the folder.
+    """Write the model that `tiny_model` makes from the same arguments, in the Hugging Face layout; return the folder.
 
-    Args:
-        folder: created if absent. It gets config.json and the weights, but no tokenizer.
-        family, seed, dtype, overrides: as for `tiny_model`.
-        shards: 1 writes model.safetensors; more write an index and this many files.
+    folder: created if absent. It gets config.json and the weights, but no tokenizer.
+    shards: 1 writes model.safetensors; more write an index and this many files.
     """
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
@@ -177,10 +169,17 @@ def random_checkpoint(
     tensors = _RandomTensors(seed, dtype)
     read_config(config).read(WeightScope(tensors))
     (path / "config.json").write_text(json.dumps(config | {"dtype": str(dtype).removeprefix("torch.")}, indent=2))
-    if shards == 1:
-        save_file(tensors.by_name, path / "model.safetensors", metadata={"format": "pt"})
-    else:
-        _save_shards(path, tensors.by_name, shards)
+    names, files, weight_map = list(tensors.by_name), ["model.safetensors"], dict[str, str]()
+    if shards > 1:
+        files = [f"model-{index + 1:05}-of-{shards:05}.safetensors" for index in range(shards)]
+    for index, file in enumerate(files):
+        shard = names[index::shards]
+        save_file({name: tensors.by_name[name] for name in shard}, path / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(shard, file)
+    if shards > 1:
+        total = sum(tensor.nbytes for tensor in tensors.by_name.values())
+        index_json = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (path / "model.safetensors.index.json").write_text(json.dumps(index_json, indent=2))
     return path
 
 
@@ -198,16 +197,3 @@ class _RandomTensors:
         tensor = 1 + 0.1 * noise if name.endswith(("norm.weight", "norm_f.weight")) else noise * shape[-1] ** -0.5
         self.by_name[name] = tensor.to(dtype or self._dtype)
         return self.by_name[name]
-
-
-def _save_shards(path: Path, tensors: dict[str, Tensor], shards: int) -> None:
-    names = list(tensors)
-    weight_map: dict[str, str] = {}
-    for index in range(shards):
-        file = f"model-{index + 1:05}-of-{shards:05}.safetensors"
-        shard = names[index::shards]
-        save_file({name: tensors[name] for name in shard}, path / file, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(shard, file)
-    total = sum(tensor.nbytes for tensor in tensors.values())
-    index_json = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (path / "model.safetensors.index.json").write_text(json.dumps(index_json, indent=2))

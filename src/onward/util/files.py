@@ -12,13 +12,9 @@ from onward.errors import RequestError
 
 
 def write_whole(file: Path, write: Callable[[Path], object]) -> None:
-    """Write a temporary file beside `file`, flush it to the disk, and rename it to `file`.
+    """Write a file atomically and durably, readable only by the owner. The target of a symbolic link is replaced.
 
-    write: called with the temporary path. After an interruption `file` has its old content or all of the new. Only the
-    owner can read the new file. The target of a symbolic link is replaced.
-
-    Raises:
-        OSError, ValueError: the file cannot be written, or its name is invalid.
+    write: called with the path of a temporary file. Raises `OSError` or `ValueError` if it cannot be written.
     """
     file = file.resolve()
     handle, name = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
@@ -32,13 +28,8 @@ def write_whole(file: Path, write: Callable[[Path], object]) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    _sync_folder(file.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Flush the new name to the disk, if the system can. The content is there already."""
-    with suppress(OSError):
-        handle = os.open(folder, os.O_RDONLY)
+    with suppress(OSError):  # flush the new name too, if the system can; the content is on the disk already
+        handle = os.open(file.parent, os.O_RDONLY)
         try:
             os.fsync(handle)
         finally:

@@ -97,9 +97,7 @@ def read_lines(stream: IO[bytes]) -> Iterator[bytes]:
 
 
 def parse_json(text: str | bytes, *, strict: bool = True) -> Any:
-    """Parse JSON written by another library or a model.
-
-    strict: reject control characters in strings.
+    """Parse JSON written by another library or a model. strict: reject control characters in strings.
 
     Raises:
         TextError: it is not JSON, nested too deep, or has a number of too many digits.
@@ -116,11 +114,8 @@ def read_json_file(file: Path) -> Any:
 
 
 def parse_request_json(text: str | bytes) -> Any:
-    """Parse JSON of a request: a body, a line of a batch, a schema.
-
-    Raises:
-        TextError: as `parse_json` raises it; a text with a lone surrogate, or a non-finite number.
-    """
+    """Parse JSON of a request: a body, a line of a batch, a schema. Raises `TextError` like `parse_json`, and for lone
+    surrogates and non-finite numbers."""
     text = _as_text(text)
     suspects: list[float] = []
     value = _loaded(text, strict=True, suspects=suspects)

@@ -131,7 +131,7 @@ def load(
     )
     config = _family(folder, via)
     if pipeline > 1:
-        _refuse_for_ranks(torch_device, hosted=config is None, merge=merge, adapters=adapters, name_map=name_map)
+        _check_ranks(torch_device, hosted=config is None, merge=merge, adapters=adapters, name_map=name_map)
     if config is None:
         if name_map is not None or adapter is not None:
             raise RequestError("name_map= and merge= are for the families of Onward, and transformers runs this model")
@@ -192,7 +192,7 @@ def _family(folder: Checkpoint, via: str) -> Architecture | None:
         return None
 
 
-def _refuse_for_ranks(device: torch.device, *, hosted: bool, **options: object) -> None:
+def _check_ranks(device: torch.device, *, hosted: bool, **options: object) -> None:
     """Raise `RequestError` for options that several processes do not support."""
     if names := [name for name, value in options.items() if value]:
         raise RequestError(f"a model over several processes takes no {names[0]}= yet: load it in one, or without it")
@@ -207,7 +207,7 @@ def _read_hosted(
 ) -> Model:
     """The model with transformers' own forward (docs/transformers.md), quantized, or packed on a CPU."""
     if not isinstance(folder, CheckpointFolder):
-        raise RequestError(f"via='transformers' reads folders in the Hugging Face layout, and {folder.path} is none")
+        raise RequestError(f"via='transformers' reads folders in the Hugging Face layout, and {folder.path} is not one")
     module = read_module(folder, dtype, device)
     release = page_releaser(folder.path)
 

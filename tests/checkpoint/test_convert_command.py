@@ -298,7 +298,7 @@ def test_what_a_format_cannot_hold_is_refused_and_nothing_is_left(tmp_path):
         with pytest.raises(RequestError, match=complaint):
             convert(path, tmp_path / "x.gguf", "gguf")
     convert(tmp_path / "int8", tmp_path / "floats.gguf", "gguf", dtype=torch.bfloat16)
-    with pytest.raises(RequestError, match="is there already"):
+    with pytest.raises(RequestError, match="already exists"):
         convert(source, tmp_path / "floats.gguf", "gguf")
     with pytest.raises(RequestError, match="is GGUF already"):
         convert(tmp_path / "floats.gguf", tmp_path / "x.gguf", "gguf")

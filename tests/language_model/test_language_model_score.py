@@ -88,8 +88,8 @@ def test_a_likely_text_has_a_perplexity_of_one_and_an_impossible_one_an_infinite
 @pytest.mark.parametrize(
     ("text", "options", "error", "message"),
     [
-        ("A", {}, RequestError, "must have 2 ids at least"),
-        (["AB", [1]], {}, RequestError, r"must have 2 ids at least, one to predict another from; got \[1\]"),
+        ("A", {}, RequestError, "must have at least 2 ids"),
+        (["AB", [1]], {}, RequestError, r"must have at least 2 ids, since the first one is not predicted; got \[1\]"),
         ([], {}, RequestError, "empty list of ids"),
         ([1, 258], {}, RequestError, "from 0 to 257; got 258"),
         ("x" * 257, {}, ContextOverflowError, "the prompt is 257 tokens long, but the context holds 256"),

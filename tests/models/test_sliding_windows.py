@@ -69,7 +69,7 @@ def ids(completion):
 
 
 def check(lm):
-    slots = lm._kept._shared.slots
+    slots = lm._prefix_cache._shared.slots
     check_accounts(slots)
     assert slots.free + slots.cached + slots.held == slots.total
     return slots

@@ -288,7 +288,7 @@ def test_only_an_absent_or_empty_folder_is_written(tmp_path):
     (tmp_path / "empty").mkdir()
     quantize_folder(source, tmp_path / "empty", "int8")
     for taken in (tmp_path / "empty", source, source / "config.json"):
-        with pytest.raises(RequestError, match="is there already: give a folder that is absent or empty"):
+        with pytest.raises(RequestError, match="already exists: give a folder that is absent or empty"):
             quantize_folder(source, taken, "int8")
 
 

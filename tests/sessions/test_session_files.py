@@ -202,9 +202,9 @@ def test_what_is_no_session_is_refused_and_not_overwritten(tmp_path: Path, conte
     else:
         file.write_text("" if content == "empty" else "Once upon a time" * 9)
     before = file.read_bytes()
-    with pytest.raises(SessionError, match="is no saved session"):
+    with pytest.raises(SessionError, match="is not a saved session"):
         Session.load(file, tiny())
-    with pytest.raises(SessionError, match="exists and is no saved session, choose another name"):
+    with pytest.raises(SessionError, match="exists and is not a saved session, choose another name"):
         Session(tiny()).save(file)
     assert file.read_bytes() == before
 
@@ -225,7 +225,7 @@ def test_a_file_cut_short_is_refused(file: Path, at: float) -> None:
     content = file.read_bytes()
     cut = file.with_name("cut")
     cut.write_bytes(content[: int(at * len(content))])
-    with pytest.raises(SessionError, match="no saved session or is damaged"):
+    with pytest.raises(SessionError, match="not a saved session or is damaged"):
         Session.load(cut, tiny())
 
 
@@ -393,7 +393,7 @@ def test_other_kernels_are_warned_of(file: Path, form: str) -> None:
     ops.choose(other)
     if ops.choice().form != other:
         pytest.skip("this machine has one form of the kernels")
-    with pytest.warns(OnwardWarning, match="goes on by .* which may round otherwise"):
+    with pytest.warns(OnwardWarning, match="continues on .* which may round differently"):
         session = Session.load(file, tiny())
     assert len(session.tokens) == 14
 

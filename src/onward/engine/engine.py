@@ -318,8 +318,8 @@ class Engine:
     def _check_fits(self, request: EngineRequest) -> None:
         if request.sequences > self.max_sequences:
             raise RequestError(
-                f"the request runs {request.sequences} texts at once, and the engine {self.max_sequences}: ask for "
-                "fewer, or give the engine a larger max_sequences"
+                f"the request runs {request.sequences} texts at once, but the engine only {self.max_sequences}: ask "
+                "for fewer, or give the engine a larger max_sequences"
             )
         if request.needed_blocks > self._worker.slots.total:
             longest = request.job.sequences[0].longest

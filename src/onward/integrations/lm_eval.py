@@ -89,7 +89,7 @@ class OnwardLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
         assert tokenizer is not None, "checked by __init__"
         ids = [tokenizer.eos_id, *sorted(self.lm.defaults.eos or ())]
         if (eos := next((token for token in ids if token is not None), None)) is None:
-            raise RequestError("tasks need an id that ends texts, and neither tokenizer nor checkpoint names one")
+            raise RequestError("tasks need an id that ends texts, but neither tokenizer nor checkpoint names one")
         return eos
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **others: Any) -> list[int]:
@@ -179,8 +179,8 @@ class OnwardLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
         """Truncate the context at its beginning, so that both fit."""
         if len(continuation) >= self.max_length:
             raise RequestError(
-                f"a continuation of {len(continuation)} ids leaves no room for a context: the most are "
-                f"{self.max_length} together"
+                f"a continuation of {len(continuation)} ids leaves no room for a context: the maximum is "
+                f"{self.max_length} for both"
             )
         return context[max(0, len(context) + len(continuation) - self.max_length) :], continuation
 

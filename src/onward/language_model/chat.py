@@ -87,7 +87,7 @@ class ChatReader:
         if use.tools and use.choice != "none":
             if self.template is not None and "tools" not in self.template.variables:
                 raise RequestError(
-                    "tools would not be seen by the model: its chat template does not read tools; write a message"
+                    "the model would not see the tools: its chat template does not read them; write a message"
                 )
             rest["tools"] = [tool.given for tool in use.tools]
         variables, others = split_chat_options(self.template, rest)
@@ -100,9 +100,7 @@ class ChatReader:
         schema = self._schema_beside(use, others)
         if use.is_constrained or schema is not None:
             if constraints and (schema is None or constraints != ["json_schema"]):
-                raise RequestError(
-                    f"{constraints[0]} and the calls that are asked for each say what the text may be: give one"
-                )
+                raise RequestError(f"{constraints[0]} and the requested tool calls are mutually exclusive: give one")
             thinking_answer = answer if self._may_think else dataclasses.replace(answer, thinking=False)
             others.pop("json_schema", None)
             content = None

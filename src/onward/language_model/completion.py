@@ -127,7 +127,7 @@ class Completion:
             raise RequestError("this text has no json_schema to be parsed by: give json_schema= to the request")
         if self.finish_reason != "stop":
             raise RequestError(
-                f"the JSON is not whole, for the text ended by {self.finish_reason!r} after {len(self.token_ids)} "
+                f"the JSON is incomplete, because the text ended by {self.finish_reason!r} after {len(self.token_ids)} "
                 "tokens: give it more room (max_new_tokens, time_limit)"
             )
         if self.message is not None and self.message.tool_calls and self.message.content is None:

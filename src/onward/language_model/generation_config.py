@@ -143,14 +143,14 @@ def _notes(fields: _Fields, *, searches: bool, do_sample: bool, has_text: bool) 
     if names:
         yield (
             f"asks for {', '.join(names)}, which Onward does not have: "
-            "texts will differ from those of a library that has"
+            "texts will differ from those of libraries that do"
         )
     if searches and do_sample:
-        yield "samples with beams, and here beams are not sampled: the likeliest texts are searched; beams=1 samples"
+        yield "samples with beams, which is not supported: the most likely texts are searched; beams=1 samples"
     if fields.get("num_return_sequences", 1) != 1 and not (searches or do_sample):
         yield "asks for num_return_sequences but neither for do_sample nor for beams: there is one greedy text"
     if fields.get("stop_strings") and not has_text:
-        yield "names stop_strings, which need a tokenizer, and there is none: they stop nothing"
+        yield "names stop_strings, which need a tokenizer, but there is none: they are ignored"
     idle = [
         name
         for name in ("temperature", "top_p", "min_p", "typical_p")

@@ -137,12 +137,12 @@ class LanguageModel:
     @property
     def prefix_memory(self) -> int:
         """The maximum size of the prefix cache in bytes. Setting it clears the cache."""
-        return self._kept.memory
+        return self._prefix_cache.memory
 
     @prefix_memory.setter
     def prefix_memory(self, nbytes: int) -> None:
         check_whole("prefix_memory", nbytes, low=0)
-        self._kept = SharedCache(nbytes)
+        self._prefix_cache = SharedCache(nbytes)
 
     @property
     def message_format(self) -> MessageFormat:
@@ -322,7 +322,9 @@ class LanguageModel:
             self.encode(each, add_special_tokens=False) if isinstance(each, str) else self._reader.prompt_ids(each)
             for each in continuations
         ]
-        return score_continuations(self._model_run, self._kept, ids, after, logprobs, self.prefill_chunk, loaded)
+        return score_continuations(
+            self._model_run, self._prefix_cache, ids, after, logprobs, self.prefill_chunk, loaded
+        )
 
     @checks_option_names
     def logits(self, ids: Ids, *, adapter: str | None = None) -> Tensor:
@@ -370,7 +372,7 @@ class LanguageModel:
 
     @property
     def _runner(self) -> Runner:
-        return Runner(self._model_run, self.tokenizer, self.prefill_chunk, self._kept, self.adapters)
+        return Runner(self._model_run, self.tokenizer, self.prefill_chunk, self._prefix_cache, self.adapters)
 
     @checks_option_names
     def explain(self, batch: int = 1, tokens: int = 1, offset: int = 0) -> Report:
@@ -382,7 +384,7 @@ class LanguageModel:
         """A cache of `batch` rows with `max_len` positions (by default the whole context), for `generate`."""
         length = self.model.max_seq_len if max_len is None else max_len
         if length is None:
-            raise RequestError("this model does not say how long its context is: give max_len")
+            raise RequestError("this model has no max_seq_len: give max_len")
         if batch < 1 or length < 1:
             raise RequestError(f"a cache needs a batch and a max_len of 1 or more; got {batch} and {length}")
         return self.model.new_cache(batch, length)

@@ -197,7 +197,7 @@ class GenerateOptions(SamplingParams):
     def _check_constraint(self) -> None:
         constraints = [name for name in CONSTRAINTS if getattr(self, name) is not None]
         if len(constraints) > 1:
-            raise RequestError(f"{' and '.join(constraints)} each say what the text may be: give one of them")
+            raise RequestError(f"{' and '.join(constraints)} are mutually exclusive: give one of them")
         if self.json_schema is not None and not isinstance(self.json_schema, JsonSchema):
             self._set("json_schema", JsonSchema(self.json_schema))
         if self.choice is not None:
@@ -230,9 +230,7 @@ class GenerateOptions(SamplingParams):
             return None if maker is None else maker.fork()
         constraint = maker(tokenizer, self.stop_ids)
         if not isinstance(constraint, Constraint):
-            raise RequestError(
-                f"the function given as constraint must make an onward.Constraint; it made {constraint!r}"
-            )
+            raise RequestError(f"the constraint function must return an onward.Constraint; it returned {constraint!r}")
         return constraint
 
     @property

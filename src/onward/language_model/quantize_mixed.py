@@ -137,7 +137,8 @@ def choose_formats(
     room = math.floor(bits * weights / 8 + 1e-6) - narrow
     if room < minimum - narrow:
         raise RequestError(
-            f"matrices take {8 * minimum / weights:.4g} bits a weight of this model at least; got a budget of {bits:g}"
+            f"the matrices of this model take at least {8 * minimum / weights:.4g} bits a weight; got a budget of "
+            f"{bits:g}"
         )
     costs = []
     for cost in _costs(model, ids[: MEASURED.texts, : MEASURED.length], units):

@@ -63,7 +63,9 @@ def check_quantizing(format: object, calibrate: object) -> None:
     if isinstance(format, str):
         check_format(format)
     elif not is_finite(format):
-        raise RequestError(f"weights are quantized to {rounded_formats()}, or to so many bits a weight; got {format!r}")
+        raise RequestError(
+            f"weights are quantized to {rounded_formats()}, or to a number of bits per weight; got {format!r}"
+        )
     if not isinstance(calibrate, Calibration | None):
         raise RequestError(f"calibrate is an onward.quantization.Calibration, or None; got {calibrate!r}")
 
@@ -127,12 +129,12 @@ def quantize_folder(
     path = find_folder(source if isinstance(source, str) else Path(source), progress=show_downloads)
     if is_gguf(path):
         raise RequestError(
-            f"{path} is GGUF, in types of its own: make a folder of it with onward convert --to safetensors, or give "
-            "quantize= to onward.load"
+            f"{path} is GGUF, which has its own types: convert it to a folder with onward convert --to safetensors, or "
+            "give quantize= to onward.load"
         )
     folder = CheckpointFolder(path)
     if (manifest := read_manifest(path, folder.config)) is not None:
-        raise RequestError(f"{path} is {manifest.format} already: quantize the checkpoint that it was made from")
+        raise RequestError(f"{path} is {manifest.format} already: quantize the original checkpoint")
     config = read_config(folder.config)
     params = read_weights(path, config, dtype=None, device=torch.device("cpu"))
     release = page_releaser(path)

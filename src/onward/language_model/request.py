@@ -143,7 +143,7 @@ class RequestReader:
             limits = [limit for limit in (context, cache_len) if limit is not None]
             if not limits:
                 raise RequestError(
-                    "max_new_tokens=None goes to the end of the context, and this model does not say how long that is: "
+                    "max_new_tokens=None generates to the end of the context, but this model has no max_seq_len: "
                     "give a number"
                 )
             changes["max_new_tokens"] = max(0, min(limits) - prompt_len)

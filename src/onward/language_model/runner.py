@@ -118,12 +118,12 @@ Pieces = Generator[Piece, None, list[Completion]]
 @dataclass(frozen=True)
 class Runner:
     """Runs requests together. tokenizer: None for empty texts. chunk: the maximum number of prompt tokens processed at
-    once. kept: the prefix cache."""
+    once."""
 
     run: ModelRun
     tokenizer: Tokenizer | None
     chunk: int
-    kept: SharedCache
+    prefix_cache: SharedCache
     adapters: Adapters
 
     def pieces(self, requests: abc.Sequence[Request], cache: Cache | PinnedPrefix | None = None) -> Pieces:
@@ -137,7 +137,7 @@ class Runner:
         if isinstance(cache, PinnedPrefix) and rows != 1:
             options = requests[0].options
             raise RequestError(
-                f"a session goes on with one text at a time: leave out n and beams; got n={options.n}, "
+                f"a session generates one text at a time: leave out n and beams; got n={options.n}, "
                 f"beams={options.beams}"
             )
         if isinstance(cache, KVCache) and cache.batch != rows:
@@ -163,7 +163,7 @@ class Runner:
             yield from self._decode(jobs, RowCacheManager.given(self.run.model, cache, rows), None, started)
         else:
             longest = max(sequence.longest for job in jobs for sequence in job.sequences)
-            with self.kept.lease(self.run.model, rows, longest) as slots:
+            with self.prefix_cache.lease(self.run.model, rows, longest) as slots:
                 yield from self._decode(jobs, slots, None, started)
         return [job.completion() for job in jobs]
 

@@ -95,7 +95,9 @@ def _logprobs_of_texts(
     """The logprobs of each text's ids, in order. Texts of similar length run together."""
     for ids in texts:
         if len(ids) < 2:
-            raise RequestError(f"a text to score must have 2 ids at least, one to predict another from; got {ids}")
+            raise RequestError(
+                f"a text to score must have at least 2 ids, since the first one is not predicted; got {ids}"
+            )
     logprobs: dict[int, list[TokenLogprobs | None]] = {}
     by_length = sorted(range(len(texts)), key=lambda index: len(texts[index]), reverse=True)
     while by_length:
@@ -109,7 +111,7 @@ def _logprobs_of_texts(
 
 def score_continuations(
     run: ModelRun,
-    kept: SharedCache,
+    prefix_cache: SharedCache,
     context: list[int],
     continuations: abc.Sequence[list[int]],
     top: int,
@@ -118,7 +120,7 @@ def score_continuations(
 ) -> list[Score]:
     """The score of each continuation of the context, which is processed once, apart from a cached prefix."""
     if not all(continuations):
-        raise RequestError("a continuation to score must have an id at least; got an empty one")
+        raise RequestError("a continuation to score must have at least one id; got an empty one")
     for ids in continuations:
         check_room(len(context) + len(ids), 0, run.model.max_seq_len)
     scores: list[Score] = []
@@ -129,7 +131,7 @@ def score_continuations(
         texts = [Sequence([*context, *ids], 0, prompt_top=top, adapter=adapter) for ids in batch]
         for text in texts:
             text.prompt_logprobs = [None] * len(context)  # the ids of the context are not scored
-        with kept.lease(run.model, 1 + len(texts), max(text.longest for text in (first, *texts))) as slots:
+        with prefix_cache.lease(run.model, 1 + len(texts), max(text.longest for text in (first, *texts))) as slots:
             _process(run, slots, [first, *texts], chunk, dict.fromkeys(texts, first))
         scores += [Score([*context, *ids], text.prompt_logprobs) for ids, text in zip(batch, texts, strict=True)]
     return scores

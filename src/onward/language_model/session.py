@@ -38,13 +38,13 @@ class Session:
 
     def __init__(self, lm: LanguageModel) -> None:
         if not isinstance(lm, LanguageModel):
-            raise RequestError(f"a session is of a LanguageModel; got {type(lm).__name__}: see onward.load")
+            raise RequestError(f"a session needs a LanguageModel; got {type(lm).__name__}: see onward.load")
         self.lm = lm
         self.notes: dict[str, str] = {}
-        self._text = PinnedPrefix(lambda *asked: lm._kept.lease(*asked))
+        self._text = PinnedPrefix(lambda *asked: lm._prefix_cache.lease(*asked))
 
     def __repr__(self) -> str:
-        return described(self, f"{len(self.tokens):,} ids held", repr(self.lm))
+        return described(self, f"{len(self.tokens):,} ids cached", repr(self.lm))
 
     def __reduce__(self) -> NoReturn:
         raise SessionError("a session holds the cache of its model: save it to a file, and load it where you need it")
@@ -110,6 +110,6 @@ class Session:
             )
         session = cls(lm)
         session.notes = saved.notes
-        if saved.held is not None:
-            session._text.adopt(lm.model, saved.held, saved.tokens, adapter)
+        if saved.snapshot is not None:
+            session._text.adopt(lm.model, saved.snapshot, saved.tokens, adapter)
         return session

@@ -42,11 +42,11 @@ _PROBE_LENGTHS = (16, 32)
 
 @dataclass(frozen=True)
 class SavedSession:
-    """tokens: the ids. held: the cache of their positions, if any. notes: the user's strings. adapter: the digest of
-    the adapter that the cache was computed with, or ""."""
+    """tokens: the ids. snapshot: the cache of their positions, if any. adapter: the digest of the adapter that it was
+    computed with, or ""."""
 
     tokens: list[int]
-    held: CacheSnapshot | None
+    snapshot: CacheSnapshot | None
     notes: dict[str, str]
     adapter: str = ""
 
@@ -56,7 +56,7 @@ def save(file: Path, model: Model, session: SavedSession) -> None:
     if not _are_strings(session.notes):
         raise SessionError(f"the notes of a session are strings by name; got {session.notes!r}")
     if file.exists():
-        _read_header(file, f"{str(file)!r} exists and is no saved session, choose another name")
+        _read_header(file, f"{str(file)!r} exists and is not a saved session, choose another name")
     tensors, capacity = _tensors(model, session)
     metadata = {
         MARK: str(VERSION_WITH_ADAPTER if session.adapter else VERSION),
@@ -81,12 +81,12 @@ def load(file: Path, model: Model) -> SavedSession:
     try:
         saved_model, notes = json.loads(metadata["model"]), json.loads(metadata["notes"])
         if not _are_strings(notes):
-            raise ValueError("its notes are no strings by name")
+            raise ValueError("its notes are not strings by name")
         tokens, saved_by = _checked_tokens(tensors.pop("tokens"), model.vocab_size), metadata["computed_by"]
         capacity = _checked_capacity(metadata["capacity"], len(tokens) if tensors else 0)
         reason = difference(saved_model, model)
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise SessionError(f"{str(file)!r} is no session that Onward saved: {one_line(error)}") from error
+        raise SessionError(f"{str(file)!r} is not a session saved by Onward: {one_line(error)}") from error
     if reason is not None:
         raise SessionError(f"{str(file)!r} is the session of another model: {reason}")
     if model.max_seq_len is not None and len(tokens) > model.max_seq_len:
@@ -96,11 +96,11 @@ def load(file: Path, model: Model) -> SavedSession:
         )
     if (loaded_by := computed_by(model)) != saved_by:
         warn(
-            f"{str(file)!r} was computed by {saved_by!r} and goes on by {loaded_by!r}, which may round "
-            "otherwise: its tokens can differ from those of a fresh call"
+            f"{str(file)!r} was computed by {saved_by!r} and continues on {loaded_by!r}, which may round "
+            "differently: its tokens can differ from those of a fresh call"
         )
-    held = _restored(file, model, tensors, len(tokens), capacity)
-    return SavedSession(tokens, held, notes, metadata.get("adapter", ""))
+    snapshot = _restored(file, model, tensors, len(tokens), capacity)
+    return SavedSession(tokens, snapshot, notes, metadata.get("adapter", ""))
 
 
 def _are_strings(notes: dict[Any, Any]) -> bool:
@@ -124,19 +124,19 @@ def _checked_capacity(text: str, count: int) -> int:
 
 def _tensors(model: Model, session: SavedSession) -> tuple[dict[str, Tensor], int]:
     tensors = {"tokens": torch.tensor(session.tokens, dtype=torch.int32)}
-    held, count = session.held, len(session.tokens)
-    if held is None or not count:
+    snapshot, count = session.snapshot, len(session.tokens)
+    if snapshot is None or not count:
         return tensors, 0
-    leaves = _leaves(held.cache)
+    leaves = _leaves(snapshot.cache)
     for name, leaf in leaves.items():
         if not isinstance(leaf, Tensor):
             raise SessionError(f"a cache is saved if it is a pytree of tensors; {name} is a {type(leaf).__name__}")
-    dims, firsts = _dims(model, held), _firsts(model, held.cache, count)
+    dims, firsts = _dims(model, snapshot), _firsts(model, snapshot.cache, count)
     for (name, leaf), dim, first in zip(leaves.items(), dims, firsts, strict=True):
         # A copy, since the session may write to its cache again, and two leaves may share memory.
         filled = _from(first, first_positions(leaf, dim, count), dim).detach()
         tensors[name] = filled.to("cpu", copy=True, memory_format=torch.contiguous_format)
-    return tensors, held.capacity
+    return tensors, snapshot.capacity
 
 
 def _restored(
@@ -144,19 +144,19 @@ def _restored(
 ) -> CacheSnapshot | None:
     if not tensors:
         return None
-    held = CacheSnapshot(model.new_cache(1, length := padded_length(count, model)), length)
-    if None in _dims(model, held) and length != capacity:
+    snapshot = CacheSnapshot(model.new_cache(1, length := padded_length(count, model)), length)
+    if None in _dims(model, snapshot) and length != capacity:
         # A tensor that was saved whole is as long as its cache was.
         try:
-            held = CacheSnapshot(model.new_cache(1, capacity), capacity)
+            snapshot = CacheSnapshot(model.new_cache(1, capacity), capacity)
         except (RuntimeError, MemoryError) as error:
             raise SessionError(
                 f"{str(file)!r} needs a cache for {capacity} positions, which cannot be made: {one_line(error)[:200]}"
             ) from error
-    leaves, dims = _leaves(held.cache), _dims(model, held)
+    leaves, dims = _leaves(snapshot.cache), _dims(model, snapshot)
     if leaves.keys() != tensors.keys():
         raise SessionError(f"{str(file)!r} holds a cache of other tensors than this model's")
-    for (name, leaf), dim, first in zip(leaves.items(), dims, _firsts(model, held.cache, count), strict=True):
+    for (name, leaf), dim, first in zip(leaves.items(), dims, _firsts(model, snapshot.cache, count), strict=True):
         target = first_positions(leaf, dim, count)
         if target.shape != tensors[name].shape:  # older files have all positions of sliding layers
             target = _from(first, target, dim)
@@ -166,18 +166,18 @@ def _restored(
                 f"has {target.dtype} {list(target.shape)}"
             )
         target.copy_(tensors[name])
-    return held
+    return snapshot
 
 
 def _leaves(cache: Any) -> dict[str, Any]:
     return {f"cache{pytree.keystr(path)}": leaf for path, leaf in pytree.tree_flatten_with_path(cache)[0]}
 
 
-def _dims(model: Model, held: CacheSnapshot) -> list[int | None]:
+def _dims(model: Model, snapshot: CacheSnapshot) -> list[int | None]:
     """The dimension of positions in each tensor; None for a tensor that is stored whole."""
-    length = next(length for length in _PROBE_LENGTHS if length != held.capacity)
-    dims = position_dims(held.cache, held.capacity, model.new_cache(1, length), length)
-    return [None] * len(pytree.tree_leaves(held.cache)) if dims is None else dims
+    length = next(length for length in _PROBE_LENGTHS if length != snapshot.capacity)
+    dims = position_dims(snapshot.cache, snapshot.capacity, model.new_cache(1, length), length)
+    return [None] * len(pytree.tree_leaves(snapshot.cache)) if dims is None else dims
 
 
 def _firsts(model: Model, cache: Any, count: int) -> list[int]:
@@ -197,7 +197,7 @@ def _from(first: int, tensor: Tensor, dim: int | None) -> Tensor:
 
 
 def _read_verified(file: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
-    metadata = _read_header(file, f"{str(file)!r} is no saved session or is damaged")
+    metadata = _read_header(file, f"{str(file)!r} is not a saved session or is damaged")
     try:
         with safe_open(file, framework="pt", device="cpu") as content:
             tensors = {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118 (no mapping)
@@ -208,8 +208,8 @@ def _read_verified(file: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
     return metadata, tensors
 
 
-def _read_header(file: Path, refusal: str) -> dict[str, str]:
-    """The metadata of a session of a known format. `refusal` begins the error for other files."""
+def _read_header(file: Path, message: str) -> dict[str, str]:
+    """The metadata of a session of a known format. `message` begins the error for other files."""
     if file.is_dir():
         raise SessionError(f"{str(file)!r} is a folder, and a session is a file: choose another name")
     try:
@@ -218,10 +218,10 @@ def _read_header(file: Path, refusal: str) -> dict[str, str]:
     except OSError as error:
         raise SessionError(f"{str(file)!r} cannot be read: {error.strerror or one_line(error)}") from error
     except (SafetensorError, ValueError, MemoryError) as error:
-        raise SessionError(f"{refusal}: {one_line(error)}") from error
+        raise SessionError(f"{message}: {one_line(error)}") from error
     version = metadata.get(MARK)
     if version is None:
-        raise SessionError(f"{refusal}: it is a safetensors file of something else")
+        raise SessionError(f"{message}: it is a safetensors file of something else")
     if version not in (str(VERSION), str(VERSION_WITH_ADAPTER)):
         raise SessionError(
             f"{str(file)!r} is a session of format {version}, and this Onward reads formats {VERSION} and "

@@ -73,9 +73,9 @@ class WeightsReader:
 
     def _read_gguf(self, checkpoint: GgufCheckpoint) -> Any:
         """Each layer is packed, and its pages are released, before the next is read."""
-        self._refuse_name_map("GGUF")
+        self._reject_name_map("GGUF")
         if blocks := [name for name in checkpoint.types if name not in ("F32", "F16", "BF16")]:
-            self._refuse_format(blocks[0])
+            self._reject_format(blocks[0])
         release = checkpoint.page_releaser()
         params = checkpoint.read_weights(
             self.architecture, dtype=self.dtype, device=self.device, each_layer=self._layer_by_layer(release)
@@ -84,9 +84,9 @@ class WeightsReader:
 
     def _read_quantized(self, manifest: Manifest) -> Any:
         """Quantized matrices stay in the mapped file; unquantized ones are packed."""
-        self._refuse_name_map("quantized")
+        self._reject_name_map("quantized")
         if self.format != manifest.format:
-            self._refuse_format(manifest.format)
+            self._reject_format(manifest.format)
         params = read_quantized(self.checkpoint.path, manifest, self.architecture, dtype=self.dtype, device=self.device)
         return self._finished(params, None, lambda: None)
 
@@ -163,14 +163,14 @@ class WeightsReader:
 
         return after_matrix
 
-    def _refuse_name_map(self, kind: str) -> None:
+    def _reject_name_map(self, kind: str) -> None:
         if self.name_map is not None:
             raise RequestError(
                 f"a name map is for a folder of safetensors or of torch.distributed.checkpoint in floats, and "
                 f"{self.checkpoint.path} is {kind}"
             )
 
-    def _refuse_format(self, own: str) -> None:
+    def _reject_format(self, own: str) -> None:
         if self.format is not None:
             raise RequestError(
                 f"{self.checkpoint.path} is quantized already ({own}): load it without quantize={self.format!r}"

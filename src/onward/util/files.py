@@ -41,10 +41,10 @@ def check_destination(destination: Path, *, is_file: bool = False) -> None:
     is_free = destination.is_dir() and not is_file and not any(destination.iterdir())
     if not is_free and (destination.exists() or destination.is_symlink()):
         what = "a file that is absent" if is_file else "a folder that is absent or empty"
-        raise RequestError(f"{destination} is there already: give {what}")
+        raise RequestError(f"{destination} already exists: give {what}")
     parent = next(place for place in destination.absolute().parents if place.exists())
     if not (parent.is_dir() and os.access(parent, os.W_OK | os.X_OK)):
-        raise RequestError(f"{destination} cannot be written, for {parent} is no folder that takes files: give another")
+        raise RequestError(f"{destination} cannot be written, because {parent} is not a writable folder: give another")
 
 
 @contextmanager

@@ -222,9 +222,8 @@ class Engine:
         Pieces and completion are bit for bit those of the uninterrupted request, from the first piece on: emitted ids
         count for usage, limits, penalties, stop strings and noise. They are prefilled with the prompt, except for a
         cached prefix, and not decoded again. If they already end the text, the generation ends immediately. Beam search
-        restarts, with the same result.
-
-        Timings, draft counts and cache hits are this engine's. A `time_limit` starts now.
+        restarts, with the same result. Timings, draft counts and cache hits are this engine's; a `time_limit` starts
+        now.
 
         Args:
             emitted: the ids of the text so far; with n above 1 a list for each text (`Generation.emitted`).

@@ -118,11 +118,8 @@ class Completion:
 
     @property
     def parsed(self) -> Any:
-        """The JSON value of a text with a `json_schema`, or an instance of the pydantic class.
-
-        Raises:
-            RequestError: there was no json_schema, the text is incomplete, or the class rejects the value.
-        """
+        """The JSON value of a text with a `json_schema`, or an instance of the pydantic class. Raises `RequestError`
+        without a json_schema, for an incomplete text, and if the class rejects the value."""
         if self.json_schema is None:
             raise RequestError("this text has no json_schema to be parsed by: give json_schema= to the request")
         if self.finish_reason != "stop":

@@ -187,16 +187,15 @@ def _units(model: Model) -> list[_Unit]:
         return part
 
     map_marked(collect, model.params)
-    return [_unit(key, parts) for key, parts in groups.items()]
-
-
-def _unit(key: tuple[Any, ...], parts: Sequence[tuple[tuple[Any, ...], Any]]) -> _Unit:
-    in_layers = key[0] == pytree.GetAttrKey("layers")
-    shapes: list[tuple[int, int]] = []
-    for _, part in parts if in_layers else parts[:1]:  # a tied pair is one matrix
-        matrices = part.matrices if isinstance(part, ExpertLinear) else (part.weight,)
-        shapes += [weight_shape(matrix) for matrix in matrices]
-    return _Unit(tuple(path for path, _ in parts), key[1].idx if in_layers else None, tuple(shapes))
+    units = []
+    for key, parts in groups.items():
+        in_layers = key[0] == pytree.GetAttrKey("layers")
+        shapes: list[tuple[int, int]] = []
+        for _, part in parts if in_layers else parts[:1]:  # a tied pair is one matrix
+            matrices = part.matrices if isinstance(part, ExpertLinear) else (part.weight,)
+            shapes += [weight_shape(matrix) for matrix in matrices]
+        units.append(_Unit(tuple(path for path, _ in parts), key[1].idx if in_layers else None, tuple(shapes)))
+    return units
 
 
 def _costs(model: Model, ids: Tensor, units: Sequence[_Unit]) -> Iterator[float]:

@@ -210,9 +210,7 @@ def one_prompt(prompt: Prompt, taker: str, advice: str = "use generate for sever
 
 
 def _is_prompt(item: Any) -> bool:
-    if isinstance(item, np.ndarray | Tensor):
-        return item.ndim > 0
-    return isinstance(item, str | Sequence | Request)
+    return item.ndim > 0 if isinstance(item, np.ndarray | Tensor) else isinstance(item, str | Sequence | Request)
 
 
 def _checked_per_prompt(per_prompt: object, prompts: int) -> list[Mapping[str, Any]]:

@@ -52,11 +52,9 @@ class StepRouter:
         run_step: Callable[[Step, abc.Sequence[ScheduledSequence]], Emitted] = lambda step, work: step(work),
     ) -> None:
         self._run, self._slots, self._run_step = run, slots, run_step
-        self._device = run.model.device
-        self._chooser = SamplerCache(self._device)
-        self._plain = DecodeStep(run, slots, self._chooser, self._device)
-        self._beams = BeamStep(self._plain, run, slots, self._device, failed)
-        device, vocab_size = self._device, run.model.vocab_size
+        device, vocab_size = run.model.device, run.model.vocab_size
+        self._plain = DecodeStep(run, slots, SamplerCache(device), device)
+        self._beams = BeamStep(self._plain, run, slots, device, failed)
         self._forced = SpeculativeStep(
             self._plain, run, slots, SamplerCache(device), device, longest=LENGTHS[-1], vocab_size=vocab_size
         )
@@ -74,15 +72,14 @@ class StepRouter:
             draft_forced(sequence for sequence in constrained if sequence.drafting is None)
             self._special.update(dict.fromkeys(constrained, self._forced))
             return
+        device, vocab_size = self._run.model.device, self._run.model.vocab_size
         if draft not in self._speculative:
             used = set(self._special.values())
             self._speculative = {drafter: step for drafter, step in self._speculative.items() if step in used}
-            chooser = SamplerCache(self._device)
-            self._speculative[draft] = draft.step(
-                self._plain, self._run, self._slots, chooser, self._device, self._run.model.vocab_size
-            )
+            sampler = SamplerCache(device)
+            self._speculative[draft] = draft.step(self._plain, self._run, self._slots, sampler, device, vocab_size)
         if new := [sequence for sequence in sequences if sequence.drafting is None]:
-            draft.join(new, self._run.model.vocab_size, self._device)
+            draft.join(new, vocab_size, device)
         self._special.update(dict.fromkeys(sequences, self._speculative[draft]))
 
     def leave(self, sequences: abc.Iterable[Sequence]) -> None:

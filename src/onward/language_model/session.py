@@ -79,12 +79,8 @@ class Session:
 
     def save(self, file: str | os.PathLike[str]) -> None:
         """Write the ids, their keys and values, and the notes to a safetensors file, atomically and readable only by
-        its owner. The file is as large as the cache for these positions (see `onward info`).
-
-        Raises:
-            SessionError: the file cannot be written or is not a session, or the model's cache is not a pytree of
-                tensors.
-        """
+        its owner. The file is as large as the cache for these positions (see `onward info`). Raises `SessionError` if
+        it cannot be written or is not a session, and if the model's cache is not a pytree of tensors."""
         if not self._text.is_of(self.lm.model):  # the cache was filled with other weights
             self.truncate(0)
         digest = digest_of(self._text.adapter) if self._text.tokens else ""
@@ -93,9 +89,8 @@ class Session:
 
     @classmethod
     def load(cls, file: str | os.PathLike[str], lm: LanguageModel) -> Self:
-        """Load a session for the same model: the same weights in the same dtype or quantization.
-
-        If it was computed with an adapter, one with the same content must be loaded, under any name.
+        """Load a session for the same model: the same weights in the same dtype or quantization. If it was computed with
+        an adapter, one with the same content must be loaded, under any name.
 
         Raises:
             SessionError: the file cannot be read, is damaged, is not a session, or is of a newer Onward, another model

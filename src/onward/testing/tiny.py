@@ -12,14 +12,6 @@ from torch import Tensor
 from onward.errors import RequestError
 from onward.models import FAMILIES, Model, WeightScope, build_model, read_config
 
-
-def _architecture(family: str) -> str:
-    names = {name.removesuffix("ForCausalLM").lower(): name for name in FAMILIES if name.endswith("ForCausalLM")}
-    if family not in names:
-        raise RequestError(f"family must be one of {', '.join(sorted(names))}; got {family!r}")
-    return names[family]
-
-
 # Hybrid families: all layers but the last have this recurrent type.
 _HYBRID = dict.fromkeys(("qwen3_5", "qwen3_5moe", "qwen3next"), "linear_attention")
 _HYBRID |= dict.fromkeys(("lfm2", "lfm2moe"), "conv") | {"granitemoehybrid": "linear_attention"}
@@ -110,8 +102,11 @@ def tiny_config(family: str = "qwen3", **overrides: Any) -> dict[str, Any]:
     family: "qwen3", "llama", "gemma3", …: the short name of an architecture in `onward.models.FAMILIES`.
     overrides: further fields of config.json.
     """
+    names = {name.removesuffix("ForCausalLM").lower(): name for name in FAMILIES if name.endswith("ForCausalLM")}
+    if family not in names:
+        raise RequestError(f"family must be one of {', '.join(sorted(names))}; got {family!r}")
     config: dict[str, Any] = {
-        "architectures": [_architecture(family)],
+        "architectures": [names[family]],
         "model_type": family,
         "pad_token_id": 0,
         "vocab_size": 258,

@@ -97,11 +97,8 @@ def read_lines(stream: IO[bytes]) -> Iterator[bytes]:
 
 
 def parse_json(text: str | bytes, *, strict: bool = True) -> Any:
-    """Parse JSON written by another library or a model. strict: reject control characters in strings.
-
-    Raises:
-        TextError: it is not JSON, nested too deep, or has a number of too many digits.
-    """
+    """Parse JSON written by another library or a model. Raises `TextError` for other text, too deep nesting, and numbers
+    of too many digits. strict: reject control characters in strings."""
     value = _loaded(_as_text(text), strict)
     if _is_too_deep(value):
         raise _too_deep()

@@ -77,8 +77,8 @@ def _unit_at(place: int, units: dict[int, RecentMean], others: dict[int, RecentM
 
 
 class Throughput:
-    """Prompt tokens, output tokens and admitted requests per second of work, mostly over the latest half minute; 0 before
-    the first step. Idle time does not count."""
+    """Prompt tokens, output tokens and admitted requests per second of work, mostly over the latest half minute; 0
+    before the first step. Idle time does not count."""
 
     def __init__(self) -> None:
         self._seconds = self._prompt = self._output = self._admitted = 0.0

@@ -134,7 +134,7 @@ def load(
         _check_ranks(torch_device, hosted=config is None, merge=merge, adapters=adapters, name_map=name_map)
     if config is None:
         if name_map is not None or adapter is not None:
-            raise RequestError("name_map= and merge= are for the families of Onward, and transformers runs this model")
+            raise RequestError("name_map= and merge= are for built-in families, but transformers runs this model")
         model = _read_hosted(folder, torch_dtype, torch_device, quantize, max_seq_len)
         tokenizer = None if tokenizer is None else tokenizer.within(path, model.vocab_size)
     else:
@@ -195,11 +195,13 @@ def _family(folder: Checkpoint, via: str) -> Architecture | None:
 def _check_ranks(device: torch.device, *, hosted: bool, **options: object) -> None:
     """Raise `RequestError` for options that several processes do not support."""
     if names := [name for name, value in options.items() if value]:
-        raise RequestError(f"a model over several processes takes no {names[0]}= yet: load it in one, or without it")
+        raise RequestError(
+            f"a model over several processes does not support {names[0]}= yet: load it in one, or without it"
+        )
     if hosted:
-        raise RequestError("pipeline= is for the families of Onward, and transformers runs this model")
+        raise RequestError("pipeline= is for built-in families, but transformers runs this model")
     if device.type != "cpu":
-        raise RequestError(f"pipeline= is for CPUs, and the device is {str(device)!r}: give device='cpu'")
+        raise RequestError(f"pipeline= is for CPUs, but the device is {str(device)!r}: give device='cpu'")
 
 
 def _read_hosted(
@@ -252,7 +254,7 @@ def _as_device(device: torch.device | str) -> torch.device:
             reason = f"this PyTorch has no {str(device).partition(':')[0]} backend"
         raise RequestError(f"device {str(device)!r} cannot be used here ({reason}): try 'auto' or 'cpu'") from error
     if torch_device.type == "meta":
-        raise RequestError("device 'meta' holds shapes without numbers, which decode to nothing: try 'auto' or 'cpu'")
+        raise RequestError("device 'meta' has no data to compute with: try 'auto' or 'cpu'")
     return torch_device
 
 

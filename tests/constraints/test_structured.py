@@ -84,7 +84,7 @@ def test_a_text_that_was_cut_is_not_parsed(lm):
     assert cut.finish_reason == "length"
     with pytest.raises(RequestError, match="the JSON is incomplete, because the text ended by 'length' after 4 tokens"):
         _ = cut.parsed
-    with pytest.raises(RequestError, match="has no json_schema to be parsed by"):
+    with pytest.raises(RequestError, match="has no json_schema to parse it with"):
         _ = lm.generate("Once", max_new_tokens=1).parsed
 
 

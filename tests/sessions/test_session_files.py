@@ -210,7 +210,7 @@ def test_what_is_no_session_is_refused_and_not_overwritten(tmp_path: Path, conte
 
 
 def test_a_folder_is_no_session(tmp_path: Path) -> None:
-    with pytest.raises(SessionError, match="is a folder, and a session is a file: choose another name"):
+    with pytest.raises(SessionError, match="is a folder, but a session is a file: choose another name"):
         Session(tiny()).save(tmp_path)
     with pytest.raises(SessionError, match="is a folder, and a session is a file"):
         Session.load(tmp_path, tiny())
@@ -260,7 +260,7 @@ def rewritten(file: Path, **metadata: str) -> Path:
 
 
 def test_a_newer_format_is_named(file: Path) -> None:
-    with pytest.raises(SessionError, match="a session of format 3, and this Onward reads formats 1 and 2: upgrade"):
+    with pytest.raises(SessionError, match="a session of format 3, but this Onward reads formats 1 and 2: upgrade"):
         Session.load(rewritten(file, onward_session="3"), tiny())
     with pytest.raises(SessionError, match="of format 3"):
         Session(tiny()).save(rewritten(file, onward_session="3"))

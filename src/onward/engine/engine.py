@@ -152,7 +152,7 @@ class Engine:
         return described(self, f"{stats.running} running", f"{stats.waiting} waiting", repr(self.lm))
 
     def __reduce__(self) -> NoReturn:
-        raise EngineError("an engine is a thread with the memory of its process: make one where you need it")
+        raise EngineError("an engine cannot be copied or pickled, because it runs a thread: make another one")
 
     def __enter__(self) -> Self:
         return self

@@ -29,7 +29,7 @@ PARTS = (
 PROBE = "what they compute of one text"
 # The folders and modules of Onward that the ids and logprobs of a request depend on. The others (servers, commands,
 # the engine, session files) change no bits. `chat` renders prompts, and makes grammars of tools.
-COMPUTING = [
+COMPUTING = (
     "cache",
     "chat",
     "checkpoint",
@@ -46,7 +46,7 @@ COMPUTING = [
     "sampling",
     "schemas",
     "tokenizer",
-]
+)
 _DIGITS = 8  # of each part
 _STARTED = time.time()
 _FINGERPRINT = re.compile("-".join([f"[0-9a-f]{{{_DIGITS}}}"] * len(PARTS)))

@@ -66,7 +66,7 @@ class OnwardLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
         if not isinstance(pretrained, LanguageModel):
             pretrained = onward.load(pretrained, device=device or "auto", **load)
         if pretrained.tokenizer is None:
-            raise RequestError("tasks are texts, and this model has no tokenizer")
+            raise RequestError("tasks are texts, but this model has no tokenizer")
         limit = pretrained.model.max_seq_len
         pretrained.adapters.find(adapter)
         self.lm = pretrained
@@ -143,7 +143,7 @@ class OnwardLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
             longest = self.max_length - options["max_new_tokens"]
             if longest < 1:
                 raise RequestError(
-                    f"a task asks for {options['max_new_tokens']} tokens, and the context is {self.max_length}: "
+                    f"a task asks for {options['max_new_tokens']} tokens, but the context is {self.max_length}: "
                     "give it a smaller max_gen_toks"
                 )
             prompts = [self.tok_encode(requests[index].args[0])[-longest:] for index in indices]

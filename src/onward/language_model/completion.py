@@ -121,14 +121,14 @@ class Completion:
         """The JSON value of a text with a `json_schema`, or an instance of the pydantic class. Raises `RequestError`
         without a json_schema, for an incomplete text, and if the class rejects the value."""
         if self.json_schema is None:
-            raise RequestError("this text has no json_schema to be parsed by: give json_schema= to the request")
+            raise RequestError("this text has no json_schema to parse it with: give json_schema= to the request")
         if self.finish_reason != "stop":
             raise RequestError(
                 f"the JSON is incomplete, because the text ended by {self.finish_reason!r} after {len(self.token_ids)} "
                 "tokens: give it more room (max_new_tokens, time_limit)"
             )
         if self.message is not None and self.message.tool_calls and self.message.content is None:
-            raise RequestError("the answer calls tools, and has no text to be parsed: see message.tool_calls")
+            raise RequestError("the answer has tool calls, but no text to parse: see message.tool_calls")
         content = None if self.message is None else self.message.content  # without the reasoning
         return self.json_schema.parsed(self.text if content is None else content)
 

@@ -268,12 +268,11 @@ class GenerateOptions(SamplingParams):
                 raise RequestError("a beam search cannot use a draft: leave out beams or draft")
             if self.n > self.beams:
                 raise RequestError(
-                    f"n is {self.n}, but {self.beams} beams find {self.beams} texts: ask for fewer or widen"
+                    f"n is {self.n}, but {self.beams} beams find {self.beams} texts: ask for fewer, or for more beams"
                 )
             if drawing := [name for name, neutral in _SAMPLING_OPTIONS.items() if getattr(self, name) != neutral]:
                 raise RequestError(
-                    f"beams={self.beams} takes the likeliest texts and draws none: leave out {', '.join(drawing)}, "
-                    "or give beams=1"
+                    f"beams={self.beams} searches and does not sample: leave out {', '.join(drawing)}, or give beams=1"
                 )
         elif self.n > 1 and self.temperature == 0:
             raise RequestError(

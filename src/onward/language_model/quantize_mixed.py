@@ -47,7 +47,7 @@ class Calibration:
         ids = self.ids
         if ids is not None and (ids.dim() != 2 or ids.dtype not in (torch.int32, torch.int64) or ids.numel() == 0):
             raise RequestError(
-                f"the ids to calibrate with are int32 or int64 [count, length]; got {ids.dtype} {list(ids.shape)}"
+                f"the ids to calibrate with must be int32 or int64 [count, length]; got {ids.dtype} {list(ids.shape)}"
             )
 
 
@@ -57,7 +57,7 @@ def calibration_ids(lm: LanguageModel, calibration: Calibration) -> Tensor:
     if (ids := calibration.ids) is not None:
         if int(ids.min()) < 0 or int(ids.max()) >= lm.model.vocab_size:
             raise RequestError(
-                f"the ids to calibrate with lie in 0 … {lm.model.vocab_size - 1}; got {ids.min()} … {ids.max()}"
+                f"the ids to calibrate with must be in 0 … {lm.model.vocab_size - 1}; got {ids.min()} … {ids.max()}"
             )
         return ids.to(device=lm.model.device, dtype=torch.int32)
     length = min(calibration.length, lm.model.max_seq_len or calibration.length)
@@ -137,8 +137,7 @@ def choose_formats(
     room = math.floor(bits * weights / 8 + 1e-6) - narrow
     if room < minimum - narrow:
         raise RequestError(
-            f"the matrices of this model take at least {8 * minimum / weights:.4g} bits a weight; got a budget of "
-            f"{bits:g}"
+            f"this model's matrices take at least {8 * minimum / weights:.4g} bits a weight; got a budget of {bits:g}"
         )
     costs = []
     for cost in _costs(model, ids[: MEASURED.texts, : MEASURED.length], units):

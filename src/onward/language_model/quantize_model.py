@@ -134,7 +134,7 @@ def quantize_folder(
         )
     folder = CheckpointFolder(path)
     if (manifest := read_manifest(path, folder.config)) is not None:
-        raise RequestError(f"{path} is {manifest.format} already: quantize the original checkpoint")
+        raise RequestError(f"{path} is already {manifest.format}: quantize the original checkpoint")
     config = read_config(folder.config)
     params = read_weights(path, config, dtype=None, device=torch.device("cpu"))
     release = page_releaser(path)

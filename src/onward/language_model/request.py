@@ -130,7 +130,7 @@ class RequestReader:
         self.adapters.find(options.adapter)
         context, vocab_size = self.model.max_seq_len, self.model.vocab_size
         if options.stop and self.tokenizer is None:
-            raise TokenizerError("stop strings need a tokenizer, and this model has none: use eos with ids")
+            raise TokenizerError("stop strings need a tokenizer, but this model has none: use eos with ids")
         if out := [token for token in options.eos or () if token >= vocab_size]:
             raise RequestError(f"eos names id {out[0]}, but the vocabulary ends at {vocab_size - 1}")
         for name in ("logprobs", "prompt_logprobs"):
@@ -158,8 +158,8 @@ class RequestReader:
         for text in texts:
             if isinstance(text, Request) and text.options.adapter != adapter:
                 raise RequestError(
-                    f"the text to score is a request with adapter={text.options.adapter!r}, and the call has "
-                    f"adapter={adapter!r}: give both the same"
+                    f"the text to score is a request with adapter={text.options.adapter!r}, but the call has "
+                    f"adapter={adapter!r}: they must be equal"
                 )
         return [self.prompt_ids(text.prompt if isinstance(text, Request) else text) for text in texts]
 
@@ -217,7 +217,7 @@ def _checked_per_prompt(per_prompt: object, prompts: int) -> list[Mapping[str, A
     if isinstance(per_prompt, str | Mapping) or not isinstance(per_prompt, Sequence):
         raise RequestError(f"per_prompt must be a list of options as dicts, one a prompt; got {per_prompt!r}")
     if len(per_prompt) != prompts:
-        raise RequestError(f"per_prompt has options for {len(per_prompt)} prompts, and there are {prompts}")
+        raise RequestError(f"per_prompt has options for {len(per_prompt)} prompts, but there are {prompts}")
     if wrong := [own for own in per_prompt if not isinstance(own, Mapping)]:
         raise RequestError(f"per_prompt must hold a dict of options for each prompt; got {wrong[0]!r}")
     for own in per_prompt:
@@ -227,7 +227,7 @@ def _checked_per_prompt(per_prompt: object, prompts: int) -> list[Mapping[str, A
 
 def needed_tokenizer(tokenizer: Tokenizer | None, what: str) -> Tokenizer:
     if tokenizer is None:
-        raise TokenizerError(f"{what} needs a tokenizer, and this model has no tokenizer.json: give ids")
+        raise TokenizerError(f"{what} needs a tokenizer, but this model has no tokenizer.json: give ids")
     return tokenizer
 
 
@@ -310,7 +310,7 @@ def checked_emitted(emitted: Emitted, request: Request, vocab_size: int) -> list
     options = request.options
     if options.seed is None and options.temperature > 0 and options.beams == 1:
         raise RequestError(
-            "a sampled request without a seed cannot be resumed: give the seed that its texts were drawn with "
+            "a sampled request without a seed cannot be resumed: give the seed of its texts "
             "(Completion.seed; submit it with one to know it ahead)"
         )
     if isinstance(emitted, str | bytes) or not isinstance(emitted, Sequence | np.ndarray | Tensor):

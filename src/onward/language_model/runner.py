@@ -148,7 +148,7 @@ class Runner:
     def stream(self, request: Request, cache: Cache | PinnedPrefix | None) -> Generator[Piece, None, Completion]:
         """The pieces of a request for one text. The generator returns its completion."""
         if request.options.rows > 1:
-            raise RequestError("stream gives out one text as it comes: use generate for n or beams above 1")
+            raise RequestError("stream yields a single text: use generate for n or beams above 1")
         return _only(self.pieces([request], cache))
 
     def _pieces(self, jobs: abc.Sequence[RequestState], rows: int, cache: Cache | PinnedPrefix | None) -> Pieces:

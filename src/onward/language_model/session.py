@@ -47,7 +47,9 @@ class Session:
         return described(self, f"{len(self.tokens):,} ids cached", repr(self.lm))
 
     def __reduce__(self) -> NoReturn:
-        raise SessionError("a session holds the cache of its model: save it to a file, and load it where you need it")
+        raise SessionError(
+            "a session cannot be copied or pickled with its cache: save it to a file, and load it elsewhere"
+        )
 
     @property
     def tokens(self) -> list[int]:
@@ -101,7 +103,7 @@ class Session:
         if saved.adapter and adapter is None:
             raise SessionError(
                 f"{str(file)!r} was computed with an adapter of digest {saved.adapter}, which this model does not have "
-                "loaded: load_adapter does so"
+                "loaded: use load_adapter"
             )
         session = cls(lm)
         session.notes = saved.notes

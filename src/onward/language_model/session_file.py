@@ -204,14 +204,14 @@ def _read_verified(file: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
     except (SafetensorError, OSError, RuntimeError, ValueError, MemoryError) as error:
         raise SessionError(f"{str(file)!r} cannot be read: {one_line(error)}") from error
     if _digest(metadata, tensors) != metadata.get("sha256"):
-        raise SessionError(f"{str(file)!r} is damaged: its contents are not what was saved")
+        raise SessionError(f"{str(file)!r} is damaged: its checksum does not match")
     return metadata, tensors
 
 
 def _read_header(file: Path, message: str) -> dict[str, str]:
     """The metadata of a session of a known format. `message` begins the error for other files."""
     if file.is_dir():
-        raise SessionError(f"{str(file)!r} is a folder, and a session is a file: choose another name")
+        raise SessionError(f"{str(file)!r} is a folder, but a session is a file: choose another name")
     try:
         with safe_open(file, framework="pt", device="cpu") as content:
             metadata: dict[str, str] = content.metadata() or {}
@@ -224,7 +224,7 @@ def _read_header(file: Path, message: str) -> dict[str, str]:
         raise SessionError(f"{message}: it is a safetensors file of something else")
     if version not in (str(VERSION), str(VERSION_WITH_ADAPTER)):
         raise SessionError(
-            f"{str(file)!r} is a session of format {version}, and this Onward reads formats {VERSION} and "
+            f"{str(file)!r} is a session of format {version}, but this Onward reads formats {VERSION} and "
             f"{VERSION_WITH_ADAPTER}: upgrade it"
         )
     return metadata

@@ -119,8 +119,8 @@ class WeightsReader:
         assert methods is not None, "modules are quantized"
         warn(
             f"{self.checkpoint.path}: {len(modules)} weights quantized by {methods.name} become floats as "
-            f"they are read ({modules[0]} for one), and so do activations: quantize='int8' or 'iq4_nl' holds them "
-            "in fewer bits"
+            f"they are read (such as {modules[0]}), and so do activations: quantize='int8' or 'iq4_nl' stores them in "
+            "fewer bits"
         )
 
     def _layer_by_layer(self, release: Callable[[], None]) -> Callable[[Any], Any]:
@@ -166,12 +166,12 @@ class WeightsReader:
     def _reject_name_map(self, kind: str) -> None:
         if self.name_map is not None:
             raise RequestError(
-                f"a name map is for a folder of safetensors or of torch.distributed.checkpoint in floats, and "
+                f"a name map is for a folder of safetensors or of torch.distributed.checkpoint in floats, but "
                 f"{self.checkpoint.path} is {kind}"
             )
 
     def _reject_format(self, own: str) -> None:
         if self.format is not None:
             raise RequestError(
-                f"{self.checkpoint.path} is quantized already ({own}): load it without quantize={self.format!r}"
+                f"{self.checkpoint.path} is already quantized ({own}): load it without quantize={self.format!r}"
             )

@@ -97,7 +97,7 @@ def read_lines(stream: IO[bytes]) -> Iterator[bytes]:
 
 
 def parse_json(text: str | bytes, *, strict: bool = True) -> Any:
-    """Parse JSON written by another library or a model. Raises `TextError` for other text, too deep nesting, and too many
+    """Parse JSON written by another library or a model. Raises `TextError` for other text, deep nesting, and too many
     digits. strict: reject control characters in strings."""
     value = _loaded(_as_text(text), strict)
     if _is_too_deep(value):

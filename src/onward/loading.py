@@ -141,8 +141,8 @@ def load(
         context = _context(config, max_seq_len)
         merged_config = config if adapter is None else grown(config, adapter)
         if merged is not None and merged_config is not config:
-            beside = CheckpointFolder(merged)
-            tokenizer, template = beside.tokenizer or tokenizer, beside.chat_template or template
+            adapter_folder = CheckpointFolder(merged)
+            tokenizer, template = adapter_folder.tokenizer or tokenizer, adapter_folder.chat_template or template
         tokenizer = None if tokenizer is None else tokenizer.within(path, merged_config.vocab_size)
         in_place = partial(LayersInPlace, show=show and show_fraction is None, tell=show_fraction)
         if pipeline > 1:

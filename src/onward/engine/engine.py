@@ -51,10 +51,10 @@ def engine_slots(model: Model, max_sequences: int, cache_memory: int | None) -> 
     context = _DEFAULT_CONTEXT if model.max_seq_len is None else model.max_seq_len
     if model.new_blocks is None:
         return _dense(model, max_sequences, context, limit, cache_memory)
-    one = PagedCacheManager(model.new_blocks(1), max_len=context, cached_blocks=0)
-    unit = one.unit_nbytes
-    limit = min(limit, max_sequences * one.blocks_for(context) * unit)
-    if limit < (minimum := one.blocks_for(BLOCK) * unit):
+    single = PagedCacheManager(model.new_blocks(1), max_len=context, cached_blocks=0)
+    unit = single.unit_nbytes
+    limit = min(limit, max_sequences * single.blocks_for(context) * unit)
+    if limit < (minimum := single.blocks_for(BLOCK) * unit):
         raise RequestError(
             f"cache_memory={cache_memory} bytes holds not even one block of {BLOCK} positions, which takes "
             f"{in_bytes(minimum)}: give more"

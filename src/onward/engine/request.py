@@ -61,11 +61,11 @@ class EngineRequest:
     @property
     def needed_blocks(self) -> int:
         first = self.job.sequences[0]
-        whole = self._slots.blocks_for(first.longest)
+        blocks = self._slots.blocks_for(first.longest)
         if isinstance(first, BeamSearch):
-            return first.beams.width * whole
+            return first.beams.width * blocks
         shared = self._slots.shared_blocks(self._shared)
-        return whole + (len(self.job.sequences) - 1) * (whole - shared)
+        return blocks + (len(self.job.sequences) - 1) * (blocks - shared)
 
     @property
     def promised_blocks(self) -> int:

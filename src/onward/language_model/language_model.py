@@ -97,8 +97,8 @@ class LanguageModel:
 
     def _arguments(self, model: Model) -> tuple[Any, ...]:
         compile, draft = self._model_run.compile, self._draft_source
-        others = self.defaults, self.prefill_chunk, compile, draft, self.prefix_memory
-        return model, self.tokenizer, self.chat_template, *others, self._message_format
+        rest = self.defaults, self.prefill_chunk, compile, draft, self.prefix_memory
+        return model, self.tokenizer, self.chat_template, *rest, self._message_format
 
     @property
     def model(self) -> Model:

@@ -301,6 +301,6 @@ def split_chat_options(
         variables = template.variables
         template.check_variables(dict.fromkeys(set(options) & _TEMPLATE_VARIABLES - variables, True))
     check_option_names(set(options) - {"template", "cache"}, [*names, *sorted(variables - set(names))])
-    of_template = {name: value for name, value in options.items() if name in variables and name not in names}
-    others: Any = {name: value for name, value in options.items() if name not in {"template", *of_template}}
-    return {**of_template, **(options.get("template") or {})}, others
+    template_variables = {name: value for name, value in options.items() if name in variables and name not in names}
+    others: Any = {name: value for name, value in options.items() if name not in {"template", *template_variables}}
+    return {**template_variables, **(options.get("template") or {})}, others

@@ -161,14 +161,14 @@ def _knapsack(costs: Sequence[float], sizes: Sequence[int], room: int) -> set[in
     needs = [math.ceil(max(size, 0) / step) for size in sizes]
     left = room // step
     best = torch.zeros(left + 1, dtype=torch.float64)  # the highest cost for each room
-    taken = torch.zeros(len(sizes), left + 1, dtype=torch.bool)
+    chosen_at = torch.zeros(len(sizes), left + 1, dtype=torch.bool)
     for index, (cost, need) in enumerate(zip(costs, needs, strict=True)):
         if need <= left:
             with_it = best[: left + 1 - need] + cost
-            taken[index, need:] = with_it > best[need:]
+            chosen_at[index, need:] = with_it > best[need:]
             best[need:] = torch.maximum(with_it, best[need:].clone())
     for index in reversed(range(len(sizes))):
-        if taken[index, left]:
+        if chosen_at[index, left]:
             chosen.add(index)
             left -= needs[index]
     return chosen
@@ -203,14 +203,14 @@ def _costs(model: Model, ids: Tensor, units: Sequence[_Unit]) -> Iterator[float]
     full = LayerwiseRunner(model, ids, params)
     full.advance_from(0, params.layers)
     exact = list(full.logprobs(params))
-    before, reached = LayerwiseRunner(model, ids, params), 0
+    before, next_layer = LayerwiseRunner(model, ids, params), 0
     for unit in units:
         small = _with_narrow(params, unit)
         if unit.layer is not None:
-            before.advance_from(reached, params.layers[: unit.layer])
-            reached = unit.layer
+            before.advance_from(next_layer, params.layers[: unit.layer])
+            next_layer = unit.layer
             stream = before.copy()
-            stream.advance_from(reached, small.layers)
+            stream.advance_from(next_layer, small.layers)
         elif unit.paths == (_LM_HEAD,):
             stream = full
         else:

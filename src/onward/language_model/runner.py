@@ -68,7 +68,9 @@ class StepRouter:
             if isinstance(sequence, BeamSearch):
                 self._special[sequence] = self._beams
         if draft is None:
-            constrained = [one for one in sequences if one.constraint is not None and not isinstance(one, BeamSearch)]
+            constrained = [
+                each for each in sequences if each.constraint is not None and not isinstance(each, BeamSearch)
+            ]
             draft_forced(sequence for sequence in constrained if sequence.drafting is None)
             self._special.update(dict.fromkeys(constrained, self._forced))
             return
@@ -138,10 +140,10 @@ class Runner:
                 f"beams={options.beams}"
             )
         if isinstance(cache, KVCache) and cache.batch != rows:
-            each = {request.options.rows for request in requests}
-            of_rows = "" if each == {1} else f" of {' or '.join(map(str, sorted(each)))} rows each"
+            row_counts = {request.options.rows for request in requests}
+            suffix = "" if row_counts == {1} else f" of {' or '.join(map(str, sorted(row_counts)))} rows each"
             raise RequestError(
-                f"the cache was made for {cache.batch} rows, but there are {len(requests)} prompts{of_rows}"
+                f"the cache was made for {cache.batch} rows, but there are {len(requests)} prompts{suffix}"
             )
         return self._pieces(jobs, rows, cache)
 
@@ -178,7 +180,7 @@ class Runner:
         preparation = time.perf_counter() - started
         for job in jobs:
             job.record_step(preparation)
-        of_sequence = {sequence: job for job in jobs for sequence in job.sequences}
+        job_of = {sequence: job for job in jobs for sequence in job.sequences}
         try:
             for emission in decode_loop(steps, schedule, slots):
                 if turn is not None:
@@ -186,7 +188,7 @@ class Runner:
                 for job in jobs:
                     job.record_step(emission.seconds)
                 for sequence, token, text, drafted in emission.pieces:
-                    yield of_sequence[sequence].next_piece(sequence, token, text, drafted)
+                    yield job_of[sequence].next_piece(sequence, token, text, drafted)
                 if turn is not None:
                     turn.check()
         finally:

@@ -83,10 +83,10 @@ def score_texts(
         check_whole("stride", stride, low=1)
         if context is not None and stride >= context:
             raise RequestError(f"stride must be less than the context, {context} ids; got {stride}")
-    places = [_windows(len(ids), context, stride) for ids in texts]
-    windows = [ids[begin:end] for ids, of_text in zip(texts, places, strict=True) for begin, end in of_text]
+    ranges = [_windows(len(ids), context, stride) for ids in texts]
+    windows = [ids[begin:end] for ids, text_ranges in zip(texts, ranges, strict=True) for begin, end in text_ranges]
     logprobs = iter(_logprobs_of_texts(run, windows, top, chunk, adapter))
-    return [Score(ids, _joined(of_text, logprobs)) for ids, of_text in zip(texts, places, strict=True)]
+    return [Score(ids, _joined(text_ranges, logprobs)) for ids, text_ranges in zip(texts, ranges, strict=True)]
 
 
 def _logprobs_of_texts(

@@ -187,8 +187,8 @@ def _firsts(model: Model, cache: Any, count: int) -> list[int]:
     if not isinstance(cache, KVCache) or blocks is None or blocks.windows is None:
         return [0] * leaves
     first = first_seen(blocks.windows.window, count)
-    of_layers = [0 if shape.window is None else first for shape in blocks.shapes] * 2  # of keys, then of values
-    return of_layers + [0] * (leaves - len(of_layers))
+    layer_firsts = [0 if shape.window is None else first for shape in blocks.shapes] * 2  # of keys, then of values
+    return layer_firsts + [0] * (leaves - len(layer_firsts))
 
 
 def _from(first: int, tensor: Tensor, dim: int | None) -> Tensor:

@@ -50,20 +50,20 @@ def check_destination(destination: Path, *, is_file: bool = False) -> None:
 @contextmanager
 def appears(destination: Path) -> Iterator[Path]:
     """Yield a temporary path that is renamed to the destination on success; on failure it is deleted, with the folders
-    made for it. A symbolic link to an empty folder stands for that folder. Raises `RequestError` for a full disk."""
-    place = destination.resolve()
-    partial = place.with_name(f".{place.name}.partial-{secrets.token_hex(4)}")
-    made = [folder for folder in place.parents if not folder.exists()]
+    created for it. A symbolic link to an empty folder stands for that folder. Raises `RequestError` for a full disk."""
+    path = destination.resolve()
+    partial = path.with_name(f".{path.name}.partial-{secrets.token_hex(4)}")
+    created = [folder for folder in path.parents if not folder.exists()]
     try:
-        place.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         yield partial
-        partial.rename(place)
+        partial.rename(path)
     except OSError as error:
         raise RequestError(f"{destination} cannot be written: {error.strerror or error}") from error
     finally:
         # After the rename nothing is there, and the folders are not empty.
         with suppress(OSError):
             shutil.rmtree(partial) if partial.is_dir() else partial.unlink()
-        for folder in made:
+        for folder in created:
             with suppress(OSError):
                 folder.rmdir()

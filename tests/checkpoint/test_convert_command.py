@@ -281,7 +281,7 @@ def test_a_checkpoint_that_decodes_greedily_advises_no_sampling(tmp_path):
 def test_a_place_that_takes_no_file_is_refused(tmp_path):
     source = random_checkpoint(tmp_path / "source", **SIZES)
     for to in ("gguf", "safetensors"):
-        with pytest.raises(RequestError, match=r"x cannot be written, for .*config\.json is no folder"):
+        with pytest.raises(RequestError, match=r"x cannot be written, because .*config\.json is not a writable folder"):
             convert(source, source / "config.json" / "x", to)
 
 

@@ -154,7 +154,7 @@ def test_logprobs_are_the_models_own(lm):
         ({"json_schema": {"const": {1, 2}}}, "json_schema is no JSON"),
         ({"regex": "a", "choice": ["b"]}, "regex and choice are mutually exclusive: give one of them"),
         ({"constraint": 3}, "constraint must be an onward.Constraint"),
-        ({"constraint": lambda tokenizer, stop_ids: 3}, "must make an onward.Constraint; it made 3"),
+        ({"constraint": lambda tokenizer, stop_ids: 3}, "must return an onward.Constraint; it returned 3"),
         ({"regex": "a" * 2_100_000}, "the longest grammar has"),
         ({"guided_json": {}}, "did you mean json_schema"),
     ],

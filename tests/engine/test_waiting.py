@@ -308,6 +308,6 @@ def test_an_engine_is_not_copied(tmp_path):
 
     with CheckedEngine(LM) as engine:
         for attempt in (copy.copy, copy.deepcopy, pickle.dumps):
-            with pytest.raises(EngineError, match="an engine is a thread"):
+            with pytest.raises(EngineError, match="an engine cannot be copied or pickled"):
                 attempt(engine)
         assert repr(engine).startswith("<CheckedEngine: 0 running, 0 waiting")

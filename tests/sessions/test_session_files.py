@@ -212,7 +212,7 @@ def test_what_is_no_session_is_refused_and_not_overwritten(tmp_path: Path, conte
 def test_a_folder_is_no_session(tmp_path: Path) -> None:
     with pytest.raises(SessionError, match="is a folder, but a session is a file: choose another name"):
         Session(tiny()).save(tmp_path)
-    with pytest.raises(SessionError, match="is a folder, and a session is a file"):
+    with pytest.raises(SessionError, match="is a folder, but a session is a file"):
         Session.load(tmp_path, tiny())
 
 
@@ -270,14 +270,14 @@ def test_a_newer_format_is_named(file: Path) -> None:
     "metadata", [{"model": "{}"}, {"model": "[1]"}, {"model": "no JSON"}, {"capacity": "x"}, {"notes": "[]"}], ids=str
 )
 def test_a_made_up_file_is_an_error_and_no_crash(file: Path, metadata: dict[str, str]) -> None:
-    with pytest.raises(SessionError, match="no session that Onward saved"):
+    with pytest.raises(SessionError, match="not a session saved by Onward"):
         Session.load(rewritten(file, **metadata), tiny())
 
 
 @pytest.mark.parametrize("capacity", ["6_4", "٣٠", " 64 ", "-1", "0", "13", "+64", "064", "64.0", "", "9" * 5000])
 def test_a_capacity_is_the_whole_number_that_was_written_and_has_room_for_the_tokens(file: Path, capacity: str) -> None:
     """The session has 14 tokens."""
-    with pytest.raises(SessionError, match="no session that Onward saved"):
+    with pytest.raises(SessionError, match="not a session saved by Onward"):
         Session.load(rewritten(file, capacity=capacity), tiny())
 
 
@@ -287,7 +287,7 @@ def test_a_capacity_is_the_whole_number_that_was_written_and_has_room_for_the_to
     ids=["number", "n", "m"],
 )
 def test_metadata_of_another_kind_is_refused_and_not_converted(file: Path, metadata: dict[str, str]) -> None:
-    with pytest.raises(SessionError, match="no session that Onward saved"):
+    with pytest.raises(SessionError, match="not a session saved by Onward"):
         Session.load(rewritten(file, **metadata), tiny())
 
 

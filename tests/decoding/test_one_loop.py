@@ -29,7 +29,8 @@ def called(node: ast.AST) -> str | None:
 
 def runs_a_step(node: ast.AST) -> bool:
     """`emitted = step(work)` or `self._run_step(step, work)`, whatever the step and its work are called."""
-    if (called(node), len(node.args)) not in (("step", 1), ("_step", 1), ("_run_step", 2)):
+    arguments = {"step": 1, "_step": 1, "_run_step": 2}.get(called(node) or "")
+    if arguments is None or len(node.args) != arguments:
         return False
     work = ast.unparse(node.args[-1]).lower()
     return "work" in work or "scheduledsequence" in work

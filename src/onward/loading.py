@@ -45,7 +45,7 @@ _DTYPES |= {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 
 
 @checks_option_names
-@torch.inference_mode(False)  # torch counts no writes to tensors created in inference mode (`WeightsVersion`)
+@torch.inference_mode(False)  # torch does not count writes to tensors of inference mode (`WeightsVersion`)
 def load(
     source: str | os.PathLike[str],
     *,

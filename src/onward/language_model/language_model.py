@@ -40,7 +40,7 @@ from onward.util.checks import check_whole, plain, plain_items
 from onward.util.option_names import checks_option_names
 from onward.util.text import described
 
-# An item of a list of prompts. A type variable, because lists are invariant: a list[str] is no list[Prompt].
+# An item of a list of prompts. A type variable, because lists are invariant: a list[str] is not a list[Prompt].
 _Prompt = TypeVar("_Prompt", bound=Prompt)
 _Prompts: TypeAlias = list[_Prompt] | tuple[_Prompt, ...]
 Messages: TypeAlias = Sequence[Message | AssistantMessage]

@@ -11,7 +11,7 @@ from onward.engine import Engine
 def held(engine: Engine) -> Iterator[threading.Event]:
     """The engine's thread stops at its next step: requests submitted meanwhile run together, however slowly this
     thread runs. The event is set once the engine has stopped there."""
-    steps, reached, goes_on = engine._serving._steps, threading.Event(), threading.Event()
+    steps, reached, goes_on = engine._worker._steps, threading.Event(), threading.Event()
     by_kind = steps.by_kind
 
     def when_it_goes_on(work):

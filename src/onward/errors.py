@@ -1,32 +1,32 @@
-"""Every error that Onward raises on purpose.
+"""All errors that Onward raises on purpose.
 
 A message says what was got, what was wanted and what to do. The command line prints it as one line and exits with 2.
-Any other exception is a defect in Onward and keeps its traceback. Built-in bases stand in parentheses.
+Any other exception is a bug in Onward and keeps its traceback. Built-in bases are in parentheses.
 
     OnwardError                              itself: logits that are NaN or infinite where a token is chosen
-    ├── RequestError (ValueError)            an option, a prompt or an argument cannot be served
+    ├── RequestError (ValueError)            an option, a prompt or an argument is invalid or not supported
     │   ├── ContextOverflowError             a request needs more positions than the context or the cache holds
     │   ├── NothingToDrawError               bans or a constraint leave no id to choose
     │   ├── TextError                        text is not UTF-8, JSON or Unicode, or nested too deep
-    │   ├── UnsupportedModuleError           a module of transformers runs over its own caches alone (onward.models)
-    │   └── BodyError                        a body of OpenAI's format asks for what is not served (onward.protocols)
+    │   ├── UnsupportedModuleError           a module of transformers works only with its own caches (onward.models)
+    │   └── BodyError                        a request body has an unsupported or invalid field (onward.protocols)
     ├── ConfigError (ValueError)             config.json is missing, unreadable or contradicts itself
-    │   └── UnsupportedArchitectureError     Onward does not have the checkpoint's family
-    ├── CheckpointError                      weights are missing, truncated, mis-shaped or of a wrong dtype
-    ├── SessionError                         a session cannot be saved, or a file is no session of this model
-    ├── TokenizerError                       there is no tokenizer, or it or its template cannot be read or lacks a part
-    ├── DraftError                           a drafter failed, or proposed ids that are no draft
+    │   └── UnsupportedArchitectureError     the checkpoint's family is not supported
+    ├── CheckpointError                      weights are missing, truncated, or of a wrong shape or dtype
+    ├── SessionError                         a session cannot be saved, or a file is not a session of this model
+    ├── TokenizerError                       the tokenizer or its template is missing, unreadable or lacks a part
+    ├── DraftError                           a drafter failed, or proposed invalid ids
     ├── EngineError                          an engine is closed, or its thread has failed
     │   └── EngineBusyError                  an engine's queue is full
     ├── RankError                            another process that holds a part of the model has ended or failed
     ├── ProgramError                         a forward cannot be compiled, or a program does not fit the call
     │   ├── TraceError                       a forward cannot be traced (onward.program)
     │   └── MissingKernelsError              a forward uses operators that have no kernel (onward.program)
-    ├── NativeUnavailableError (ValueError)  there is no native library, or not the one asked for (onward.native)
-    ├── NativeError                          a kernel refused its arguments or found no memory (onward.native)
-    └── SourceError                          a folder or hub id does not exist or cannot be reached
+    ├── NativeUnavailableError (ValueError)  the native library, or the requested one, is missing (onward.native)
+    ├── NativeError                          a kernel rejected its arguments or is out of memory (onward.native)
+    └── SourceError                          a folder or hub id does not exist or is not reachable
 
-    OnwardWarning (UserWarning)              something is legal, but probably not what was meant
+    OnwardWarning (UserWarning)              something is legal, but probably not intended
 """
 
 import functools
@@ -36,11 +36,11 @@ from pathlib import Path
 
 
 class OnwardError(Exception):
-    """The root of the tree: catch this to catch them all."""
+    """The base class of all errors."""
 
 
 class RequestError(OnwardError, ValueError):
-    """An option, a prompt or an argument cannot be served."""
+    """An option, a prompt or an argument is invalid or not supported."""
 
 
 class ContextOverflowError(RequestError):
@@ -48,7 +48,7 @@ class ContextOverflowError(RequestError):
 
 
 class NothingToDrawError(RequestError):
-    """The bans of ids, words and repetitions, or a constraint, leave no id to choose at some position."""
+    """Bans of ids, words and repetitions, or a constraint, leave no id to choose at some position."""
 
 
 class ConfigError(OnwardError, ValueError):
@@ -56,35 +56,35 @@ class ConfigError(OnwardError, ValueError):
 
 
 class UnsupportedArchitectureError(ConfigError):
-    """Onward does not have the checkpoint's family."""
+    """The checkpoint's family is not supported."""
 
 
 class CheckpointError(OnwardError):
-    """Weights are missing, truncated, mis-shaped or of a dtype that cannot be read."""
+    """Weights are missing, truncated, or of a wrong shape or an unreadable dtype."""
 
 
 class TokenizerError(OnwardError):
-    """There is no tokenizer, or it or its chat template cannot be read or lacks what is asked of it."""
+    """The tokenizer or its chat template is missing, unreadable or lacks a part."""
 
 
 class SessionError(OnwardError):
-    """A session cannot be saved; or a file cannot be read, is damaged, is no session or is one of another model."""
+    """A session cannot be saved; or a file is unreadable, damaged, or not a session of this model."""
 
 
 class SourceError(OnwardError):
-    """A folder or hub id does not exist or cannot be reached."""
+    """A folder or hub id does not exist or is not reachable."""
 
 
 class DraftError(OnwardError):
-    """A drafter failed, or proposed ids or probabilities that are no draft."""
+    """A drafter failed, or proposed invalid ids or probabilities."""
 
 
 class EngineError(OnwardError):
-    """An engine takes no requests: it is closed, its thread has failed, or this is a forked child."""
+    """An engine rejects requests: it is closed, its thread has failed, or this is a forked child."""
 
 
 class EngineBusyError(EngineError):
-    """An engine's queue is full. retry_after: seconds after which there is room, as far as its pace tells."""
+    """An engine's queue is full. retry_after: the estimated number of seconds until there is room."""
 
     def __init__(self, message: str, retry_after: float) -> None:
         super().__init__(message)
@@ -95,7 +95,7 @@ class EngineBusyError(EngineError):
 
 
 class RankError(OnwardError):
-    """Another process that holds a part of the model has ended, failed or cannot be reached."""
+    """Another process with a part of the model has ended, failed or is not reachable."""
 
 
 class ProgramError(OnwardError):
@@ -103,33 +103,30 @@ class ProgramError(OnwardError):
 
 
 class OnwardWarning(UserWarning):
-    """Something legal that is probably not what was meant."""
+    """Something legal that is probably not intended."""
 
 
 def one_line(error: BaseException) -> str:
-    """The message of another library's error on one line, to quote in a message of ours."""
+    """The message of another library's error on one line, for messages of ours."""
     return " ".join(str(error).split()) or type(error).__name__
 
 
-# Files that a warning never points at: the package's own, functools.py, which stands between a cached property and its
-# caller, and torch's, which stands between a function under `inference_mode` and its caller. (Importing torch for its
-# path would cost every error a second.)
+# Files that a warning never points at: the package's own, functools.py, which calls cached properties, and torch's
+# decorators such as `inference_mode`. (Importing torch for its path would cost every error a second.)
 _INTERNAL_FILES = (str(Path(__file__).parent), functools.__file__)
 _DECORATORS = str(Path("torch", "utils", "_contextlib.py"))
-
-
 _warned: set[str] = set()
 
 
 def warn_once(message: str) -> None:
-    """`warn`, but the same message only once in a process."""
+    """`warn`, once per process for each message."""
     if message not in _warned:
         _warned.add(message)
         warn(message)
 
 
 def warn(message: str) -> None:
-    """Issue an `OnwardWarning` that points at the user's line, however deep in the package it arises."""
+    """Issue an `OnwardWarning` that points at the user's line, however deep in the package it occurs."""
     depth = 1
     while (frame := sys._getframe(depth)).f_back is not None and _is_internal(frame.f_code.co_filename):
         depth += 1
@@ -141,8 +138,8 @@ def _is_internal(file: str) -> bool:
 
 
 class NativeUnavailableError(OnwardError, ValueError):
-    """No native library serves the request: none was built, or the machine lacks the one asked for."""
+    """The native library was not built, or the machine lacks the requested one."""
 
 
 class NativeError(OnwardError):
-    """A kernel refused its arguments, or could not allocate memory."""
+    """A kernel rejected its arguments, or could not allocate memory."""

@@ -1,4 +1,4 @@
-"""Load a language model, ready to decode, from a folder, a hub id or a name."""
+"""`load`: a language model from a folder, a hub id or a name."""
 
 import logging
 import os
@@ -45,7 +45,7 @@ _DTYPES |= {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 
 
 @checks_option_names
-@torch.inference_mode(False)  # torch counts no writes to tensors created in inference mode (`WeightsVersion`)
+@torch.inference_mode(False)  # torch does not count writes to tensors of inference mode (`WeightsVersion`)
 def load(
     source: str | os.PathLike[str],
     *,
@@ -64,48 +64,44 @@ def load(
     pipeline: int = 1,
     address: str | None = None,
 ) -> LanguageModel:
-    """Load a model, its tokenizer, its chat template and its defaults.
+    """Load a model with its tokenizer, chat template and default options.
 
-    Weights are mapped from their files. On a CPU each matrix is then packed into the layout that the kernels read
-    fastest, and the file's pages are released, so that memory holds the weights once.
+    Weights are mapped from their files. On a CPU each matrix is then packed for the kernels, and the file's pages are
+    released, so that memory holds the weights once.
 
     Args:
-        source: a folder in the Hugging Face layout; a GGUF file (docs/gguf.md); a folder that
-            torch.distributed.checkpoint wrote, with a config.json added; a hub id ("Qwen/Qwen3-0.6B", optionally with
-            "@revision", and with ":file.gguf"); or "demo", the model that comes with the package.
-        dtype: "bfloat16", "float16", "float32" or a torch dtype; the checkpoint's own by default.
-        device: "auto" (CUDA where there is one), "cpu", "cuda", …
-        max_seq_len: the most positions a request may use; the checkpoint's max_position_embeddings by default.
-        progress: show downloads, and how much of the weights is in place where that takes long; by default only on a
-            terminal. A function is called with that fraction, from 0 to 1, after each layer, for a display of your own.
-        quantize: "int8", "int4" or "iq4_nl" holds all matrices in 8 or 4 bits (docs/quantization.md). A folder that
-            `quantize_folder` wrote is quantized already.
-        name_map: from other names of weights to Hugging Face's: a JSON file or a mapping (docs/training.md). For a
-            torch.distributed.checkpoint folder the default is its name_map.json, if any.
-        compile: what runs the model: "auto", "native", "cuda", "inductor" or "eager" (docs/programs.md).
-        draft: what guesses the next tokens (docs/speculation.md): "lookup", "suffix", or a smaller model of the same
-            vocabulary. The model is loaded already, or a source to load with the same dtype, device and quantization
-            ("demo-draft" for "demo").
-        message_format: how the model writes reasoning and calls of tools, where the chat template does not tell:
-            a name in `onward.chat.FORMATS` or a `MessageFormat` (docs/chat.md).
-        merge: an adapter, a folder that peft wrote or a hub id of one, to merge into the weights before they are
-            quantized (docs/adapters.md).
-        adapters: by name, those that requests may name (`LanguageModel.load_adapter`): folders that peft wrote, or hub
-            ids.
-        via: whose forward runs: "onward" (a family of ours), "transformers" (its own, over our weights, attention and
-            caches, docs/transformers.md), or "auto": the family, and where there is none, transformers if it is
-            installed.
-        pipeline: over how many processes to spread the layers (docs/sharding.md). The tokens are the same.
+        source: a folder in the Hugging Face layout or one that torch.distributed.checkpoint wrote, with a config.json
+            added; a GGUF file (docs/gguf.md); a hub id ("Qwen/Qwen3-0.6B", optionally with "@revision" and
+            ":file.gguf"); or "demo", the bundled model.
+        dtype: "bfloat16", "float16", "float32" or a torch dtype; by default the checkpoint's.
+        device: "auto" (CUDA if available), "cpu", "cuda", …
+        max_seq_len: the maximum number of positions; by default the checkpoint's max_position_embeddings.
+        progress: show downloads, and slow loading of weights; by default on a terminal only. A function is called after
+            each layer with the loaded fraction, from 0 to 1, for your own display.
+        quantize: "int8", "int4" or "iq4_nl" stores all matrices in 8 or 4 bits (docs/quantization.md). A folder written
+            by `quantize_folder` is already quantized.
+        name_map: maps other names of weights to Hugging Face's: a JSON file or a mapping (docs/training.md). The
+            default for a torch.distributed.checkpoint folder is its name_map.json, if any.
+        compile: the backend: "auto", "native", "cuda", "inductor" or "eager" (docs/programs.md).
+        draft: drafts the next tokens (docs/speculation.md): "lookup", "suffix", or a smaller model with the same
+            vocabulary, loaded or as a source ("demo-draft" for "demo") with the same dtype, device and quantization.
+        message_format: how the model writes reasoning and tool calls, if the chat template does not tell: a name in
+            `onward.chat.FORMATS` or a `MessageFormat` (docs/chat.md).
+        merge: an adapter, a folder written by peft or a hub id of one, to merge into the weights before quantization
+            (docs/adapters.md).
+        adapters: folders written by peft, or hub ids, by the names that requests use (`LanguageModel.load_adapter`).
+        via: the forward to run: "onward" (a built-in family), "transformers" (its own, with Onward's weights, attention
+            and caches, docs/transformers.md), or "auto": the family, or else transformers if it is installed.
+        pipeline: the number of processes to spread the layers over (docs/sharding.md). The tokens are the same.
         address: "host:port" where this process waits for the others, each of which calls
-            `onward.distributed.run_rank`. None starts them on this machine, "ray" on the Ray cluster that this process
-            is in.
+            `onward.distributed.run_rank`. None starts them on this machine, "ray" on this process's Ray cluster.
 
     Raises:
         SourceError: no such folder or repository. ConfigError: config.json or generation_config.json cannot be
         used. CheckpointError: the weights or the tokenizer do not fit config.json. TokenizerError: the tokenizer or
         the chat template cannot be read. RequestError: a bad argument. RankError: another process of the model fails.
     """
-    began = time.perf_counter()
+    started = time.perf_counter()
     if max_seq_len is not None:
         check_whole("max_seq_len", max_seq_len, low=1)
     if quantize is not None:
@@ -117,35 +113,37 @@ def load(
     checked_format(message_format)
     if not isinstance(adapters, Mapping | None):
         raise RequestError(f"adapters are sources by name, such as {{'poet': 'my-adapter'}}; got {adapters!r}")
-    of_adapters = {name: _as_source(of_one) for name, of_one in (adapters or {}).items()}
+    adapter_sources = {name: _as_source(each) for name, each in (adapters or {}).items()}
     torch_dtype, torch_device = _as_dtype(dtype), _as_device(device)
-    on_terminal = sys.stderr is not None and sys.stderr.isatty()
     show_fraction = progress if callable(progress) else None
-    show = on_terminal if progress is None or show_fraction is not None else bool(progress)
+    if progress is None or show_fraction is not None:
+        show = sys.stderr is not None and sys.stderr.isatty()
+    else:
+        show = bool(progress)
     path = find_folder(_as_source(source), progress=show)
     merged = None if merge is None else find_adapter(_as_source(merge), progress=show)
     adapter = None if merged is None else read_adapter(merged)
     folder = open_checkpoint(path)
     tokenizer, template = folder.tokenizer, folder.chat_template
-    named = {"file": folder.generation_file} if isinstance(folder, CheckpointFolder) else {}
+    file = {"file": folder.generation_file} if isinstance(folder, CheckpointFolder) else {}
     defaults = generation_defaults(
-        folder.generation_config, folder.eos, has_text=tokenizer is not None, folder=path, **named
+        folder.generation_config, folder.eos, has_text=tokenizer is not None, folder=path, **file
     )
     config = _family(folder, via)
     if pipeline > 1:
-        _refuse_for_ranks(torch_device, hosted=config is None, merge=merge, adapters=adapters, name_map=name_map)
+        _check_ranks(torch_device, hosted=config is None, merge=merge, adapters=adapters, name_map=name_map)
     if config is None:
         if name_map is not None or adapter is not None:
-            raise RequestError("name_map= and merge= are for the families of Onward, and transformers runs this model")
+            raise RequestError("name_map= and merge= are for built-in families, but transformers runs this model")
         model = _read_hosted(folder, torch_dtype, torch_device, quantize, max_seq_len)
         tokenizer = None if tokenizer is None else tokenizer.within(path, model.vocab_size)
     else:
         context = _context(config, max_seq_len)
-        whole = config if adapter is None else grown(config, adapter)
-        if merged is not None and whole is not config:
-            beside = CheckpointFolder(merged)
-            tokenizer, template = beside.tokenizer or tokenizer, beside.chat_template or template
-        tokenizer = None if tokenizer is None else tokenizer.within(path, whole.vocab_size)
+        merged_config = config if adapter is None else grown(config, adapter)
+        if merged is not None and merged_config is not config:
+            adapter_folder = CheckpointFolder(merged)
+            tokenizer, template = adapter_folder.tokenizer or tokenizer, adapter_folder.chat_template or template
+        tokenizer = None if tokenizer is None else tokenizer.within(path, merged_config.vocab_size)
         in_place = partial(LayersInPlace, show=show and show_fraction is None, tell=show_fraction)
         if pipeline > 1:
             settings = Settings(
@@ -161,24 +159,24 @@ def load(
         else:
             with in_place(len(config.layers)) as layers:
                 reader = WeightsReader(folder, config, torch_dtype, torch_device, quantize, name_map, adapter, layers)
-                model = build_model(whole, reader.read(), context)
+                model = build_model(merged_config, reader.read(), context)
     defaults = within_vocabulary(defaults, model.vocab_size, path)
     if torch_device.type == "cpu":
         _keep_freed_memory()
-    own = compile if pipeline == 1 else "eager"  # the ranks compile their parts
-    lm = LanguageModel(model, tokenizer, template, defaults, compile=own, message_format=message_format)
-    for name, source_of_adapter in of_adapters.items():
-        lm.load_adapter(name, source_of_adapter)
+    backend = compile if pipeline == 1 else "eager"  # the ranks compile their parts
+    lm = LanguageModel(model, tokenizer, template, defaults, compile=backend, message_format=message_format)
+    for name, adapter_source in adapter_sources.items():
+        lm.load_adapter(name, adapter_source)
     if isinstance(draft, os.PathLike) or (isinstance(draft, str) and draft not in LOOKUPS):
         lm.draft = load(draft, dtype=dtype, device=device, quantize=quantize, compile=compile, progress=progress)
     else:
         lm.draft = draft
-    _log.info("loaded %s in %.2f s: %s; kernels %s", path, time.perf_counter() - began, lm, isa())
+    _log.info("loaded %s in %.2f s: %s; kernels %s", path, time.perf_counter() - started, lm, isa())
     return lm
 
 
 def _family(folder: Checkpoint, via: str) -> Architecture | None:
-    """The family's architecture; None where transformers is to run the model."""
+    """The architecture of a built-in family; None if transformers runs the model."""
     if via == "transformers":
         return None
     try:
@@ -194,23 +192,24 @@ def _family(folder: Checkpoint, via: str) -> Architecture | None:
         return None
 
 
-def _refuse_for_ranks(device: torch.device, *, hosted: bool, **options: object) -> None:
-    """Raise for what a model over several processes does not do."""
-    given = [name for name, value in options.items() if value]
-    if given:
-        raise RequestError(f"a model over several processes takes no {given[0]}= yet: load it in one, or without it")
+def _check_ranks(device: torch.device, *, hosted: bool, **options: object) -> None:
+    """Raise `RequestError` for options that several processes do not support."""
+    if names := [name for name, value in options.items() if value]:
+        raise RequestError(
+            f"a model over several processes does not support {names[0]}= yet: load it in one, or without it"
+        )
     if hosted:
-        raise RequestError("pipeline= is for the families of Onward, and transformers runs this model")
+        raise RequestError("pipeline= is for built-in families, but transformers runs this model")
     if device.type != "cpu":
-        raise RequestError(f"pipeline= is for CPUs, and the device is {str(device)!r}: give device='cpu'")
+        raise RequestError(f"pipeline= is for CPUs, but the device is {str(device)!r}: give device='cpu'")
 
 
 def _read_hosted(
     folder: Checkpoint, dtype: torch.dtype | None, device: torch.device, format: str | None, max_seq_len: int | None
 ) -> Model:
-    """The folder's model by transformers' own forward (docs/transformers.md), quantized, or packed on a CPU."""
+    """The model with transformers' own forward (docs/transformers.md), quantized, or packed on a CPU."""
     if not isinstance(folder, CheckpointFolder):
-        raise RequestError(f"via='transformers' reads folders in the Hugging Face layout, and {folder.path} is none")
+        raise RequestError(f"via='transformers' reads folders in the Hugging Face layout, and {folder.path} is not one")
     module = read_module(folder, dtype, device)
     release = page_releaser(folder.path)
 
@@ -251,23 +250,23 @@ def _as_device(device: torch.device | str) -> torch.device:
     except (RuntimeError, AssertionError, TypeError) as error:
         # PyTorch adds a dump of its backends on further lines.
         reason = next(iter(str(error).splitlines()), "")
-        if isinstance(error, NotImplementedError):  # here the dump begins on the first line
+        if isinstance(error, NotImplementedError):  # for which the dump begins on the first line
             reason = f"this PyTorch has no {str(device).partition(':')[0]} backend"
         raise RequestError(f"device {str(device)!r} cannot be used here ({reason}): try 'auto' or 'cpu'") from error
     if torch_device.type == "meta":
-        raise RequestError("device 'meta' holds shapes without numbers, which decode to nothing: try 'auto' or 'cpu'")
+        raise RequestError("device 'meta' has no data to compute with: try 'auto' or 'cpu'")
     return torch_device
 
 
 def _keep_freed_memory() -> None:
-    """Let malloc keep what a prefill frees: to fault its pages in again cost a fifth of a prefill (benchmarks/LOG.md).
-    glibc keeps blocks up to the size of the largest one that was freed, at most 32 MB; here that is one such block."""
+    """Let malloc keep the memory that a prefill frees: faulting its pages in again costs a fifth of a prefill
+    (benchmarks/LOG.md). glibc keeps blocks up to the size of the largest freed one, at most 32 MB: this frees one."""
     torch.empty(32 * 2**20 - 2**16, dtype=torch.uint8)
 
 
 def _context(config: Architecture, max_seq_len: int | None) -> int:
     trained = config.max_position_embeddings
-    # Dynamic RoPE is made for lengths past the trained one; with the other schedules texts get poor there.
+    # Dynamic RoPE supports lengths past the trained one; with other schedules texts get poor there.
     if max_seq_len is not None and max_seq_len > trained and not config.serves_longer_texts:
         warn(
             f"max_seq_len {max_seq_len} is more than the model's max_position_embeddings {trained}: "

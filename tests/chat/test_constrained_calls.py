@@ -198,7 +198,7 @@ def test_a_constrained_call_is_the_same_in_a_stream_an_engine_and_with_a_draft()
 
 def test_what_cannot_be_constrained_is_refused() -> None:
     chat = answering("hermes", "")
-    with pytest.raises(RequestError, match="regex and the calls that are asked for each say what the text may be"):
+    with pytest.raises(RequestError, match="regex and the requested tool calls are mutually exclusive"):
         chat.chat(tools=TOOLS, tool_choice="required", regex="a")
     unique = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
     tools = [{"type": "function", "function": {"name": "f", "parameters": unique}}]

@@ -102,7 +102,7 @@ def test_the_message_is_the_call_or_the_content(format: str) -> None:
             assert AssistantMessage.of(piece.message for piece in pieces if piece.message) == whole.message
             if text == CALLS[format]:
                 assert (whole.message.content, whole.message.tool_calls[0].arguments) == (None, OSLO)
-                with pytest.raises(RequestError, match="the answer calls tools"):
+                with pytest.raises(RequestError, match="the answer has tool calls"):
                     _ = whole.parsed
             else:
                 assert (whole.message.content, whole.message.tool_calls) == (SAID, ())

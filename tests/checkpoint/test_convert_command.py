@@ -281,7 +281,7 @@ def test_a_checkpoint_that_decodes_greedily_advises_no_sampling(tmp_path):
 def test_a_place_that_takes_no_file_is_refused(tmp_path):
     source = random_checkpoint(tmp_path / "source", **SIZES)
     for to in ("gguf", "safetensors"):
-        with pytest.raises(RequestError, match=r"x cannot be written, for .*config\.json is no folder"):
+        with pytest.raises(RequestError, match=r"x cannot be written, because .*config\.json is not a writable folder"):
             convert(source, source / "config.json" / "x", to)
 
 
@@ -298,7 +298,7 @@ def test_what_a_format_cannot_hold_is_refused_and_nothing_is_left(tmp_path):
         with pytest.raises(RequestError, match=complaint):
             convert(path, tmp_path / "x.gguf", "gguf")
     convert(tmp_path / "int8", tmp_path / "floats.gguf", "gguf", dtype=torch.bfloat16)
-    with pytest.raises(RequestError, match="is there already"):
+    with pytest.raises(RequestError, match="already exists"):
         convert(source, tmp_path / "floats.gguf", "gguf")
     with pytest.raises(RequestError, match="is already GGUF"):
         convert(tmp_path / "floats.gguf", tmp_path / "x.gguf", "gguf")

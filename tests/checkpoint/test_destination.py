@@ -46,7 +46,7 @@ def test_a_full_disk_is_an_error_and_leaves_nothing(way, source, tmp_path, monke
 def test_a_file_in_the_way_of_a_folder_is_an_error(way, source, tmp_path):
     (tmp_path / "file").write_text("kept")
     before = everything(tmp_path)
-    with pytest.raises(RequestError, match=r"cannot be written, for .*file is no folder"):
+    with pytest.raises(RequestError, match=r"cannot be written, because .*file is not a writable folder"):
         WAYS[way](source, tmp_path / "file" / "x")
     assert everything(tmp_path) == before
     assert (tmp_path / "file").read_text() == "kept"

@@ -40,7 +40,7 @@ def test_bad_forms_are_one_line(cli: Cli, tmp_path: Path) -> None:
     latin.write_bytes(b"start: \xe9")
     for flags, message in (
         (("--regex", "("), "cannot be compiled"),
-        (("--regex", "a", "--choice", "b"), "regex and choice each say what the text may be"),
+        (("--regex", "a", "--choice", "b"), "regex and choice are mutually exclusive"),
         (("--json-schema", str(broken)), "is not a JSON Schema: Expecting"),
         (("--json-schema", str(tmp_path / "none")), "cannot be read: No such file"),
         (("--grammar", str(latin)), "byte 7 (0xe9) is out of place"),

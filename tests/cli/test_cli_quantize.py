@@ -51,7 +51,7 @@ def test_a_budget_of_bits_is_kept_and_what_each_matrix_costs_is_told(cli: Cli, t
     assert cli("generate", "Once", "-m", str(tmp_path / "mixed"), "-n", "5", "-t", "0").code == 0
     assert "leave out --format" in cli("quantize", "demo", "x", "--bits", "5", "--format", "int4").err
     assert (
-        "matrices take 4.5 bits a weight of this model at least; got a budget of 4"
+        "this model's matrices take at least 4.5 bits a weight; got a budget of 4"
         in cli("quantize", "demo", str(tmp_path / "x"), "--bits", "4").err
     )
 
@@ -88,4 +88,4 @@ def test_a_quantized_folder_is_not_quantized_otherwise(cli: Cli, tmp_path: Path)
     cli("quantize", "demo", str(tmp_path / "q"))
     result = cli("generate", "x", "-m", str(tmp_path / "q"), "--quantize", "int4")
     assert result.code == 2
-    assert "quantized already (int8)" in result.err
+    assert "already quantized (int8)" in result.err

@@ -151,7 +151,7 @@ def test_what_is_no_chat_is_refused_and_left_alone(
     session.generate("Once upon a time", **GREEDY)
     session.save(story)
     text.write_text("my notes")
-    for file, wanted in ((story, "without a chat"), (text, "no saved session"), (missing, "cannot be written")):
+    for file, wanted in ((story, "without a chat"), (text, "not a saved session"), (missing, "cannot be written")):
         before = file.read_bytes() if file.exists() else None
         result = cli("chat", "--session", str(file), input="Hello there!")
         assert (result.code, result.out) == (2, "")

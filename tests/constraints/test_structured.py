@@ -82,9 +82,9 @@ def test_a_schema_with_no_spaces_has_none(lm):
 def test_a_text_that_was_cut_is_not_parsed(lm):
     cut = lm.generate("Once", json_schema=PERSON, max_new_tokens=4)
     assert cut.finish_reason == "length"
-    with pytest.raises(RequestError, match="the JSON is not whole, for the text ended by 'length' after 4 tokens"):
+    with pytest.raises(RequestError, match="the JSON is incomplete, because the text ended by 'length' after 4 tokens"):
         _ = cut.parsed
-    with pytest.raises(RequestError, match="has no json_schema to be parsed by"):
+    with pytest.raises(RequestError, match="has no json_schema to parse it with"):
         _ = lm.generate("Once", max_new_tokens=1).parsed
 
 
@@ -152,9 +152,9 @@ def test_logprobs_are_the_models_own(lm):
         ({"json_schema": False}, "json_schema is False, which matches no text"),
         ({"json_schema": 3}, "json_schema must be a JSON Schema as a dict, or a pydantic class; got 3"),
         ({"json_schema": {"const": {1, 2}}}, "json_schema is not JSON"),
-        ({"regex": "a", "choice": ["b"]}, "regex and choice each say what the text may be: give one of them"),
+        ({"regex": "a", "choice": ["b"]}, "regex and choice are mutually exclusive: give one of them"),
         ({"constraint": 3}, "constraint must be an onward.Constraint"),
-        ({"constraint": lambda tokenizer, stop_ids: 3}, "must make an onward.Constraint; it made 3"),
+        ({"constraint": lambda tokenizer, stop_ids: 3}, "must return an onward.Constraint; it returned 3"),
         ({"regex": "a" * 2_100_000}, "the longest grammar has"),
         ({"guided_json": {}}, "did you mean json_schema"),
     ],

@@ -28,10 +28,11 @@ def called(node: ast.AST) -> str | None:
 
 
 def runs_a_step(node: ast.AST) -> bool:
-    """`emitted = step(work)`, whatever the step and its work are called."""
-    if called(node) not in ("step", "_step") or len(node.args) != 1:
+    """`emitted = step(work)` or `self._run_step(step, work)`, whatever the step and its work are called."""
+    arguments = {"step": 1, "_step": 1, "_run_step": 2}.get(called(node) or "")
+    if arguments is None or len(node.args) != arguments:
         return False
-    work = ast.unparse(node.args[0]).lower()
+    work = ast.unparse(node.args[-1]).lower()
     return "work" in work or "scheduledsequence" in work
 
 

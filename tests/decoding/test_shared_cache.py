@@ -112,7 +112,7 @@ def test_calls_of_several_threads_never_run_out_of_room(small, monkeypatch):
     monkeypatch.setattr(SharedCache, "lease", waits)
     completions = at_once(*(lambda prompt=prompt: lm.generate(prompt, **options) for prompt in prompts))
     assert [each.token_ids for each in completions] == [each.token_ids for each in expected]
-    assert lm._kept._shared.promised == 0
+    assert lm._prefix_cache._shared.promised == 0
 
 
 class _Waiting:

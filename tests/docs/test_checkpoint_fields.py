@@ -9,7 +9,7 @@ from onward.checkpoint import peft as peft_folder
 from onward.checkpoint.formats import auto_round, awq, bitsandbytes, compressed_tensors, fp8, gptq, mxfp4, torchao
 from onward.checkpoint.formats.settings import COMMON_FIELDS
 from onward.language_model import generation_config
-from onward.language_model.options import OF_BEAMS
+from onward.language_model.options import BEAM_OPTIONS
 from onward.models.fields import GENERATION_FIELDS
 
 PAGE = (ROOT / "docs" / "checkpoint-fields.md").read_text(encoding="utf-8")
@@ -52,7 +52,7 @@ def test_each_generation_field_has_one_effect():
         listed("generation_config.json", label) for label in ("Read", "Named in a warning", "No effect")
     )
     config = generation_config
-    assert warned == {*config._UNSERVED, *config._UNSERVED_SAMPLING, *config._UNSERVED_BEAMS}
-    assert read >= {*config._ALWAYS, *config._OF_SAMPLING, *OF_BEAMS}
+    assert warned == {*config._UNSUPPORTED, *config._UNSUPPORTED_SAMPLING, *config._UNSUPPORTED_BEAMS}
+    assert read >= {*config._COMMON_FIELDS, *config._SAMPLING_FIELDS, *BEAM_OPTIONS}
     assert read | warned | idle == GENERATION_FIELDS
     assert len(read) + len(warned) + len(idle) == len(GENERATION_FIELDS)

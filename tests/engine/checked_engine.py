@@ -27,15 +27,15 @@ class CheckedEngine(Engine):
 
     @property
     def slots(self):
-        return self._serving.slots
+        return self._worker.slots
 
     @property
     def thread(self):
-        return self._serving._thread
+        return self._worker._thread
 
     def between_steps(self, action):
         """Call `action()` in the engine's thread before every step. It may submit and cancel."""
-        steps = self._serving._steps
+        steps = self._worker._steps
         by_kind = steps.by_kind
 
         def with_action(work):
@@ -46,16 +46,16 @@ class CheckedEngine(Engine):
 
     def check(self):
         """The accounts, while the thread does not run."""
-        serving = self._serving
+        worker = self._worker
         assert not self.thread.is_alive()
         assert all(generation.done for generation in self.generations)
-        assert not serving._tickets
-        assert not serving._watched
-        assert not serving._of_sequence
-        assert not serving._steps._own
-        assert not serving._policy.waiting
-        assert not serving._policy.running
-        assert serving._policy.waiting_tokens == 0
+        assert not worker._requests
+        assert not worker._cancel_events
+        assert not worker._by_sequence
+        assert not worker._steps._special
+        assert not worker._scheduler.waiting
+        assert not worker._scheduler.running
+        assert worker._scheduler.waiting_tokens == 0
         assert self.slots.available == self.slots.total, "a block is held, and nothing runs"
         if isinstance(self.slots, PagedCacheManager):
             check_accounts(self.slots)

@@ -304,10 +304,10 @@ class _Run:
 def run(schedule):
     """Serve a schedule, and assert that every request gets what it gets alone. Returns the engine's stats."""
     with schedule.engine() as engine:
-        serving = _Run(schedule, engine)
-        serving()
+        worker = _Run(schedule, engine)
+        worker()
     engine.check()
-    for arrival, generation in serving.served:
+    for arrival, generation in worker.served:
         _assert_as_alone(schedule, arrival, generation)
     return engine.stats()
 

@@ -1,4 +1,4 @@
-"""A machine that takes simulated time, and an engine without a model: both drive the policy as it is."""
+"""A machine that takes simulated time, and an engine without a model: both drive the scheduler as it is."""
 
 import math
 import random
@@ -89,15 +89,15 @@ class SimulatedStep:
 
 
 class Simulation:
-    """Runs requests through a policy on a machine with so many blocks, until all have ended.
+    """Runs requests through a scheduler on a machine with so many blocks, until all have ended.
 
     admissions: requests in the order in which they joined. steps: all that were run. refused: requests.
     """
 
     def __init__(
-        self, policy, machine: Machine, blocks: int = 10**6, seed: int = 0, watch: Callable | None = None
+        self, scheduler, machine: Machine, blocks: int = 10**6, seed: int = 0, watch: Callable | None = None
     ) -> None:
-        self.policy, self.machine, self.free, self.blocks = policy, machine, blocks, blocks
+        self.scheduler, self.machine, self.free, self.blocks = scheduler, machine, blocks, blocks
         self.now = 0.0
         self.admissions: list[Request] = []
         self.refused: list[Request] = []
@@ -109,20 +109,20 @@ class Simulation:
 
     def run(self, requests: list[Request], most_steps: int = 10**6) -> "Simulation":
         arrivals = sorted(requests, key=lambda request: request.arrival)
-        while arrivals or self.policy.waiting or self._running:
-            if not (self.policy.waiting or self._running):
+        while arrivals or self.scheduler.waiting or self._running:
+            if not (self.scheduler.waiting or self._running):
                 self.now = max(self.now, arrivals[0].arrival)
             while arrivals and arrivals[0].arrival <= self.now:
                 request = arrivals.pop(0)
-                if self.policy.offer(request, request.arrival) is not None:
+                if self.scheduler.offer(request, request.arrival) is not None:
                     self._end(request, "refused")
                     self.refused.append(request)
             for request in requests:
                 if request.cancel <= self.now and not request.finish and request.arrival <= self.now:
                     self._end(request, "cancelled")
-            for request in self.policy.expire(self.now):
+            for request in self.scheduler.expire(self.now):
                 self._end(request, "time")
-            for request in self.policy.admit(self._reserve):
+            for request in self.scheduler.admit(self._reserve):
                 self._join(request)
             self._watch(self)
             self._step()
@@ -154,14 +154,14 @@ class Simulation:
         request.finish, request.ended = finish, self.now
         if request in self._running:
             self._leave(request)
-        self.policy.ended(request)
+        self.scheduler.ended(request)
 
     def _planned(self):
         """A plan for whose rows there are blocks, after preemptions where they are needed."""
         while True:
-            assert self._running == self.policy.running
+            assert self._running == self.scheduler.running
             rows = [row for request in self._running for row in request.rows if row.left]
-            plan = self.policy.plan(rows)
+            plan = self.scheduler.plan(rows)
             if all(self._grow(row, tokens) for row, tokens in plan):
                 return rows, plan
 
@@ -173,7 +173,7 @@ class Simulation:
         )  # fmt: skip
         missing = max(needed - request.blocks, 0)
         if missing > self.free:
-            victim = self.policy.preempt()
+            victim = self.scheduler.preempt()
             assert victim is self._running[-1], "the newest gives way"
             assert len(self._running) > 1
             self._leave(victim)
@@ -189,7 +189,7 @@ class Simulation:
         rows, plan = self._planned()
         if not plan:
             assert not rows, "rows run and none is planned"
-            assert not self.policy.waiting, "nobody runs and the head of the queue does not join"
+            assert not self.scheduler.waiting, "nobody runs and the head of the queue does not join"
             return
         decoding = sum(row.total - row.computed == 1 for row in rows)
         assert sum(row.total - row.computed == 1 for row, _ in plan) == decoding, "rows that decode take part"
@@ -210,7 +210,7 @@ class Simulation:
                 row.left -= 1
                 row.total += 1
                 output += 1
-        self.policy.note(seconds, output)
+        self.scheduler.record_step(seconds, output)
         for request in list(self._running):
             if not any(row.left for row in request.rows):
                 self._end(request, "length")

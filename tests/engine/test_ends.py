@@ -298,7 +298,7 @@ def test_a_failure_of_the_thread_itself_ends_all_with_one_error(monkeypatch):
     def plan(rows):
         raise LookupError("no plan")
 
-    monkeypatch.setattr(engine._serving._policy, "plan", plan)
+    monkeypatch.setattr(engine._worker._scheduler, "plan", plan)
     for generation in generations:
         with pytest.raises(EngineError, match="the engine has failed: no plan") as raised:
             generation.result(SECONDS)

@@ -80,7 +80,9 @@ def test_adapters_count_for_those_who_ask_for_them(tmp_path):
         assert len({plain, one, two}) == 3
         assert engine.resume("Once", emitted=[], adapter="one", fingerprint=one, **options).result(60)
         for wrong in (plain, two):
-            with pytest.raises(RequestError, match="and would not go on with the same bits: the adapter differ"):
+            with pytest.raises(
+                RequestError, match="by an engine with another fingerprint: the adapter differ: resume it where"
+            ):
                 engine.resume("Once", emitted=[], adapter="one", fingerprint=wrong, **options)
         with pytest.raises(RequestError, match="three"):
             engine.fingerprint_with("three")
@@ -91,9 +93,9 @@ def test_a_file_that_came_after_the_process_began_makes_a_hash_like_no_other(tmp
     file = tmp_path / "library.so"
     file.write_bytes(b"the same bytes")
     hash_of = fingerprints._hash_of.__wrapped__
-    monkeypatch.setattr(fingerprints, "_BEGAN", time.time() + 60)
+    monkeypatch.setattr(fingerprints, "_STARTED", time.time() + 60)
     assert hash_of((file,)) == hash_of((file,))
-    monkeypatch.setattr(fingerprints, "_BEGAN", time.time() - 60)
+    monkeypatch.setattr(fingerprints, "_STARTED", time.time() - 60)
     assert len({hash_of((file,)) for _ in range(3)}) == 3
 
 

@@ -1,4 +1,4 @@
-"""The policy's single decisions: the queue, the order, admission, preemption and chunks of prompts."""
+"""The scheduler's single decisions: the queue, the order, admission, preemption and chunks of prompts."""
 
 import gc
 import math
@@ -13,7 +13,7 @@ from simulation import Machine, Request, Simulation
 from onward.engine.scheduler import Scheduler
 
 
-def policy(**limits):
+def scheduler(**limits):
     return Scheduler(**{"max_sequences": 8, "max_waiting": 100, "max_waiting_tokens": 10**6, **limits})
 
 
@@ -37,14 +37,14 @@ class Pending:
         return self.computed + self.pending
 
 
-def processed(policy, rows, seconds=0.01):
+def processed(scheduler, rows, seconds=0.01):
     """Plan a step, run it, and return the tokens of each row in it. A prompt that ends begins to decode."""
     counts = dict.fromkeys(rows, 0)
-    for row, tokens in policy.plan(rows):
+    for row, tokens in scheduler.plan(rows):
         counts[row] = tokens
         row.computed += tokens
         row.pending = max(row.pending - tokens, 1)
-    policy.note(seconds, 0)
+    scheduler.record_step(seconds, 0)
     return [counts[row] for row in rows]
 
 
@@ -55,7 +55,7 @@ def processed(policy, rows, seconds=0.01):
 )
 def test_the_limits_of_the_queue_are_exact(max_waiting, max_tokens, events):
     """An event is the arrival of a prompt of so many tokens, or the end of the oldest that waits."""
-    queue, waiting = policy(max_waiting=max_waiting, max_waiting_tokens=max_tokens), []
+    queue, waiting = scheduler(max_waiting=max_waiting, max_waiting_tokens=max_tokens), []
     for tokens in events:
         if tokens is None:
             if waiting:
@@ -71,7 +71,7 @@ def test_the_limits_of_the_queue_are_exact(max_waiting, max_tokens, events):
 
 
 def test_a_refusal_names_the_limit_and_what_waits():
-    queue = policy(max_waiting=2, max_waiting_tokens=100)
+    queue = scheduler(max_waiting=2, max_waiting_tokens=100)
     assert queue.offer(Request(0.0, 60), 0.0) is None
     assert queue.offer(Request(0.0, 60), 0.0).reason == (
         "60 tokens of prompts wait (max_waiting_tokens=100), and this one has 60"
@@ -81,7 +81,7 @@ def test_a_refusal_names_the_limit_and_what_waits():
 
 
 def test_a_refusal_says_how_long_the_measured_rates_take_to_make_room():
-    queue = policy(max_sequences=1000, max_waiting=1, max_waiting_tokens=100)
+    queue = scheduler(max_sequences=1000, max_waiting=1, max_waiting_tokens=100)
     assert queue.offer(Request(0.0, 40), 0.0) is None
     assert queue.offer(Request(0.0, 1), 0.0).seconds > 0, "before anything was measured, too"
     for _ in range(50):  # each step takes half a second, admits one request and processes its 40 tokens
@@ -91,7 +91,7 @@ def test_a_refusal_says_how_long_the_measured_rates_take_to_make_room():
         assert queue.offer(Request(0.0, 40), 0.0) is None
     assert queue.offer(Request(0.0, 40), 0.0).seconds == pytest.approx(0.5)
     assert queue.throughput.prompt == pytest.approx(80)
-    roomy = policy(max_waiting_tokens=100)
+    roomy = scheduler(max_waiting_tokens=100)
     roomy.throughput = queue.throughput
     assert roomy.offer(Request(0.0, 90), 0.0) is None
     assert roomy.offer(Request(0.0, 50), 0.0).seconds == pytest.approx(40 / 80), "40 tokens are too many"
@@ -102,7 +102,7 @@ def test_a_refusal_says_how_long_the_measured_rates_take_to_make_room():
     ageing=st.floats(0.1, 30),
 )
 def test_first_come_first_served_in_a_priority_and_nobody_is_overtaken_for_long(offers, ageing):
-    queue = policy(max_sequences=100, ageing=ageing)
+    queue = scheduler(max_sequences=100, ageing=ageing)
     requests = [Request(arrival, 1, priority=priority) for arrival, priority in sorted(offers, key=lambda o: o[0])]
     for request in requests:
         assert queue.offer(request, request.arrival) is None
@@ -117,7 +117,7 @@ def test_first_come_first_served_in_a_priority_and_nobody_is_overtaken_for_long(
 
 
 def test_a_smaller_priority_goes_first():
-    queue = policy()
+    queue = scheduler()
     late, urgent = Request(0.0, 1), Request(1.0, 1, priority=-1)
     queue.offer(late, 0.0)
     queue.offer(urgent, 1.0)
@@ -125,7 +125,7 @@ def test_a_smaller_priority_goes_first():
 
 
 def test_the_head_of_the_queue_is_not_overtaken_while_its_rows_or_its_blocks_find_no_room():
-    queue = policy(max_sequences=4)
+    queue = scheduler(max_sequences=4)
     running, wide, narrow = Request(0.0, 1, sequences=2), Request(0.0, 1, sequences=3), Request(0.0, 1)
     for request in (running, wide, narrow):
         queue.offer(request, 0.0)
@@ -140,7 +140,7 @@ def test_the_head_of_the_queue_is_not_overtaken_while_its_rows_or_its_blocks_fin
 
 @pytest.mark.parametrize(("overcommit", "reserved"), [(1.0, 100), (4.0, 25), (3.0, 34)])
 def test_what_is_reserved_is_the_share_of_new_tokens_that_overcommit_leaves(overcommit, reserved):
-    queue = policy(overcommit=overcommit)
+    queue = scheduler(overcommit=overcommit)
     queue.offer(Request(0.0, 10, new=100), 0.0)
     asked = []
     queue.admit(lambda item, new: asked.append(new))
@@ -148,7 +148,7 @@ def test_what_is_reserved_is_the_share_of_new_tokens_that_overcommit_leaves(over
 
 
 def test_deadlines_hold_in_the_queue():
-    queue = policy()
+    queue = scheduler()
     early, late = Request(0.0, 5, deadline=1.0), Request(0.0, 7)
     queue.offer(early, 0.0)
     queue.offer(late, 0.0)
@@ -160,7 +160,7 @@ def test_deadlines_hold_in_the_queue():
 
 
 def test_the_newest_gives_way_and_those_that_gave_way_come_back_in_order_with_all_their_blocks():
-    queue = policy(overcommit=10.0)
+    queue = scheduler(overcommit=10.0)
     first, second, third, fourth = requests = [Request(0.0, 1, new=50) for _ in range(4)]
     for request in requests[:3]:
         queue.offer(request, 0.0)
@@ -177,7 +177,7 @@ def test_the_newest_gives_way_and_those_that_gave_way_come_back_in_order_with_al
 
 @pytest.mark.parametrize("expires", [False, True])
 def test_who_has_ended_is_forgotten(expires):
-    queue = policy()
+    queue = scheduler()
     requests = [Request(0.0, 1, deadline=1.0) for _ in range(3)]
     for request in requests:
         queue.offer(request, 0.0)
@@ -193,7 +193,7 @@ def test_who_has_ended_is_forgotten(expires):
 
 
 def test_who_was_cancelled_neither_waits_nor_runs():
-    queue = policy(max_sequences=1)
+    queue = scheduler(max_sequences=1)
     first, second, third = requests = [Request(0.0, 1) for _ in range(3)]
     for request in requests:
         queue.offer(request, 0.0)
@@ -207,7 +207,7 @@ def test_who_was_cancelled_neither_waits_nor_runs():
 
 @given(pending=st.lists(st.integers(1, 200), min_size=1, max_size=5), chunk=st.sampled_from([1, 7, 16, 100, 512]))
 def test_a_step_takes_every_decoding_row_and_few_sizes_of_chunks(pending, chunk):
-    queue, rows = policy(prefill_chunk=chunk), [Pending(count) for count in pending]
+    queue, rows = scheduler(prefill_chunk=chunk), [Pending(count) for count in pending]
     while any(row.pending > 1 for row in rows):
         before = [row.pending for row in rows]
         counts = processed(queue, rows)
@@ -222,13 +222,13 @@ def test_a_step_takes_every_decoding_row_and_few_sizes_of_chunks(pending, chunk)
 
 
 def test_where_nobody_decodes_a_step_takes_whole_chunks_of_several_prompts():
-    queue, rows = policy(prefill_chunk=512), [Pending(400), Pending(400), Pending(400)]
+    queue, rows = scheduler(prefill_chunk=512), [Pending(400), Pending(400), Pending(400)]
     assert processed(queue, rows) == [400, 96, 0]
 
 
 def steps_of(prompt, others, arrivals, turn):
     """Steps until a prompt is processed: it comes behind `others`, and `arrivals` come behind it, one a step."""
-    queue, row = policy(prefill_chunk=64), Pending(prompt)
+    queue, row = scheduler(prefill_chunk=64), Pending(prompt)
     rows, arrivals, steps = [*map(Pending, others), row], list(arrivals), 0
     if turn:
         processed(queue, [Pending(2)])
@@ -254,12 +254,12 @@ def test_the_first_prompt_and_the_shortest_take_at_most_twice_their_steps_and_on
 
 def test_a_long_prompt_does_not_keep_a_short_one_waiting():
     long, short = Request(0.0, 20_000, new=5), Request(0.5, 100, new=5)
-    Simulation(policy(), Machine()).run([long, short])
+    Simulation(scheduler(), Machine()).run([long, short])
     assert short.ended < long.ended / 4
 
 
 def test_prompts_progress_where_every_step_takes_longer_than_it_may():
-    queue, decoding, prompt = policy(max_step_ms=1), Pending(1), Pending(1000)
+    queue, decoding, prompt = scheduler(max_step_ms=1), Pending(1), Pending(1000)
     for _ in range(10):
         count = processed(queue, [decoding, prompt], seconds=0.5)[1]
     assert count == 4

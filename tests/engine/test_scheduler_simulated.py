@@ -1,4 +1,4 @@
-"""Random requests through the policy on a simulated machine: all end, in order, within blocks and time."""
+"""Random requests through the scheduler on a simulated machine: all end, in order, within blocks and time."""
 
 import math
 
@@ -32,7 +32,7 @@ blocks = st.integers(4 * math.ceil((700 + 60 + 600) / 64), 200)
 chunks = st.sampled_from([1, 7, 16, 100, 512])
 
 
-def policy(**limits):
+def scheduler(**limits):
     return Scheduler(**{"max_sequences": 6, "max_waiting": 1000, "max_waiting_tokens": 10**6, **limits})
 
 
@@ -43,7 +43,7 @@ class Watch:
         self.max_sequences, self.oldest = max_sequences, None
 
     def __call__(self, simulation):
-        running = simulation.policy.running
+        running = simulation.scheduler.running
         assert sum(request.sequences for request in running) <= self.max_sequences
         held = sum(request.blocks for request in running)
         assert held + simulation.free == simulation.blocks
@@ -66,12 +66,12 @@ def in_order(admissions, ageing=10.0):
 @settings(max_examples=40)
 @given(schedule=st.lists(mortal, max_size=25), blocks=blocks, chunk=chunks, max_waiting=st.sampled_from([3, 1000]))
 def test_every_request_ends_in_order_without_a_preemption(schedule, blocks, chunk, max_waiting):
-    run = Simulation(policy(prefill_chunk=chunk, max_waiting=max_waiting), Machine(), blocks, watch=Watch(6))
+    run = Simulation(scheduler(prefill_chunk=chunk, max_waiting=max_waiting), Machine(), blocks, watch=Watch(6))
     run.run(schedule)
     assert all(request.finish for request in schedule)
-    assert run.policy.preemptions == 0
-    assert run.policy.waiting == run.policy.waiting_tokens == 0
-    assert not run.policy.running
+    assert run.scheduler.preemptions == 0
+    assert run.scheduler.waiting == run.scheduler.waiting_tokens == 0
+    assert not run.scheduler.running
     in_order(run.admissions)
     for request in schedule:
         if request.finish == "length":
@@ -82,20 +82,20 @@ def test_every_request_ends_in_order_without_a_preemption(schedule, blocks, chun
 @settings(max_examples=40)
 @given(schedule=st.lists(requests, min_size=5, max_size=25), blocks=blocks, overcommit=st.sampled_from([1.5, 4.0, 1e9]))
 def test_with_overcommit_the_oldest_always_goes_on_and_all_end(schedule, blocks, overcommit):
-    run = Simulation(policy(overcommit=overcommit), Machine(), blocks, watch=Watch(6)).run(schedule)
+    run = Simulation(scheduler(overcommit=overcommit), Machine(), blocks, watch=Watch(6)).run(schedule)
     assert {request.finish for request in schedule} <= {"length"}
     in_order(run.admissions)
     # Nobody joins after a preemption until a request has ended, so between two ends each that runs gives way once.
-    assert run.policy.preemptions <= 6 * len(schedule)
+    assert run.scheduler.preemptions <= 6 * len(schedule)
 
 
 def test_overcommit_preempts_where_blocks_are_short_and_runs_more_at_once():
     def busy(overcommit):
         schedule = [Request(0.0, 100, new=200, asked=400) for _ in range(12)]
-        return Simulation(policy(overcommit=overcommit), Machine(), blocks=26).run(schedule)
+        return Simulation(scheduler(overcommit=overcommit), Machine(), blocks=26).run(schedule)
 
     careful, bold = busy(1.0), busy(8.0)
-    assert bold.policy.preemptions > 0
+    assert bold.scheduler.preemptions > 0
     assert bold.now < careful.now
 
 
@@ -135,7 +135,7 @@ def test_steps_with_decoding_rows_keep_their_time(schedule, machine):
     from 2 to 512. Within a range the positions double, and so may the cost. Noise may be low when measured and high
     when used.
     """
-    run = Simulation(policy(max_sequences=12, max_step_ms=100), machine).run(schedule)
+    run = Simulation(scheduler(max_sequences=12, max_step_ms=100), machine).run(schedule)
     factor = 1.84 * 2 * (1 + machine.noise) / (1 - machine.noise)
     measured: dict[tuple[str, int], int] = {}
     for step in run.steps:
@@ -151,7 +151,7 @@ def test_steps_with_decoding_rows_keep_their_time(schedule, machine):
 def test_on_a_machine_as_the_pace_assumes_steps_keep_their_time_and_use_it(schedule, unit):
     """Every part costs unit * (tokens + 16): the very first step teaches all there is to know."""
     machine = Machine(step=16 * unit, decoding_row=unit, chunk=16 * unit, token=unit)
-    run = Simulation(policy(max_sequences=12, max_step_ms=100), machine).run(schedule)
+    run = Simulation(scheduler(max_sequences=12, max_step_ms=100), machine).run(schedule)
     for step in run.steps[1:]:
         if step.decoding:
             assert step.seconds <= max(0.1, least(machine, step)) * (1 + 1e-9)
@@ -166,7 +166,7 @@ def test_on_a_machine_as_the_pace_assumes_steps_keep_their_time_and_use_it(sched
 def test_without_a_limit_prompts_double_a_step_and_little_more(schedule, unit):
     """The bound that docs/engine.md names: 2.25 times the step without prompts, 100 ms, or what 16 tokens take."""
     machine = Machine(step=16 * unit, decoding_row=unit, chunk=16 * unit, token=unit)
-    run = Simulation(policy(max_sequences=12), machine).run(schedule)
+    run = Simulation(scheduler(max_sequences=12), machine).run(schedule)
     for step in run.steps[1:]:
         if step.decoding:
             sixteen = machine.seconds(step.decoding, [(at, min(tokens, 16)) for at, tokens in step.chunks[:1]])

@@ -13,7 +13,7 @@ AS_ASSUMED = Machine(step=0.016, decoding_row=0.001, chunk=0.016, token=0.001)
 
 
 def run(pace, machine, rows, *chunks, slower=1.0):
-    pace.note(rows, chunks, slower * machine.seconds(rows, chunks))
+    pace.record_step(rows, chunks, slower * machine.seconds(rows, chunks))
 
 
 def predicted(pace, rows, *chunks):
@@ -92,10 +92,10 @@ def test_an_outlier_moves_the_pace_by_a_fifth_at_most():
 
 def test_a_clock_that_stands_still_teaches_nothing():
     pace = StepTimeModel()
-    pace.note(4, [(0, 64)], 0.0)
+    pace.record_step(4, [(0, 64)], 0.0)
     assert pace.decode(4) == 0.0
     run(pace, AS_ASSUMED, 4)
-    pace.note(4, [], 0.0)
+    pace.record_step(4, [], 0.0)
     assert pace.decode(4) == pytest.approx(AS_ASSUMED.decode(4))
 
 
@@ -103,11 +103,11 @@ def test_throughput_is_of_the_last_half_minute_or_so_of_work():
     throughput = Throughput()
     assert (throughput.prompt, throughput.output, throughput.admitted) == (0, 0, 0)
     for _ in range(1000):
-        throughput.note(0.1, prompt=50, output=8, admitted=1)
+        throughput.record_step(0.1, prompt=50, output=8, admitted=1)
     assert throughput.prompt == pytest.approx(500)
     assert throughput.output == pytest.approx(80)
     assert throughput.admitted == pytest.approx(10)
     for _ in range(3000):  # five minutes, of which 30 seconds weigh 1/e: e^-10 of what was before remains
-        throughput.note(0.1, prompt=0, output=4, admitted=0)
+        throughput.record_step(0.1, prompt=0, output=4, admitted=0)
     assert throughput.output == pytest.approx(40, rel=1e-3)
     assert throughput.prompt == pytest.approx(0, abs=0.1)

@@ -155,7 +155,7 @@ def test_a_task_that_is_cancelled_while_it_waits_leaves_the_request_as_it_is():
             await task
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(_awaited(generation), 0.005)
-        assert not generation._watching
+        assert not generation._listeners
         assert (await generation).token_ids == WHOLE.token_ids
 
     with CheckedEngine(LM) as engine:
@@ -170,7 +170,7 @@ def test_a_loop_that_is_closed_before_the_end_disturbs_nobody():
         task = loop.create_task(waiting)
         loop.call_soon(loop.stop)
         loop.run_forever()
-        assert generation._watching
+        assert generation._listeners
         task._log_destroy_pending = False
         loop.close()
         assert generation.result(SECONDS).token_ids == WHOLE.token_ids
@@ -266,7 +266,7 @@ def test_an_error_reaches_those_who_await():
 
 def test_an_engine_that_nobody_holds_serves_what_it_has_and_ends():
     engine = Engine(LM)
-    thread = engine._serving._thread
+    thread = engine._worker._thread
     generations = [engine.submit("abc", max_new_tokens=20) for _ in range(3)]
     gone = weakref.ref(engine)
     del engine
@@ -295,10 +295,10 @@ def test_a_generation_keeps_no_engine():
     generation = engine.submit("abc", max_new_tokens=2)
     generation.result(SECONDS)
     engine.close()
-    serving = weakref.ref(engine._serving)
+    worker = weakref.ref(engine._worker)
     del engine
     gc.collect()
-    assert serving() is None
+    assert worker() is None
     assert generation.done
 
 
@@ -308,6 +308,6 @@ def test_an_engine_is_not_copied(tmp_path):
 
     with CheckedEngine(LM) as engine:
         for attempt in (copy.copy, copy.deepcopy, pickle.dumps):
-            with pytest.raises(EngineError, match="an engine is a thread"):
+            with pytest.raises(EngineError, match="an engine cannot be copied or pickled"):
                 attempt(engine)
         assert repr(engine).startswith("<CheckedEngine: 0 running, 0 waiting")

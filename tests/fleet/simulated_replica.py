@@ -1,4 +1,4 @@
-"""A replica: the engine's policy, with the time of steps in place of a model."""
+"""A replica: the engine's scheduler, with the time of steps in place of a model."""
 
 import bisect
 import itertools
@@ -39,7 +39,7 @@ class StepTime:
 
 @dataclass(eq=False)
 class Text:
-    """A request at one replica: a `policy.Item`, and its row.
+    """A request at one replica: a `SchedulerRequest`, and its row.
 
     tokens: of its prompt, whose whole blocks have hashes. new: tokens that it generates. emitted: those that it had
     when it came here. told: those that it was given here; first: when.
@@ -106,7 +106,7 @@ class SimulatedEngine:
         max_waiting: int = 1024,
         blocks: int = 4096,
     ) -> None:
-        self.policy: Scheduler[Text] = Scheduler(
+        self.scheduler: Scheduler[Text] = Scheduler(
             max_sequences=max_sequences,
             max_waiting=max_waiting,
             max_waiting_tokens=1_000_000,
@@ -123,7 +123,7 @@ class SimulatedEngine:
 
     def offer(self, text: Text, now: float) -> bool:
         """Queue a text; whether there is room for it."""
-        if self.policy.offer(text, now) is not None:
+        if self.scheduler.offer(text, now) is not None:
             return False
         self.load += 1
         if self._durations:
@@ -133,8 +133,8 @@ class SimulatedEngine:
     def cancel(self, text: Text, now: float) -> None:
         """End a text without a word; it leaves with the step that runs."""
         text.left = 0
-        if text not in self.policy.running:
-            self.policy.ended(text)
+        if text not in self.scheduler.running:
+            self.scheduler.ended(text)
             self.load -= 1
         elif self._durations:
             self._cut(now)
@@ -160,20 +160,20 @@ class SimulatedEngine:
             self._began = end
 
     def _begin(self, now: float) -> None:
-        for text in self.policy.running:
+        for text in self.scheduler.running:
             if text.left <= 0:  # it was cancelled
                 self._leave(text)
-        self.policy.expire(now)
-        self.policy.admit(self._reserve)
-        running = self.policy.running
-        self._plan = self.policy.plan(running)
+        self.scheduler.expire(now)
+        self.scheduler.admit(self._reserve)
+        running = self.scheduler.running
+        self._plan = self.scheduler.plan(running)
         self._durations, self._began, self.next = [], now, math.inf
         if not self._plan:
             return
         decoding = [text for text, _ in self._plan if text.total - text.computed == 1]
         chunks = [(text.computed, tokens) for text, tokens in self._plan if text.total - text.computed > 1]
         steps = 1
-        if not chunks and not self.policy.waiting:
+        if not chunks and not self.scheduler.waiting:
             steps = min(text.left for text in decoding)
         rows, context = len(decoding), sum(text.computed for text in decoding)
         more = self._clock.prefill(chunks)
@@ -207,7 +207,7 @@ class SimulatedEngine:
                 text.told += more
                 output += 1
         for seconds in durations:
-            self.policy.note(seconds, output)
+            self.scheduler.record_step(seconds, output)
         for text, _ in self._plan:
             if text.left == 0 and text.told:
                 self._leave(text)
@@ -225,7 +225,7 @@ class SimulatedEngine:
         return True
 
     def _leave(self, text: Text) -> None:
-        self.policy.ended(text)
+        self.scheduler.ended(text)
         self.load -= 1
         self._free += text.reserved
         if text.computed >= text.tokens:

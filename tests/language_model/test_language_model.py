@@ -418,7 +418,7 @@ def test_what_is_no_model_is_refused(thing):
 
 
 def test_a_session_is_of_a_language_model():
-    with pytest.raises(RequestError, match=r"a session is of a LanguageModel; got str: see onward\.load"):
+    with pytest.raises(RequestError, match=r"a session needs a LanguageModel; got str: see onward\.load"):
         onward.Session("demo")
 
 

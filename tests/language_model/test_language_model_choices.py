@@ -183,7 +183,7 @@ def test_the_seeds_of_samples_are_those_of_philox_as_published():
         ({"cancel": True}, "cancel must be a threading.Event; got True"),
         ({"logprob": 1}, "unknown option 'logprob': did you mean logprobs"),
         ({"per_prompt": {"seed": 1}}, "per_prompt must be a list of options as dicts, one a prompt"),
-        ({"per_prompt": [{}, {}]}, "per_prompt has options for 2 prompts, and there are 1"),
+        ({"per_prompt": [{}, {}]}, "per_prompt has options for 2 prompts, but there are 1"),
         ({"per_prompt": [3]}, "per_prompt must hold a dict of options for each prompt; got 3"),
         ({"per_prompt": [{"n": 2}]}, "n=2 with temperature 0 is the same text 2 times"),
         ({"per_prompt": [{"logprob": 1}]}, "unknown option 'logprob': did you mean logprobs"),

@@ -43,7 +43,7 @@ def test_a_text_scores_alone_as_among_others_and_in_any_chunks(lm, monkeypatch):
     same(lm.score([lm.encode(text) for text in TEXTS[::-1]], logprobs=2), alone[::-1])
     many = TEXTS * 5
     same(lm.score(many, logprobs=2), alone * 5)
-    monkeypatch.setattr(scoring, "_MOST_TOKENS", 60)
+    monkeypatch.setattr(scoring, "_MAX_TOKENS", 60)
     monkeypatch.setattr(loop, "_MAX_LOGITS", 258 * 3)
     monkeypatch.setattr(step, "_MAX_SCORED", 258 * 2)
     same(lm.score(many, logprobs=2), alone * 5)
@@ -88,8 +88,8 @@ def test_a_likely_text_has_a_perplexity_of_one_and_an_impossible_one_an_infinite
 @pytest.mark.parametrize(
     ("text", "options", "error", "message"),
     [
-        ("A", {}, RequestError, "must have 2 ids at least"),
-        (["AB", [1]], {}, RequestError, r"must have 2 ids at least, one to predict another from; got \[1\]"),
+        ("A", {}, RequestError, "must have at least 2 ids"),
+        (["AB", [1]], {}, RequestError, r"must have at least 2 ids, since the first one is not predicted; got \[1\]"),
         ([], {}, RequestError, "empty list of ids"),
         ([1, 258], {}, RequestError, "from 0 to 257; got 258"),
         ("x" * 257, {}, ContextOverflowError, "the prompt is 257 tokens long, but the context holds 256"),

@@ -110,7 +110,7 @@ def test_no_limit_of_tokens_goes_to_the_end_of_the_context():
 
 def test_without_a_context_there_is_no_end_of_it():
     lm = LanguageModel(dataclasses.replace(tiny_model(), max_seq_len=None))
-    with pytest.raises(RequestError, match="this model does not say how long that is: give a number"):
+    with pytest.raises(RequestError, match="this model has no max_seq_len: give a number"):
         lm.generate([1], max_new_tokens=None)
 
 

@@ -247,7 +247,7 @@ def test_beams_of_nothing_are_empty(lm):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"temperature": 0.5}, "draws none: leave out temperature"),
+        ({"temperature": 0.5}, "does not sample: leave out temperature"),
         ({"seed": 1}, "leave out seed"),
         ({"top_k": 3, "top_p": 0.5}, "leave out top_k, top_p"),
         ({"n": 3}, "n is 3, but 2 beams find 2 texts"),

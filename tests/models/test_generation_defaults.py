@@ -152,7 +152,7 @@ def test_so_many_samples_as_asked_for(judged):
 def test_sampled_beams_are_searched_and_warned_of(judged):
     config = {"do_sample": True, "num_beams": 3, "temperature": 0.5, "eos_token_id": 1, "max_new_tokens": 6}
     (judged.folder / "generation_config.json").write_text(json.dumps(config), encoding="utf-8")
-    with pytest.warns(OnwardWarning, match="samples with beams, and here beams are not sampled"):
+    with pytest.warns(OnwardWarning, match="samples with beams, which is not supported"):
         lm = onward.load(judged.folder)
     searched, _ = served(judged.folder, config | {"do_sample": False, "temperature": None})
     assert lm.generate([5]).token_ids == searched.generate([5]).token_ids

@@ -182,7 +182,7 @@ def test_texts_evict_the_states_of_others():
         got = lm.generate(prompt, draft=chance.choice([None, "lookup"]), **options)
         assert ids(got) == ids(empty.generate(prompt, **options))
         found += got.cached_tokens
-        check_accounts(lm._kept._shared.slots)
+        check_accounts(lm._prefix_cache._shared.slots)
     assert found > 200
 
 

@@ -69,7 +69,7 @@ def ids(completion):
 
 
 def check(lm):
-    slots = lm._kept._shared.slots
+    slots = lm._prefix_cache._shared.slots
     check_accounts(slots)
     assert slots.free + slots.cached + slots.held == slots.total
     return slots
@@ -255,7 +255,7 @@ def test_an_engine_with_little_memory(engines, requests, chunk, texts, overcommi
         for prompt, options, generation in served:
             wanted = whole.generate(prompt, **{**options, "draft": None})
             assert [ids(one) for one in generation.result(60).choices] == [ids(one) for one in wanted.choices]
-    slots = engine._serving.slots
+    slots = engine._worker.slots
     check_accounts(slots)
     assert slots.held == 0
     assert slots.free + slots.cached == slots.total

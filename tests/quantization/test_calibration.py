@@ -91,7 +91,7 @@ def test_what_cannot_be_calibrated_says_why():
     with pytest.raises(RequestError, match=r"int32 or int64 \[count, length\]; got torch.int64 \[0, 9\]"):
         Calibration(ids=torch.ones(0, 9, dtype=torch.int64))
     for wrong in (-1, 258, 2**33):
-        with pytest.raises(RequestError, match=r"the ids to calibrate with lie in 0 … 257; got 5 …|; got -1 … 5"):
+        with pytest.raises(RequestError, match=r"the ids to calibrate with must be in 0 … 257; got 5 …|; got -1 … 5"):
             quantize(tiny_model(), "int4", calibrate=Calibration(ids=torch.tensor([[5, wrong]])))
     with pytest.raises(RequestError, match="texts"):
         Calibration(texts=0)

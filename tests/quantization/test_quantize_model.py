@@ -146,7 +146,7 @@ def test_text_of_a_row_does_not_depend_on_the_others(form):
 
 @pytest.mark.parametrize("format", [None, True, float("nan"), float("inf"), ["int8"]], ids=repr)
 def test_what_is_no_format_is_refused(format):
-    with pytest.raises(RequestError, match="'int8', 'int4' or 'iq4_nl', or to so many bits a weight; got"):
+    with pytest.raises(RequestError, match="'int8', 'int4' or 'iq4_nl', or to a number of bits per weight; got"):
         quantize(tiny_model(), format)
 
 

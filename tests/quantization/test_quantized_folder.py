@@ -279,7 +279,9 @@ def test_a_folder_appears_whole_or_not_at_all(tmp_path, monkeypatch):
 def test_a_place_that_takes_no_folder_is_refused_before_the_work(tmp_path):
     source = random_checkpoint(tmp_path / "source")
     for place in (source / "config.json" / "small", source / "config.json" / "deep" / "small"):
-        with pytest.raises(RequestError, match=r"small cannot be written, for .*config\.json is no folder"):
+        with pytest.raises(
+            RequestError, match=r"small cannot be written, because .*config\.json is not a writable folder"
+        ):
             quantize_folder(source, place, "int8", progress=lambda report: pytest.fail("work was done"))
 
 
@@ -288,7 +290,7 @@ def test_only_an_absent_or_empty_folder_is_written(tmp_path):
     (tmp_path / "empty").mkdir()
     quantize_folder(source, tmp_path / "empty", "int8")
     for taken in (tmp_path / "empty", source, source / "config.json"):
-        with pytest.raises(RequestError, match="is there already: give a folder that is absent or empty"):
+        with pytest.raises(RequestError, match="already exists: give a folder that is absent or empty"):
             quantize_folder(source, taken, "int8")
 
 

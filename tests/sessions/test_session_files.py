@@ -202,17 +202,17 @@ def test_what_is_no_session_is_refused_and_not_overwritten(tmp_path: Path, conte
     else:
         file.write_text("" if content == "empty" else "Once upon a time" * 9)
     before = file.read_bytes()
-    with pytest.raises(SessionError, match="is no saved session"):
+    with pytest.raises(SessionError, match="is not a saved session"):
         Session.load(file, tiny())
-    with pytest.raises(SessionError, match="exists and is no saved session, choose another name"):
+    with pytest.raises(SessionError, match="exists and is not a saved session, choose another name"):
         Session(tiny()).save(file)
     assert file.read_bytes() == before
 
 
 def test_a_folder_is_no_session(tmp_path: Path) -> None:
-    with pytest.raises(SessionError, match="is a folder, and a session is a file: choose another name"):
+    with pytest.raises(SessionError, match="is a folder, but a session is a file: choose another name"):
         Session(tiny()).save(tmp_path)
-    with pytest.raises(SessionError, match="is a folder, and a session is a file"):
+    with pytest.raises(SessionError, match="is a folder, but a session is a file"):
         Session.load(tmp_path, tiny())
 
 
@@ -225,7 +225,7 @@ def test_a_file_cut_short_is_refused(file: Path, at: float) -> None:
     content = file.read_bytes()
     cut = file.with_name("cut")
     cut.write_bytes(content[: int(at * len(content))])
-    with pytest.raises(SessionError, match="no saved session or is damaged"):
+    with pytest.raises(SessionError, match="not a saved session or is damaged"):
         Session.load(cut, tiny())
 
 
@@ -260,7 +260,7 @@ def rewritten(file: Path, **metadata: str) -> Path:
 
 
 def test_a_newer_format_is_named(file: Path) -> None:
-    with pytest.raises(SessionError, match="a session of format 3, and this Onward reads formats 1 and 2: upgrade"):
+    with pytest.raises(SessionError, match="a session of format 3, but this Onward reads formats 1 and 2: upgrade"):
         Session.load(rewritten(file, onward_session="3"), tiny())
     with pytest.raises(SessionError, match="of format 3"):
         Session(tiny()).save(rewritten(file, onward_session="3"))
@@ -270,14 +270,14 @@ def test_a_newer_format_is_named(file: Path) -> None:
     "metadata", [{"model": "{}"}, {"model": "[1]"}, {"model": "no JSON"}, {"capacity": "x"}, {"notes": "[]"}], ids=str
 )
 def test_a_made_up_file_is_an_error_and_no_crash(file: Path, metadata: dict[str, str]) -> None:
-    with pytest.raises(SessionError, match="no session that Onward saved"):
+    with pytest.raises(SessionError, match="not a session saved by Onward"):
         Session.load(rewritten(file, **metadata), tiny())
 
 
 @pytest.mark.parametrize("capacity", ["6_4", "٣٠", " 64 ", "-1", "0", "13", "+64", "064", "64.0", "", "9" * 5000])
 def test_a_capacity_is_the_whole_number_that_was_written_and_has_room_for_the_tokens(file: Path, capacity: str) -> None:
     """The session has 14 tokens."""
-    with pytest.raises(SessionError, match="no session that Onward saved"):
+    with pytest.raises(SessionError, match="not a session saved by Onward"):
         Session.load(rewritten(file, capacity=capacity), tiny())
 
 
@@ -287,7 +287,7 @@ def test_a_capacity_is_the_whole_number_that_was_written_and_has_room_for_the_to
     ids=["number", "n", "m"],
 )
 def test_metadata_of_another_kind_is_refused_and_not_converted(file: Path, metadata: dict[str, str]) -> None:
-    with pytest.raises(SessionError, match="no session that Onward saved"):
+    with pytest.raises(SessionError, match="not a session saved by Onward"):
         Session.load(rewritten(file, **metadata), tiny())
 
 
@@ -393,7 +393,7 @@ def test_other_kernels_are_warned_of(file: Path, form: str) -> None:
     ops.choose(other)
     if ops.choice().form != other:
         pytest.skip("this machine has one form of the kernels")
-    with pytest.warns(OnwardWarning, match="goes on by .* which may round otherwise"):
+    with pytest.warns(OnwardWarning, match="continues on .* which may round differently"):
         session = Session.load(file, tiny())
     assert len(session.tokens) == 14
 

@@ -85,8 +85,8 @@ def test_a_permutation_of_inputs_counts():
 
 def test_weights_are_read_once_until_they_change(monkeypatch):
     model, read = tiny_model(seed=7), []
-    before = digesting._computed
-    monkeypatch.setattr(digesting, "_computed", lambda weights: read.append(1) or before(weights))
+    before = digesting._compute_digests
+    monkeypatch.setattr(digesting, "_compute_digests", lambda weights: read.append(1) or before(weights))
     first = digests_of(model)
     barrier = threading.Barrier(4)
 
@@ -107,7 +107,7 @@ def test_weights_are_read_once_until_they_change(monkeypatch):
 
 
 def test_nothing_is_read_before_it_is_asked_for(monkeypatch):
-    monkeypatch.setattr(digesting, "_computed", lambda weights: pytest.fail("the weights are read"))
+    monkeypatch.setattr(digesting, "_compute_digests", lambda weights: pytest.fail("the weights are read"))
     lm = onward.load("demo")
     with onward.Engine(lm) as engine:
         engine.submit("Once", max_new_tokens=2).result(60)

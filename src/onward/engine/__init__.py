@@ -1,11 +1,7 @@
-"""The engine: requests that come and go, from any thread, served by one decode loop."""
+"""The engine: serves concurrent requests from any thread through one decode loop."""
 
 from onward.engine.engine import Engine
 from onward.engine.generation import Generation
 from onward.engine.stats import EngineStats
 
-__all__ = [
-    "Engine",
-    "EngineStats",
-    "Generation",
-]
+__all__ = ["Engine", "EngineStats", "Generation"]

@@ -1,4 +1,4 @@
-"""What the bits of a text depend on beside its request: the model, what computes it, and what that was built from."""
+"""Fingerprints: all that outputs depend on besides the request, namely the model, the device and the build."""
 
 import functools
 import hashlib
@@ -25,13 +25,13 @@ PARTS = (
     "the version of torch",
     "the adapter",
 )
-# What a replica adds: `onward.engine.engine`.
+# The part that a replica adds, `onward.engine.engine.probe`.
 PROBE = "what they compute of one text"
-# The folders and modules of Onward on which the ids and logprobs of a request depend, from its options, its weights and
-# its prompt to its text. The others (servers, commands, schedules of engines, files of sessions) change no bits.
+# The folders and modules of Onward that the ids and logprobs of a request depend on. The others (servers, commands,
+# the engine, session files) change no bits. `chat` renders prompts, and makes grammars of tools.
 COMPUTING = (
     "cache",
-    "chat",  # renders prompts, and makes grammars of tools
+    "chat",
     "checkpoint",
     "constraints",
     "decoding",
@@ -48,20 +48,20 @@ COMPUTING = (
     "tokenizer",
 )
 _DIGITS = 8  # of each part
-_BEGAN = time.time()
+_STARTED = time.time()
 _FINGERPRINT = re.compile("-".join([f"[0-9a-f]{{{_DIGITS}}}"] * len(PARTS)))
 
 
 def bits_fingerprint(model: Model, adapter: AdapterRef | None = None) -> str:
-    """A short text that is the same where the same requests give the same bits.
+    """A short text: equal fingerprints mean that the same requests give the same bits.
 
-    Of each of `PARTS` 8 hexadecimal digits, joined by "-". All bytes of the weights count (`sessions.fingerprint`).
-    The version of torch counts, for torch computes what no kernel does.
+    8 hexadecimal digits for each of `PARTS`, joined by "-". All bytes of the weights count
+    (`session_fingerprint.fingerprint`). So does the version of torch, which computes what no kernel does.
     """
     parts = [
         json.dumps(fingerprint(model), sort_keys=True),
         f"{computed_by(model)} {platform.machine()}",
-        f"{_sources()} {_kernels()}",
+        f"{_sources()} {'' if (library := native.library()) is None else _hash_of((library.path,))}",
         torch.__version__,
         "" if adapter is None else adapter.digest,
     ]
@@ -75,26 +75,19 @@ def check_same_bits(theirs: str, ours: str) -> None:
     if not isinstance(theirs, str) or not _FINGERPRINT.fullmatch(theirs):
         raise RequestError(f"a fingerprint is a text such as {ours!r} (Engine.fingerprint); got {theirs!r}")
     raise RequestError(
-        "the text was begun by another engine than this, and would not go on with the same bits: "
-        f"{parts_that_differ(theirs, ours)} differ: "
-        "resume it where the fingerprints are equal, or submit it anew"
+        f"the text was started by an engine with another fingerprint: {parts_that_differ(theirs, ours)} differ: "
+        "resume it where the fingerprints are equal, or submit it again"
     )
 
 
 def parts_that_differ(theirs: str, ours: str) -> str:
-    """The names of what differs between two fingerprints, which may have a probe as their last part."""
+    """The names of the parts in which two fingerprints differ. They may have a probe as their last part."""
     pairs = zip((*PARTS, PROBE), theirs.split("-"), ours.split("-"), strict=False)
     return " and ".join(name for name, left, right in pairs if left != right)
 
 
-def _kernels() -> str:
-    """A hash of the library whose kernels run; "" without one."""
-    library = native.library()
-    return "" if library is None else _hash_of((library.path,))
-
-
 def _sources() -> str:
-    """A hash of Onward's own modules that compute: a version may have been changed."""
+    """A hash of Onward's own modules that compute, since an installed version may have been edited."""
     folder = Path(__file__).parents[1]
     return _hash_of(tuple(sorted(file for name in COMPUTING for file in _modules(folder / name))))
 
@@ -105,11 +98,11 @@ def _modules(place: Path) -> list[Path]:
 
 @functools.cache
 def _hash_of(files: tuple[Path, ...]) -> str:
-    """A hash of the files' bytes. One that was put there after this process began may not be what it has loaded: then
-    the hash is like no other."""
+    """A hash of the files' bytes. Files changed after this process started may not be those it has loaded, so they get
+    a unique hash."""
     digest = hashlib.blake2b(digest_size=8)
     for file in files:
         digest.update(file.read_bytes())
-        if file.stat().st_ctime > _BEGAN:  # when it came to this name, whatever date it bears
+        if file.stat().st_ctime > _STARTED:  # unlike mtime it cannot be set
             digest.update(uuid.uuid4().bytes)
     return digest.hexdigest()

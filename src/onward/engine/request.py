@@ -1,4 +1,4 @@
-"""A request in an engine: what the policy asks of it, and how its sequences come and go."""
+"""A request in an engine: its numbers for the scheduler, and the cache slots of its sequences."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -13,9 +13,9 @@ from onward.language_model.job import RequestState
 
 
 class EngineRequest:
-    """A job with its generation. It is a `policy.Item`, told apart by identity.
+    """A `RequestState` with its generation: a `SchedulerRequest`, hashed by identity.
 
-    priority: smaller goes first. error: what made it fail. cancel: asks for its end, at any time from any thread.
+    priority: smaller values go first. error: the error that ended it. cancel: called from any thread to end it.
     longest_draft: how many positions past those of a step a draft may take.
     """
 
@@ -26,20 +26,20 @@ class EngineRequest:
         slots: CacheManager,
         vocab_size: int,
         cancel: Callable[["EngineRequest"], None],
-        watches: LoopNotifier,
+        notifier: LoopNotifier,
     ) -> None:
         self.job, self.priority = job, priority
-        self.generation = Generation(job.request, partial(cancel, self), watches)
+        self.generation = Generation(job.request, partial(cancel, self), notifier)
         self.error: BaseException | None = None
         draft = job.request.options.draft
-        self.longest_draft = max(LENGTHS[-1], 0 if draft is None else draft.longest)  # what is forced is drafted, too
+        self.longest_draft = max(
+            LENGTHS[-1], 0 if draft is None else draft.longest
+        )  # tokens that a constraint forces are drafts too
         self._slots = slots
         self._scored_chunk = scored_chunk(vocab_size)
-        self._promised = 0
-        self._began = False
-        self._leader = self._first_of_several()
-
-    # ── numbers for the policy ──────────────────────────────────────────────────────────────────────────────────
+        self._reserved = 0
+        self._started = False
+        self._leader = self._new_leader()
 
     @property
     def sequences(self) -> int:
@@ -47,7 +47,7 @@ class EngineRequest:
 
     @property
     def prompt_tokens(self) -> int:
-        """What is processed before it decodes. Several texts share the prompt."""
+        """The tokens to process before it decodes. Several texts share the prompt."""
         return len(self.job.request.prompt) + sum(len(text.token_ids) for text in self.job.sequences if text.pending)
 
     @property
@@ -60,64 +60,64 @@ class EngineRequest:
 
     @property
     def needed_blocks(self) -> int:
-        """The most blocks that it may hold at once."""
         first = self.job.sequences[0]
-        whole = self._slots.blocks_for(first.longest)
+        blocks = self._slots.blocks_for(first.longest)
         if isinstance(first, BeamSearch):
-            return first.beams.width * whole
+            return first.beams.width * blocks
         shared = self._slots.shared_blocks(self._shared)
-        return whole + (len(self.job.sequences) - 1) * (whole - shared)
+        return blocks + (len(self.job.sequences) - 1) * (blocks - shared)
 
     @property
     def promised_blocks(self) -> int:
-        """How many of the blocks that it may need it has not taken yet."""
-        return max(0, self._promised - self._slots.blocks_of(self._held())) if self._promised else 0
-
-    # ── coming and going ────────────────────────────────────────────────────────────────────────────────────────
+        """How many of its reserved blocks it has not taken yet."""
+        if not self._reserved:
+            return 0
+        slots = [holder.slot for sequence in self.job.sequences for holder in sequence.holders()]
+        return max(0, self._reserved - self._slots.blocks_of(slots))
 
     def begin(self, new_tokens: int, available: int) -> bool:
-        """Take slots, where so many blocks are there for it. new_tokens: reserve so many of each text."""
+        """Take slots if `available` blocks suffice. new_tokens: how many to reserve for each text."""
         several = self.sequences > 1
         if several and self.needed_blocks > available:
             return False
-        taken: list[Sequence] = []
-        for sequence in self._starting():
+        acquired: list[Sequence] = []
+        # With several texts, all but the leader start as its forks.
+        starting = [text for text in self.job.sequences if text.pending] if self._leader is None else [self._leader]
+        for sequence in starting:
             length = sequence.longest if several else min(sequence.length + new_tokens, sequence.longest)
             if not several and self._slots.blocks_for(length) > available:
                 return False
             if not self._acquire(sequence, length):
-                for other in taken:
+                for other in acquired:
                     self._leave(other)
                 return False
-            taken.append(sequence)
-        if not self._began:  # what is found after a preemption is its own
-            self.job.sequences[0].cached = min(taken[0].computed, taken[0].output_at)
-            self._began = True
-        self._promised = self.needed_blocks if several else 0
+            acquired.append(sequence)
+        if not self._started:  # after a preemption it would find its own blocks
+            self.job.sequences[0].cached = min(acquired[0].computed, acquired[0].output_at)
+            self._started = True
+        self._reserved = self.needed_blocks if several else 0
         return True
 
     def fork_siblings(self) -> None:
-        """Let the other texts of the prompt begin, once it is computed all but for its last id."""
+        """Start the other texts of the prompt, once it is computed up to its last id."""
         leader = self._leader
         if leader is None or leader.slot is None or leader.computed < self._shared:
             return
         for sequence in self.job.sequences:
             if sequence is leader or not sequence.pending:
                 continue
-            sequence.slot, sequence.computed = (
-                self._slots.fork(leader.slot, self._shared, sequence.longest),
-                self._shared,
-            )
+            sequence.slot = self._slots.fork(leader.slot, self._shared, sequence.longest)
+            sequence.computed = self._shared
             if sequence.slot is None:  # rows that cannot be copied
-                acquired = self._acquire(sequence, sequence.longest)
-                assert acquired, "the blocks of all texts were promised"
-        self._leader, self._promised = None, 0
+                has_slot = self._acquire(sequence, sequence.longest)
+                assert has_slot, "the blocks of all texts are reserved"
+        self._leader, self._reserved = None, 0
 
     def _acquire(self, sequence: Sequence, length: int) -> bool:
-        """Give a sequence a slot, with what is there of its text. False: there is no room."""
+        """Give a sequence a slot with the cached prefix of its text. False: there is no room."""
         ids = sequence.reusable_ids()
         if sequence is self._leader:
-            del ids[self._shared + 1 :]  # others go on from what is shared, and recurrent states do not go back far
+            del ids[self._shared + 1 :]  # the others continue from here, and recurrent states do not go back far
         acquired = self._slots.acquire(ids, length, reuse=sequence.scoring_from != 0, adapter=sequence.adapter)
         if acquired is None:
             return False
@@ -125,26 +125,26 @@ class EngineRequest:
         return True
 
     def preempt(self) -> None:
-        """Give up all slots. What was computed is computed again later, and the tokens are the same."""
+        """Release all slots. The tokens are recomputed later, with the same result."""
         for sequence in self.job.sequences:
             self._leave(sequence)
             sequence.restart()
-        self._promised = 0
-        self._leader = self._first_of_several()
+        self._reserved = 0
+        self._leader = self._new_leader()
 
     def release_ended(self) -> None:
-        """Let go of the slots of texts that have ended before the others, which need theirs no more."""
+        """Release the slots of texts that end before the others."""
         if len(self.job.sequences) > 1:
             for sequence in self.job.sequences:
                 if not sequence.pending and sequence is not self._leader:
                     self._leave(sequence)
 
     def end(self, reason: FinishReason | None = None) -> None:
-        """Let go of all slots, and tell whoever waits how it ended. reason: of texts that go on."""
+        """Release all slots, and end the generation. reason: the finish reason of unfinished texts."""
         try:
             for sequence in self.job.sequences:
                 self._leave(sequence)
-            self._promised = 0
+            self._reserved = 0
             if self.error is None:
                 if reason is not None:
                     self.job.end(reason)
@@ -158,29 +158,17 @@ class EngineRequest:
             self._slots.release(holder.slot, holder.computed_ids())
             holder.slot = None
 
-    def _held(self) -> list[object]:
-        return [holder.slot for sequence in self.job.sequences for holder in sequence.holders()]
-
-    def _starting(self) -> list[Sequence]:
-        """The sequences that begin by themselves. The others of a prompt begin as forks of the first."""
-        if self._leader is not None:
-            return [self._leader]
-        return [sequence for sequence in self.job.sequences if sequence.pending]
-
-    def _first_of_several(self) -> Sequence | None:
-        """The first of several texts that go on; None where there is one. It processes the prompt for all."""
-        going_on = [sequence for sequence in self.job.sequences if sequence.pending]
-        return going_on[0] if len(going_on) > 1 else None
+    def _new_leader(self) -> Sequence | None:
+        """The first of several unfinished texts, which processes the prompt for all; None for a single text."""
+        unfinished = [sequence for sequence in self.job.sequences if sequence.pending]
+        return unfinished[0] if len(unfinished) > 1 else None
 
     @property
     def _shared(self) -> int:
-        """How many positions the texts share. Each processes the last id of the prompt itself, in one step."""
+        """The number of positions that the texts share. Each processes the prompt's last id itself, in one step."""
         return self.job.sequences[0].output_at - 1
 
-    # ── at work ─────────────────────────────────────────────────────────────────────────────────────────────────
-
     def rows(self) -> Iterator["Row"]:
-        """The sequences that can go on now."""
         for sequence in self.job.sequences:
             if sequence.pending and sequence.holders():
                 total = self._shared if sequence is self._leader else sequence.computed + sequence.pending
@@ -193,8 +181,6 @@ class EngineRequest:
 
 
 class Row(NamedTuple):
-    """One sequence as the policy sees it."""
-
     sequence: Sequence
     computed: int
     total: int

@@ -1,25 +1,24 @@
-"""Who waits, who joins, and how much of a prompt a step takes: the engine's decisions, over numbers alone.
+"""Admission, preemption and the division of a step: the engine's decisions, computed from numbers alone.
 
-The policy reads no clock, starts no thread and knows no model. Whoever drives it says what time it is, and holds a lock
-where several threads call it. Between two steps the engine calls `ended`, `expire`, `admit`, `plan` and, where a row
-finds no block, `preempt` and `plan` again; after a step `note`; and `offer` at any time.
+The scheduler reads no clock, starts no thread and knows no model. The caller passes the time, and holds a lock if
+several threads call. Between two steps the engine calls `ended`, `expire`, `admit`, `plan` and, if a row finds no
+block, `preempt` and `plan` again; after a step `record_step`; and `offer` at any time.
 
-**Order.** A request of priority p that arrives at t ranks as one of priority 0 that arrives at t + p * ageing.
+**Order.** A request of priority p that arrives at t ranks like one of priority 0 that arrives at t + p * ageing.
 
-**Admission.** The head of the queue joins as soon as its sequences and its blocks find room; until then nobody else
-does. The blocks of the prompt and of all that may be generated are reserved; with `overcommit` above 1 only
-`1 / overcommit` of what may be generated.
+**Admission.** The head of the queue is admitted as soon as its sequences and its blocks fit; nothing overtakes it.
+The blocks of the prompt and of all new tokens are reserved; with `overcommit` above 1 only `1 / overcommit` of the
+new tokens.
 
-**Preemption.** The newest request that runs gives way and goes back to the head of the queue. Then nobody joins until
-a request has ended, and the preempted one comes back with all its blocks reserved. So the request that has run the
-longest always goes on.
+**Preemption.** The newest running request is preempted and goes back to the head of the queue. Admission then pauses
+until a request has ended, and the preempted one returns with all its blocks reserved. So the oldest running request
+always progresses.
 
-**Prompts.** Rows that decode take part in every step. Prompts get the time that decoding leaves of `max_step_ms`, as
+**Prompts.** Decoding rows take part in every step. Prompts get the time that decoding leaves of `max_step_ms`, as
 measured by `StepTimeModel`, but at least 4 tokens a step. Without that limit a step may take 2.25 times as long as
-its decoding rows alone, and at least 100 ms; then prompts get 16 tokens at least. Where nobody decodes they get
-`prefill_chunk` tokens. Steps give the time in turns: to the prompt that came first, and to the one that has the fewest
-tokens left; what one leaves goes to the next. So the prompt that came first takes at most twice as many steps as if it
-were alone, and one more.
+its decoding rows alone, and at least 100 ms; then prompts get at least 16 tokens. When nothing decodes they get
+`prefill_chunk` tokens. Steps alternate between the oldest prompt and the one with the fewest remaining tokens; the
+rest goes to the next. So the oldest prompt takes at most twice as many steps as it would alone, plus one.
 """
 
 import math
@@ -29,44 +28,44 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from onward.engine.throughput import Chunk, StepTimeModel, Throughput
 
-# A step's prompt tokens are at least these, with a limit and without, however slow steps are: prompts always progress.
-_LEAST_LIMITED, _LEAST = 4, 16
-# A later prompt of a step that does not end in it has so many at least.
-_LEAST_OF_LATER = 32
-# Without a limit: how much longer prompts may make a step, and the seconds that any step may take.
-_GROWTH, _SHORT_STEP = 2.25, 0.100
-# The sizes of chunks: 4, 8, 16, 32, 48, 64, 96, 128, 192, … They are few, for a forward may be traced for each.
+# The minimum number of prompt tokens in a step, with a limit and without: prompts progress however slow steps are.
+_MIN_TOKENS_LIMITED, _MIN_TOKENS = 4, 16
+# The minimum size of a step's chunks after the first, unless they end their prompt.
+_MIN_LATER_CHUNK = 32
+# Without a limit: how much longer prompts may make a step, and the seconds that every step may take.
+_MAX_SLOWDOWN, _ALLOWED_STEP = 2.25, 0.100
+# The sizes of chunks: 4, 8, 16, 32, 48, 64, 96, 128, 192, … They are few, because a forward may be traced for each.
 _SIZES = (4, 8, 16, *(size for power in range(5, 24) for size in (1 << power, 3 << power - 1)))
-# Seconds after which a refused request may come back: where nothing was measured yet, and at most.
-_UNKNOWN_WAIT, _LONGEST_WAIT = 1.0, 600.0
+# Seconds after which a rejected request may try again: before any measurement, and at most.
+_DEFAULT_RETRY, _MAX_RETRY = 1.0, 600.0
 
 
 class SchedulerRequest(Protocol):
-    """What the policy asks of a request. Requests are told apart by identity, so they must be hashable that way."""
+    """The numbers that the scheduler reads. Requests are hashed by identity."""
 
     @property
     def priority(self) -> int:
-        """Smaller goes first."""
+        """Smaller values go first."""
 
     @property
     def sequences(self) -> int:
-        """The rows that it takes at once: samples or beams, at most `max_sequences`."""
+        """The rows that it takes at once, samples or beams: at most `max_sequences`."""
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens to process before it decodes: of its prompt, after a preemption of what it had generated too."""
+        """Tokens to process before it decodes: those of its prompt, and after a preemption its generated ones."""
 
     @property
     def max_new_tokens(self) -> int:
-        """The most tokens that each of its sequences may still generate."""
+        """The maximum number of tokens that each of its sequences may still generate."""
 
     @property
     def deadline(self) -> float:
-        """On the clock of `now`; infinite for none."""
+        """On the clock of `now`; infinity means none."""
 
 
 class Row(Protocol):
-    """One sequence that runs: `computed` of its `total` tokens have keys and values; total > computed."""
+    """One running sequence: `computed` of its `total` tokens are in the KV cache; total > computed."""
 
     @property
     def computed(self) -> int: ...
@@ -80,14 +79,14 @@ RowT = TypeVar("RowT", bound=Row)
 
 
 class QueueFull(NamedTuple):
-    """reason: which limit is reached. seconds: how long until there is room, as far as the measured rates tell."""
+    """reason: the limit that is reached. seconds: the estimated time until there is room."""
 
     reason: str
     seconds: float
 
 
 class _Waiting(NamedTuple, Generic[ItemT]):
-    """rank: its place in the queue, smaller first; no two are equal. tokens: of its prompt, as counted when it came."""
+    """rank: its unique place in the queue, smaller first. tokens: of its prompt, as counted on arrival."""
 
     rank: tuple[float, int]
     item: ItemT
@@ -95,17 +94,9 @@ class _Waiting(NamedTuple, Generic[ItemT]):
 
 
 class Scheduler(Generic[ItemT]):
-    """The decisions of one engine (see the module). Its limits are checked by the engine.
+    """The scheduler of one engine, which checks its limits. The parameters are those of `Engine`.
 
-    max_sequences: the most rows that run at once.
-    max_waiting, max_waiting_tokens: the most requests, and tokens of their prompts, that wait.
-    max_step_ms: how long a step may take about, in milliseconds, while rows decode; None: see Prompts.
-    prefill_chunk: the most tokens of prompts in a step.
-    overcommit: 1 or more; see Admission.
-    ageing: seconds of waiting that a step of priority is worth.
-
-    pace, throughput: what was measured.
-    waiting_tokens, preemptions: counts.
+    pace, throughput: the measurements. waiting_tokens, preemptions: counts.
     """
 
     def __init__(
@@ -122,65 +113,59 @@ class Scheduler(Generic[ItemT]):
         self._max_sequences = max_sequences
         self._max_waiting, self._max_waiting_tokens = max_waiting, max_waiting_tokens
         self._max_step = None if max_step_ms is None else max_step_ms / 1000
-        self._least_tokens = _LEAST if max_step_ms is None else _LEAST_LIMITED
+        self._min_tokens = _MIN_TOKENS if max_step_ms is None else _MIN_TOKENS_LIMITED
         self._prefill_chunk = prefill_chunk
-        self._sizes = [size for size in _SIZES if size <= prefill_chunk] if prefill_chunk >= _LEAST else [prefill_chunk]
+        sizes = [size for size in _SIZES if size <= prefill_chunk]
+        self._sizes = sizes if prefill_chunk >= _MIN_TOKENS else [prefill_chunk]
         self._overcommit = overcommit
         self._ageing = ageing
         self.pace, self.throughput = StepTimeModel(), Throughput()
         self.waiting_tokens = self.preemptions = 0
         self._queue: list[_Waiting[ItemT]] = []
-        self._running: dict[ItemT, None] = {}  # in the order of admission
-        self._preempted: set[ItemT] = set()  # of those that wait or run
-        self._sequences = 0  # of all that run
-        self._earliest = math.inf  # no deadline of those that wait is before
+        self._running: dict[ItemT, None] = {}  # in order of admission
+        self._preempted: set[ItemT] = set()  # waiting or running again
+        self._sequences = 0  # of all running requests
+        self._earliest = math.inf  # a lower bound of the deadlines of waiting requests
         self._offers = self._admitted = 0  # in all, and since the last step
-        self._nobody_joins = False  # until a request has ended
+        self._admission_paused = False  # until a request has ended
         self._shortest_first = False  # in the next step
-        self._decoding, self._chunks = 0, list[Chunk]()  # of the step planned last
+        self._decoding, self._chunks = 0, list[Chunk]()  # of the last planned step
 
     @property
     def waiting(self) -> int:
-        """How many requests wait."""
         return len(self._queue)
 
     @property
     def running(self) -> Sequence[ItemT]:
-        """The requests that run, the one admitted first first."""
+        """The running requests in order of admission."""
         return list(self._running)
 
     def offer(self, item: ItemT, now: float) -> QueueFull | None:
-        """A request arrives: it joins the queue (None), or is refused and nothing has changed."""
+        """Queue a request and return None, or reject it and change nothing."""
         assert 0 < item.sequences <= self._max_sequences, "such a request could never run"
         tokens = item.prompt_tokens
         if self.waiting >= self._max_waiting:
-            requests = 1 + self.waiting - self._max_waiting
-            return QueueFull(
-                f"{self.waiting} requests wait (max_waiting={self._max_waiting})",
-                _wait(requests, self.throughput.admitted),
-            )
+            reason = f"{self.waiting} requests wait (max_waiting={self._max_waiting})"
+            return QueueFull(reason, _wait(1 + self.waiting - self._max_waiting, self.throughput.admitted))
         excess = self.waiting_tokens + tokens - self._max_waiting_tokens
         if excess > 0 and self._queue:
-            return QueueFull(
-                f"{self.waiting_tokens} tokens of prompts wait (max_waiting_tokens={self._max_waiting_tokens}), "
-                f"and this one has {tokens}",
-                _wait(excess, self.throughput.prompt),
-            )
+            reason = f"{self.waiting_tokens} tokens of prompts wait (max_waiting_tokens={self._max_waiting_tokens})"
+            return QueueFull(f"{reason}, and this one has {tokens}", _wait(excess, self.throughput.prompt))
         self._offers += 1
         self._wait(item, (now + item.priority * self._ageing, self._offers))
         return None
 
     def ended(self, item: ItemT) -> None:
-        """A request has ended, or was cancelled: it waits and runs no longer. Nothing happens where it did neither."""
+        """Remove a request that has ended or was cancelled, if it waits or runs."""
         self._preempted.discard(item)
         if item in self._running:
             self._leave(item)
-            self._nobody_joins = False
+            self._admission_paused = False
         else:
             self._remove([waiting for waiting in self._queue if waiting.item is item])
 
     def expire(self, now: float) -> list[ItemT]:
-        """The waiting requests whose deadline has come; they wait no longer."""
+        """Remove and return the waiting requests whose deadline has passed."""
         if now < self._earliest:
             return []
         late = [waiting.item for waiting in self._queue if waiting.item.deadline <= now]
@@ -190,14 +175,14 @@ class Scheduler(Generic[ItemT]):
         return late
 
     def admit(self, reserve: Callable[[ItemT, int], bool]) -> list[ItemT]:
-        """The requests that join those running, in order.
+        """Admit requests from the queue, in order.
 
-        reserve(item, new_tokens): take the blocks of its `prompt_tokens` and of so many new tokens for each of its
-            sequences, and say True; or take none, and say False. What it takes is given back by the caller when the
-            request ends or is preempted. Where nobody runs it must say True in the end, or the head waits for ever.
+        reserve(item, new_tokens): take the blocks for its `prompt_tokens` and for `new_tokens` of each of its
+            sequences, and return True; or take none and return False. The caller frees them when the request ends or is
+            preempted. With nothing else running it must eventually return True, or the head waits forever.
         """
         admitted: list[ItemT] = []
-        while self._queue and not (self._nobody_joins and self._running):
+        while self._queue and not (self._admission_paused and self._running):
             head = self._queue[0]
             item = head.item
             if self._sequences + item.sequences > self._max_sequences:
@@ -213,9 +198,9 @@ class Scheduler(Generic[ItemT]):
         return admitted
 
     def preempt(self) -> ItemT | None:
-        """The request that has to give way: the newest that runs. It is at the head of the queue now.
+        """Preempt the newest running request: move it to the head of the queue and return it.
 
-        None where no other than one runs: it could always go on if the blocks were there for it, so it has to end.
+        None if fewer than two run: a single request that finds no block has to end.
         """
         if len(self._running) < 2:
             return None
@@ -223,15 +208,15 @@ class Scheduler(Generic[ItemT]):
         self._leave(item)
         self._preempted.add(item)
         self.preemptions += 1
-        # The later one gives way, the longer it has run: it goes before those that did so earlier.
+        # A later preemption hits an older request, so it goes before earlier ones.
         self._wait(item, (-math.inf, -self.preemptions))
-        self._nobody_joins = True
+        self._admission_paused = True
         return item
 
     def plan(self, rows: Sequence[RowT]) -> list[tuple[RowT, int]]:
-        """How many tokens of each row the next step processes, at least one; rows that have to wait are left out.
+        """How many tokens of each row the next step processes, at least one; rows that have to wait are omitted.
 
-        rows: all that run, in the order of admission.
+        rows: all running rows, in order of admission.
         """
         self._decoding = sum(row.total - row.computed == 1 for row in rows)
         self._chunks = []
@@ -253,29 +238,28 @@ class Scheduler(Generic[ItemT]):
         return [(row, count) for row, count in planned if count]
 
     def _seconds_for_prompts(self) -> float:
-        """What the rows that decode leave of a step."""
         decoding = self.pace.decode(self._decoding)
-        limit = max(_GROWTH * decoding, _SHORT_STEP) if self._max_step is None else self._max_step
+        limit = max(_MAX_SLOWDOWN * decoding, _ALLOWED_STEP) if self._max_step is None else self._max_step
         return limit - decoding
 
     def _chunk_size(self, row: Row, seconds: float, tokens: int) -> int:
-        """The most tokens of a prompt that fit into these seconds and tokens: all that it has left, or a size.
+        """The most tokens of a prompt that fit into these seconds and tokens: all that remain, or a size.
 
-        Chunks after the first of a step that end no prompt have 32 at least: each makes attention read another cache.
+        Chunks after a step's first that end no prompt have at least 32: each makes attention read another cache.
         """
         pending, first = row.total - row.computed, not self._chunks
-        smaller = (size for size in reversed(self._sizes) if size < pending and (first or size >= _LEAST_OF_LATER))
+        smaller = (size for size in reversed(self._sizes) if size < pending and (first or size >= _MIN_LATER_CHUNK))
         for size in (pending, *smaller):
-            in_any_case = first and size <= self._least_tokens
-            if size <= tokens and (in_any_case or self.pace.chunk(row.computed, size) <= seconds):
+            is_minimum = first and size <= self._min_tokens
+            if size <= tokens and (is_minimum or self.pace.chunk(row.computed, size) <= seconds):
                 return size
         return 0
 
-    def note(self, seconds: float, output: int) -> None:
-        """The step planned last took so many seconds and emitted so many tokens."""
-        self.pace.note(self._decoding, self._chunks, seconds)
+    def record_step(self, seconds: float, output: int) -> None:
+        """Record the time of the last planned step, and the number of tokens it emitted."""
+        self.pace.record_step(self._decoding, self._chunks, seconds)
         prompt = sum(tokens for _, tokens in self._chunks)
-        self.throughput.note(seconds, prompt=prompt, output=output, admitted=self._admitted)
+        self.throughput.record_step(seconds, prompt=prompt, output=output, admitted=self._admitted)
         self._admitted = 0
         if self._chunks:
             self._shortest_first = not self._shortest_first
@@ -286,8 +270,8 @@ class Scheduler(Generic[ItemT]):
         self._earliest = min(self._earliest, item.deadline)
         self.waiting_tokens += waiting.tokens
 
-    def _remove(self, gone: Sequence[_Waiting[ItemT]]) -> None:
-        for waiting in gone:
+    def _remove(self, removed: Sequence[_Waiting[ItemT]]) -> None:
+        for waiting in removed:
             self._queue.remove(waiting)
             self.waiting_tokens -= waiting.tokens
 
@@ -297,5 +281,4 @@ class Scheduler(Generic[ItemT]):
 
 
 def _wait(amount: float, rate: float) -> float:
-    """Seconds until so much has left the queue."""
-    return min(amount / rate, _LONGEST_WAIT) if rate else _UNKNOWN_WAIT
+    return min(amount / rate, _MAX_RETRY) if rate else _DEFAULT_RETRY

@@ -1,4 +1,4 @@
-"""The numbers of an engine."""
+"""The statistics of an engine."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -8,8 +8,8 @@ from onward.decoding import CacheManager
 
 @dataclass
 class Seconds:
-    """Seconds spent so far: schedule: on deciding what a step does; step: on the model and on choosing tokens;
-    give_out: on handing tokens on."""
+    """Seconds spent so far: schedule: planning steps; step: running the model and sampling; give_out: delivering
+    tokens."""
 
     schedule: float = 0.0
     step: float = 0.0
@@ -18,15 +18,15 @@ class Seconds:
 
 @dataclass(frozen=True)
 class EngineStats:
-    """What an engine does now, and its counts since it was made.
+    """The state of an engine, and its counts since it was created.
 
-    waiting, running: requests. sequences: texts that run. waiting_tokens: ids of the prompts that wait.
-    blocks: of the cache in all; blocks_used: held by texts that run; blocks_cached: kept for prompts that begin alike;
-        blocks_free: the others. A block has 64 positions; of a cache that is not paged it is a row. Where layers slide
-        or are recurrent it is a unit of memory.
-    hit_rate: of the ids of prompts, the share that did not have to be processed, for the cache held them.
+    waiting, running: requests. sequences: the running sequences. waiting_tokens: prompt tokens in the queue.
+    blocks: all blocks of the cache; blocks_used: those of running sequences; blocks_cached: those of the prefix cache;
+        blocks_free: the others. A block has 64 positions; without paging it is a row, and for models with sliding or
+        recurrent layers it is a unit of memory.
+    hit_rate: the share of prompt ids that were found in the cache.
     tokens_per_second, prompt_tokens_per_second: over the last half minute of work.
-    steps, tokens, preemptions: counts. seconds: in each part of a step.
+    steps, tokens, preemptions: counts. seconds: for each part of a step.
     """
 
     waiting: int
@@ -47,7 +47,7 @@ class EngineStats:
 
 
 def block_counts(slots: CacheManager) -> dict[str, Any]:
-    """The fields of `EngineStats` that tell of the cache."""
+    """The fields of `EngineStats` that describe the cache."""
     return {
         "blocks": slots.total,
         "blocks_used": slots.total - slots.available,

@@ -1,1 +1,1 @@
-"""Onward behind the interfaces of other libraries. Each module needs its library, an extra of its own."""
+"""Integrations with other libraries. Each module needs its library, which an extra installs."""

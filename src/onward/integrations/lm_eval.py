@@ -1,11 +1,11 @@
-"""Onward as a model of lm-evaluation-harness, behind that library's own interface (`onward[eval]`).
+"""Onward as a model for lm-evaluation-harness (`onward[eval]`).
 
 from onward.integrations.lm_eval import OnwardLM
 
 lm_eval.simple_evaluate(OnwardLM("Qwen/Qwen3-0.6B", quantize="int4"), tasks=["arc_easy"])
 
-Prompts, ids and what counts as a number are those of the harness's class for transformers (`--model hf`), so the
-results are the same up to the rounding of logits.
+Prompts, tokenization and metrics match the harness's class for transformers (`--model hf`), so the results are the same
+up to the rounding of logits.
 """
 
 import datetime
@@ -27,31 +27,28 @@ from onward.language_model import Completion, LanguageModel
 from onward.tokenizer import JsonTokenizer
 from onward.util.checks import check_whole
 
-_MAX_NEW_TOKENS = 256  # where a task does not say; of the harness's class for transformers
+_MAX_NEW_TOKENS = 256  # the default of the harness's class for transformers
 
-# ((context, continuation), the ids of the context, those of the continuation)
+# ((context, continuation), ids of the context, ids of the continuation)
 _Request = tuple[tuple[str, str] | None, list[int], list[int]]
 
 
 @register_model("onward")
 class OnwardLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
-    """A language model as the harness calls it.
+    """A language model with the interface of the harness.
 
-    Continuations of one context are scored together: the context is processed once. Contexts that begin alike, as
-    those with the same examples do, are taken one after another, so that the prefix memory of the model holds what they
-    have in common (`LanguageModel.prefix_memory`).
+    Continuations of one context are scored together, so that the context is processed once. Contexts with a common
+    prefix, such as the same examples, follow each other to use the prefix cache (`LanguageModel.prefix_memory`).
 
-    Args:
-        pretrained: a loaded model, or a source as for `onward.load`.
-        max_length: the most ids of a context and its continuation; longer contexts lose their first ids. By default
-            the model's own context.
-        batch_size: how many prompts are completed together.
-        adapter: the name of a loaded adapter that every request uses. `load` may name it: adapters={name: source}.
-        max_batch_size, device: what the harness gives every model; device as for `onward.load`.
-        load: other arguments of `onward.load`, such as quantize="int4".
+    pretrained: a loaded model, or a source as for `onward.load`.
+    max_length: the maximum number of ids of a context and its continuation; longer contexts lose their first ids. By
+        default the model's context.
+    batch_size: how many prompts are completed together.
+    adapter: the name of a loaded adapter for all requests, for example from `load`: adapters={name: source}.
+    max_batch_size, device: passed by the harness; device as for `onward.load`.
+    load: other arguments of `onward.load`, such as quantize="int4".
 
-    Raises:
-        RequestError: a model without a tokenizer, an adapter that is not loaded, or options out of range.
+    Raises `RequestError` for a model without a tokenizer, an adapter that is not loaded, or options out of range.
     """
 
     def __init__(
@@ -69,12 +66,12 @@ class OnwardLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
         if not isinstance(pretrained, LanguageModel):
             pretrained = onward.load(pretrained, device=device or "auto", **load)
         if pretrained.tokenizer is None:
-            raise RequestError("tasks are texts, and this model has no tokenizer")
+            raise RequestError("tasks are texts, but this model has no tokenizer")
         limit = pretrained.model.max_seq_len
         pretrained.adapters.find(adapter)
         self.lm = pretrained
         self.adapter = adapter
-        self._now = datetime.datetime.now(datetime.UTC)  # of every prompt: templates may write the date
+        self._now = datetime.datetime.now(datetime.UTC)  # the same for all prompts, since templates may write the date
         self.max_length = min(max_length or 2**30, limit or 2**30)
         self.batch_size = 8 if batch_size in (None, "auto") else int(batch_size or 8)
         check_whole("max_length", self.max_length, low=2)
@@ -89,12 +86,11 @@ class OnwardLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
     @property
     def eot_token_id(self) -> int:
         tokenizer = self.lm.tokenizer
-        assert tokenizer is not None, "asked for before"
-        ends = [tokenizer.eos_id, *sorted(self.lm.defaults.eos or ())]
-        found = next((token for token in ends if token is not None), None)
-        if found is None:
-            raise RequestError("tasks need an id that ends texts, and neither tokenizer nor checkpoint names one")
-        return found
+        assert tokenizer is not None, "checked by __init__"
+        ids = [tokenizer.eos_id, *sorted(self.lm.defaults.eos or ())]
+        if (eos := next((token for token in ids if token is not None), None)) is None:
+            raise RequestError("tasks need an id that ends texts, but neither tokenizer nor checkpoint names one")
+        return eos
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **others: Any) -> list[int]:
         if add_special_tokens is None:  # a chat template writes the BOS itself
@@ -104,17 +100,15 @@ class OnwardLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
     def _loglikelihood_tokens(
         self, requests: Sequence[_Request], disable_tqdm: bool = False, **others: Any
     ) -> list[tuple[float, bool]]:
-        """The log-likelihood of each continuation, and whether each of its ids is the likeliest."""
         places: dict[tuple[int, ...], list[int]] = defaultdict(list)
         cut = [self._cut(context, continuation) for _, context, continuation in requests]
         for index, (context, _) in enumerate(cut):
             places[tuple(context)].append(index)
         results: dict[int, tuple[float, bool]] = {}
         bar = tqdm(total=len(requests), disable=disable_tqdm, desc="Scoring continuations")
-        for given in sorted(places):
-            indices = places[given]
+        for shared, indices in sorted(places.items()):
             continuations = [cut[index][1] for index in indices]
-            scores = self.lm.score_continuations(list(given), continuations, logprobs=1, adapter=self.adapter)
+            scores = self.lm.score_continuations(list(shared), continuations, logprobs=1, adapter=self.adapter)
             for index, score in zip(indices, scores, strict=True):
                 pairs = zip(score.token_ids, score.logprobs, strict=True)
                 greedy = all(token is None or token.top[0][0] == id for id, token in pairs)
@@ -125,11 +119,11 @@ class OnwardLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
         return [results[index] for index in range(len(requests))]
 
     def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
-        """The log-likelihood of each text, long ones in windows that score every id once."""
+        """The log-likelihood of each text. Long ones are divided into windows that score every id once."""
         windows: list[_Request] = []
         counts = []
         for (text,) in (request.args for request in requests):
-            # An id fewer than the context: the harness puts one before each window.
+            # One id less than the context, because the harness adds one before each window.
             parts = get_rolling_token_windows(self.tok_encode(text), self.prefix_token_id, self.max_length - 1, 1)
             before = len(windows)
             windows += [(None, *make_disjoint_window(part)) for part in parts]
@@ -142,7 +136,6 @@ class OnwardLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
         return results
 
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
-        """The completion of each prompt, up to the first of its stop strings."""
         results: dict[int, str] = {}
         bar = tqdm(total=len(requests), disable=disable_tqdm, desc="Completing prompts")
         for indices in self._batches(requests):
@@ -150,7 +143,7 @@ class OnwardLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
             longest = self.max_length - options["max_new_tokens"]
             if longest < 1:
                 raise RequestError(
-                    f"a task asks for {options['max_new_tokens']} tokens, and the context is {self.max_length}: "
+                    f"a task asks for {options['max_new_tokens']} tokens, but the context is {self.max_length}: "
                     "give it a smaller max_gen_toks"
                 )
             prompts = [self.tok_encode(requests[index].args[0])[-longest:] for index in indices]
@@ -168,10 +161,9 @@ class OnwardLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
         return self.lm.chat_template.render(chat_history, self._now, add_generation_prompt=add_generation_prompt)
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """The source of the template, by which the harness names its results."""
-        if not chat_template or self.lm.chat_template is None:
-            return None
-        return self.lm.chat_template.sources[0]
+        """The source of the template, which identifies results in the harness."""
+        template = self.lm.chat_template
+        return template.sources[0] if chat_template and template is not None else None
 
     @property
     def tokenizer_name(self) -> str:
@@ -180,31 +172,30 @@ class OnwardLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
 
     @property
     def _tokens(self) -> list[str | None]:
-        """The token of every id; empty where the tokenizer does not say."""
+        """The token of every id; empty for a custom tokenizer."""
         return self.lm.tokenizer.tokens() if isinstance(self.lm.tokenizer, JsonTokenizer) else []
 
     def _cut(self, context: list[int], continuation: list[int]) -> tuple[list[int], list[int]]:
-        """Both, with the first ids left out where they are too many together."""
+        """Truncate the context at its beginning, so that both fit."""
         if len(continuation) >= self.max_length:
             raise RequestError(
-                f"a continuation of {len(continuation)} ids leaves no room for a context: the most are "
-                f"{self.max_length} together"
+                f"a continuation of {len(continuation)} ids leaves no room for a context: the maximum is "
+                f"{self.max_length} for both"
             )
         return context[max(0, len(context) + len(continuation) - self.max_length) :], continuation
 
     def _batches(self, requests: Sequence[Instance]) -> Iterator[list[int]]:
-        """Requests of the same options, by index, longest prompts first."""
-        alike: dict[str, list[int]] = defaultdict(list)
+        """Batches of request indices with equal options, longest prompts first."""
+        groups: dict[str, list[int]] = defaultdict(list)
         for index, request in enumerate(requests):
-            alike[repr(sorted(request.args[1].items()))].append(index)
-        for indices in alike.values():
+            groups[repr(sorted(request.args[1].items()))].append(index)
+        for indices in groups.values():
             indices.sort(key=lambda index: -len(requests[index].args[0]))
             for begin in range(0, len(indices), self.batch_size):
                 yield indices[begin : begin + self.batch_size]
 
-    def _options(self, of_task: Mapping[str, Any]) -> dict[str, Any]:
-        """The options of `generate` for those of a task."""
-        options = dict(normalize_gen_kwargs(dict(of_task), _MAX_NEW_TOKENS))
+    def _options(self, task_options: Mapping[str, Any]) -> dict[str, Any]:
+        options = dict(normalize_gen_kwargs(dict(task_options), _MAX_NEW_TOKENS))
         temperature = options.pop("temperature", 1.0) if options.pop("do_sample") else 0.0
         stop = [text for text in options.pop("until") if text]
         length = options.pop("max_gen_toks")

@@ -1,4 +1,4 @@
-"""A language model: completions, chats, scores, sessions and quantization over a model and its tokenizer."""
+"""Language models: completions, chats, scores, sessions and quantization."""
 
 from onward.language_model.chat import ChatReader
 from onward.language_model.completion import Completion, Piece, Timing

@@ -1,4 +1,4 @@
-"""Conversations as prompts, with how their answers are to be read."""
+"""Prompts from conversations, and the formats of their answers."""
 
 import dataclasses
 import datetime
@@ -31,12 +31,12 @@ from onward.schemas import SPACED, json_rules
 from onward.tokenizer import Tokenizer
 from onward.util.text_input import check_value
 
-# Such a template writes arguments as they are where they are text.
+# Templates with this test write arguments verbatim if they are text.
 _TAKES_TEXT = re.compile(r"arguments\s+is\s+string")
 
 
 class ParsedChat(NamedTuple):
-    """ids: of the conversation, up to where the answer begins. answer: how that is read. options: for `generate`."""
+    """ids: the prompt. answer: the format of the answer. options: for `generate`."""
 
     ids: list[int]
     answer: AnswerFormat
@@ -45,8 +45,8 @@ class ParsedChat(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class ToolGrammar(Lark):
-    """The grammar of answers with calls. tools: those that may be called. json_schema: of an answer without calls; None
-    where it may be any text."""
+    """The grammar of answers with tool calls. tools: the callable tools. json_schema: of an answer without calls; None
+    for any text."""
 
     tools: tuple[Tool, ...] = dataclasses.field(default=(), compare=False)
     json_schema: JsonSchema | None = None
@@ -55,11 +55,11 @@ class ToolGrammar(Lark):
         return f"tools ({', '.join(tool.name for tool in self.tools)})"
 
     def __call__(self, tokenizer: Tokenizer | None, stop_ids: AbstractSet[int] = frozenset()) -> GrammarConstraint:
-        """As for every grammar. An error names the tool whose schema cannot be compiled by itself."""
+        """Like every grammar, but an error names the tool whose schema cannot be compiled by itself."""
         try:
             return super().__call__(tokenizer, stop_ids)
         except RequestError:
-            assert tokenizer is not None, "that is a TokenizerError"
+            assert tokenizer is not None, "without one it is a TokenizerError"
             for tool in self.tools:
                 rules = json_rules("start", arguments_schema(tool), SPACED, tool.place)
                 compiled(Lark("\n".join(rules)).source(), tokenizer, stop_ids, tool.place)
@@ -68,23 +68,17 @@ class ToolGrammar(Lark):
 
 @dataclass(frozen=True)
 class ChatReader:
-    """Makes prompts of conversations for one model.
-
-    template, tokenizer: None where there is none. format: how the model writes its answers.
-    """
+    """Makes prompts from conversations, for one model. format: of the model's answers."""
 
     template: ChatTemplate | None
     tokenizer: Tokenizer | None
     format: MessageFormat
 
     def read(self, messages: Sequence[Message | AssistantMessage], options: Mapping[str, Any]) -> ParsedChat:
-        """Check a conversation and the options of a chat.
+        """Validate a conversation and its options, and render the prompt.
 
-        What constrains the text does so after reasoning that the prompt has opened, and after the mark of the content.
-
-        Raises:
-            RequestError: messages, tools or options that are none, or that the template does not take.
-            TokenizerError: there is no template or no tokenizer.
+        Constraints apply to the text after the reasoning that the prompt has opened, and after the content marker.
+        Raises `TokenizerError` without a template or tokenizer.
         """
         check_value(options)
         rest = dict(options)
@@ -93,38 +87,41 @@ class ChatReader:
         if use.tools and use.choice != "none":
             if self.template is not None and "tools" not in self.template.variables:
                 raise RequestError(
-                    "tools would not be seen by the model: its chat template does not read tools; write a message"
+                    "the model would not see the tools: its chat template does not read tools; write a message"
                 )
             rest["tools"] = [tool.given for tool in use.tools]
         variables, others = split_chat_options(self.template, rest)
         text = self.text(messages, variables, now)
         tokenizer = needed_tokenizer(self.tokenizer, "a chat")
-        # Tools that only the template knows have names that nobody knows here.
+        # The names of tools that only the template knows are unknown.
         tools = {tool.name: tool.parameters for tool in use.tools} if variables.get("tools") else None
         answer = AnswerFormat.of(self.format, tokenizer, text, tools)
-        given = [name for name in CONSTRAINTS if others.get(name) is not None]
+        constraints = [name for name in CONSTRAINTS if others.get(name) is not None]
         schema = self._schema_beside(use, others)
         if use.is_constrained or schema is not None:
-            if given and (schema is None or given != ["json_schema"]):
-                raise RequestError(
-                    f"{given[0]} and the calls that are asked for each say what the text may be: give one"
-                )
-            reading = answer if self._may_think else dataclasses.replace(answer, thinking=False)
+            if constraints and (schema is None or constraints != ["json_schema"]):
+                raise RequestError(f"{constraints[0]} and the requested tool calls are mutually exclusive: give one")
+            thinking_answer = answer if self._may_think else dataclasses.replace(answer, thinking=False)
             others.pop("json_schema", None)
-            others["constraint"] = _tool_grammar(reading, use, self._symbols(tokenizer), schema)
-        elif given and (beginning := content_beginning(answer, self._symbols(tokenizer))):
-            constrained: Any = {name: others.pop(name) for name in given}  # type: ignore[misc]
+            content = None
+            if schema is not None and use.choice != "required":
+                content = Content(schema.rules("content"), schema.spacing, schema.has_large_numbers)
+            grammar = answer_grammar(thinking_answer, use, self._symbols(tokenizer), content)
+            others["constraint"] = ToolGrammar(grammar, use.callable_tools, None if content is None else schema)
+        elif constraints and (beginning := content_beginning(answer, self._symbols(tokenizer))):
+            constrained: Any = {name: others.pop(name) for name in constraints}  # type: ignore[misc]
             constraint = GenerateOptions(**constrained).constrained_by
             if isinstance(constraint, Grammar):
                 constraint = AfterText(beginning, constraint)
-            else:  # a rule of the caller's own begins with the text
+            else:  # the caller's own constraint begins with the text
                 answer = dataclasses.replace(answer, thinking=None)
             others["constraint"] = constraint
-        return ParsedChat(self._ids(text), answer, others)
+        # The template writes the special tokens itself.
+        return ParsedChat(tokenizer.encode(text, add_special_tokens=False), answer, others)
 
     def _schema_beside(self, use: ToolUse, options: Mapping[str, Any]) -> JsonSchema | None:
-        """The schema of an answer that has no calls, where an answer may have them. None: there is no such schema, or
-        the format has no calls, and the schema is that of every answer."""
+        """The schema of an answer without calls, if there may be calls. None: there is no such schema, or calls are
+        impossible and the schema is that of every answer."""
         schema = options.get("json_schema")
         if schema is None or not use.callable_tools or (self.format.syntax is None and not use.is_constrained):
             return None
@@ -132,19 +129,10 @@ class ChatReader:
 
     @property
     def _may_think(self) -> bool:
-        """Whether the template knows reasoning. Others are of models that were trained without: room for it would be
-        room for anything."""
+        """Whether the template supports reasoning. Other models were trained without it, so that allowing it would
+        allow any text."""
         sources = () if self.template is None else self.template.sources
         return any(mark in source for source in sources for mark in self.format.thinking)
-
-    def prompt(
-        self,
-        messages: Sequence[Message | AssistantMessage],
-        variables: Mapping[str, Any],
-        now: datetime.datetime | None = None,
-    ) -> list[int]:
-        """The ids of a conversation. variables: of the template. now: the time for templates that write the date."""
-        return self._ids(self.text(messages, variables, now))
 
     def text(
         self,
@@ -152,7 +140,8 @@ class ChatReader:
         variables: Mapping[str, Any],
         now: datetime.datetime | None = None,
     ) -> str:
-        """A conversation as the template writes it, up to where the answer begins."""
+        """The rendered template, up to the beginning of the answer. variables: of the template. now: for templates that
+        write the date."""
         if self.template is None:
             raise TokenizerError("this model has no chat template: use generate with a plain prompt")
         check_value(messages, "messages")
@@ -161,23 +150,5 @@ class ChatReader:
         return self.template.render(template_messages(messages, arguments_as_text=takes_text), now, **variables)
 
     def _symbols(self, tokenizer: Tokenizer) -> dict[str, int]:
-        """The ids of the marks that grammars do not have as text."""
+        """The ids of the markers that grammars cannot express as text."""
         return {mark: id for mark in self.format.all_marks if (id := symbol(mark, tokenizer)) is not None}
-
-    def _ids(self, text: str) -> list[int]:
-        # The template writes the special tokens itself.
-        return needed_tokenizer(self.tokenizer, "a chat").encode(text, add_special_tokens=False)
-
-
-def _tool_grammar(
-    reading: AnswerFormat, use: ToolUse, ids: Mapping[str, int], schema: JsonSchema | None
-) -> ToolGrammar:
-    """The grammar of answers with calls, and with JSON of a schema where there are none.
-
-    ids: as for `answer_grammar`.
-    """
-    content = None
-    if schema is not None and use.choice != "required":
-        content = Content(schema.rules("content"), schema.spacing, schema.has_large_numbers)
-    grammar = answer_grammar(reading, use, ids, content)
-    return ToolGrammar(grammar, use.callable_tools, None if content is None else schema)

@@ -1,4 +1,4 @@
-"""The results of a request: pieces while it runs, a completion when it is done, and their times."""
+"""The results of a request: pieces, the completion, and their timing."""
 
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -12,15 +12,15 @@ from onward.sampling import TokenLogprobs
 
 
 class Piece(NamedTuple):
-    """One token as it comes.
+    """One streamed token.
 
-    text: the text that became final with it; empty while a character or a possible stop string is unfinished.
+    text: the text that became final with it; empty while a character or a possible stop string is incomplete.
     token_id: the token.
-    logprobs: of the token and of the likeliest ids, where they were asked for.
-    choice: which of the request's texts it belongs to, as `Completion.choices` counts them.
-    message: of a chat, what came of the message with the token; they add up to `Completion.message`.
-    drafted: whether it was drafted, and is what the model chose (docs/speculation.md). It says how the token came and
-        not what it is: pieces that differ in it alone are equal.
+    logprobs: of the token and of the most likely ids, if requested.
+    choice: the index of its text in `Completion.choices`.
+    message: in a chat, the token's part of the message; the parts add up to `Completion.message`.
+    drafted: whether it was a draft that the model accepted (docs/speculation.md). Comparisons ignore it, because it
+        describes how the token was computed.
     """
 
     text: str
@@ -33,7 +33,7 @@ class Piece(NamedTuple):
     def __eq__(self, other: object) -> bool:
         return tuple.__eq__(self[:-1], other[:-1] if isinstance(other, Piece) else other)
 
-    def __ne__(self, other: object) -> bool:  # a tuple's own would count it
+    def __ne__(self, other: object) -> bool:  # tuple's own compares all fields
         return not self == other
 
     def __hash__(self) -> int:
@@ -42,13 +42,12 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Timing:
-    """Milliseconds of one completion. Rows of a batch run together, so their times overlap.
+    """Times of one completion in milliseconds. Rows of a batch run together, so their times overlap.
 
-    prefill_ms: the time to process the prompt, up to the first token. Where a text was resumed, what was emitted before
-        counts as prompt here.
-    per_token_ms: one entry for each token after the first; tokens of one step share its time.
+    prefill_ms: the time until the first token. In a resumed request, emitted tokens count as prompt.
+    per_token_ms: one entry for each token after the first; the tokens of one step share its time.
     total_ms: the sum of both.
-    tokens_per_second: tokens after the first over their time; 0 where there are none.
+    tokens_per_second: tokens after the first over their time; 0 if there are none.
     """
 
     prefill_ms: float
@@ -67,27 +66,25 @@ class Timing:
 class Completion:
     """A finished text.
 
-    text: what was generated, without the prompt, the ending id and the stop string.
-    token_ids: every id generated, the ending one too.
+    text: the generated text, without the prompt, the ending id and the stop string.
+    token_ids: all generated ids, including the ending one.
     finish_reason: "stop" (an eos id, a stop string, `stop_when`, or a complete constraint), "length" (max_new_tokens),
         "time" (time_limit) or "cancelled" (cancel).
-    stopped_by: what ended the text with "stop": the ending id, the stop string, or the function `stop_when`; otherwise
-        None, also where a constraint lets nothing follow.
-    message: of a chat, the text in its parts: content, reasoning, calls of tools (docs/chat.md); otherwise None.
-    reasoning_tokens: of a chat, how many of `token_ids` have text of the reasoning. Marks such as "<think>" do not
-        count. Otherwise None.
+    stopped_by: with "stop", the ending id, the stop string, or the function `stop_when`; None otherwise, and for a
+        complete constraint.
+    message: the parts of a chat's answer: content, reasoning, tool calls (docs/chat.md); None without a chat.
+    reasoning_tokens: in a chat, how many of `token_ids` have text of the reasoning, without markers such as "<think>".
     timing: see `Timing`.
-    prompt_tokens: how many ids the prompt had.
-    cached_tokens: how many of the prompt's ids a session held already.
-    seed: the seed that the text was drawn with, the request's or a fresh one; it gives the same text again. None if
-        greedy.
-    logprobs: of each of `token_ids`; None unless asked for.
-    prompt_logprobs: of each of the prompt's ids, None for the first, which nothing predicts; None unless asked for.
-    score: the sum of logprobs / length^length_penalty of a text that beams found; None without beams.
+    prompt_tokens: the number of prompt ids.
+    cached_tokens: how many of the prompt's ids the cache held already.
+    seed: the seed of the sampling, the request's or a fresh one; it reproduces the text. None with greedy decoding.
+    logprobs: for each of `token_ids`; None unless requested.
+    prompt_logprobs: for each prompt id, None for the first, which nothing predicts; None unless requested.
+    score: the sum of logprobs / length^length_penalty of a beam; None without beams.
     others: the prompt's other texts, for n > 1; see `choices`.
-    speculation: how many ids were drafted and accepted, those that a constraint forced too; None without a draft and
-        a constraint.
-    json_schema: the schema that the text was made to meet; None without one.
+    speculation: how many ids were drafted and accepted, including those that a constraint forced; None without a draft
+        and a constraint.
+    json_schema: the schema that the text meets; None without one.
     """
 
     text: str
@@ -108,7 +105,6 @@ class Completion:
     reasoning_tokens: int | None = None
 
     def __repr__(self) -> str:
-        """One line; every field is an attribute."""
         text = self.text if len(self.text) <= 40 else f"{self.text[:39]}…"
         facts = [f"{len(self.token_ids)} tokens", f"finish_reason={self.finish_reason!r}"]
         facts += [] if self.seed is None else [f"seed={self.seed}"]
@@ -117,39 +113,35 @@ class Completion:
 
     @property
     def choices(self) -> list["Completion"]:
-        """All texts of this prompt: this one, then the others. Samples are in order, beams best first."""
+        """All texts of this prompt, starting with this one. Samples are in order, beams best first."""
         return [self, *self.others]
 
     @property
     def parsed(self) -> Any:
-        """What a text with a `json_schema` stands for: a value of JSON, or an instance of the pydantic class.
-
-        Raises:
-            RequestError: there was no json_schema; the text was cut before it was whole; or the class's own checks
-                refuse the value.
-        """
+        """The JSON value of a text with a `json_schema`, or an instance of the pydantic class. Raises `RequestError`
+        without a json_schema, for an incomplete text, and if the class rejects the value."""
         if self.json_schema is None:
-            raise RequestError("this text has no json_schema to be parsed by: give json_schema= to the request")
+            raise RequestError("this text has no json_schema to parse it with: give json_schema= to the request")
         if self.finish_reason != "stop":
             raise RequestError(
-                f"the JSON is not whole, for the text ended by {self.finish_reason!r} after {len(self.token_ids)} "
+                f"the JSON is incomplete, because the text ended by {self.finish_reason!r} after {len(self.token_ids)} "
                 "tokens: give it more room (max_new_tokens, time_limit)"
             )
         if self.message is not None and self.message.tool_calls and self.message.content is None:
-            raise RequestError("the answer calls tools, and has no text to be parsed: see message.tool_calls")
-        said = None if self.message is None else self.message.content  # without what was thought before
-        return self.json_schema.parsed(self.text if said is None else said)
+            raise RequestError("the answer has tool calls, but no text to parse: see message.tool_calls")
+        content = None if self.message is None else self.message.content  # without the reasoning
+        return self.json_schema.parsed(self.text if content is None else content)
 
 
 class Stopwatch:
-    """The time of one text's tokens. The time of steps that bring it none counts to its next token."""
+    """Measures the time of one text's tokens. Steps without a token count towards its next one."""
 
     def __init__(self) -> None:
         self._laps_ms: list[float] = []
         self._since_ms = 0.0
 
     def step(self, seconds: float, tokens: int) -> None:
-        """Note a step that brought so many tokens; they share its time."""
+        """Record a step that brought this many tokens; they share its time."""
         self._since_ms += seconds * 1e3
         if tokens:
             self._laps_ms += [self._since_ms / tokens] * tokens
@@ -157,7 +149,6 @@ class Stopwatch:
 
     @property
     def tokens(self) -> int:
-        """How many tokens steps have brought."""
         return len(self._laps_ms)
 
     def timing(self) -> Timing:

@@ -1,4 +1,4 @@
-"""A request while it is served: its sequences, their times, and the completion that they make."""
+"""The state of a running request: its sequences, their timing, and its completion."""
 
 import time
 from collections import abc
@@ -20,23 +20,20 @@ from onward.tokenizer import NoTextStream, StopStrings, StreamingDetokenizer, Te
 
 
 class AnswerParser:
-    """Reads the text of one sequence of a chat as a message.
+    """Parses the text of one sequence of a chat into a message. seed: of the sampling."""
 
-    seed: what the text is drawn with.
-    """
-
-    def __init__(self, reading: AnswerFormat, sequence: Sequence, seed: int | None) -> None:
+    def __init__(self, answer: AnswerFormat, sequence: Sequence, seed: int | None) -> None:
         self._sequence = sequence
-        self._parser = reading.parser(sequence.prompt, seed)
+        self._parser = answer.parser(sequence.prompt, seed)
         self._deltas: list[MessageDelta] = []
-        self._characters = 0  # of the text that were read
+        self._characters = 0  # of the text, parsed so far
         self._marks = 0
 
     def read(self, at: int, text: str) -> MessageDelta:
-        """What comes of the message with the token of index `at` and the text that became final with it."""
+        """The part of the message for token number `at`. text: the text that became final with it."""
         first, end = self._characters, self._characters + len(text)
         for mark in self._sequence.marks[self._marks :]:
-            if mark.at > at or mark.position > end:  # a later token's, or one that text before it holds back
+            if mark.at > at or mark.position > end:  # of a later token, or after text that is not final yet
                 break
             self._parser.feed(text[self._characters - first : mark.position - first])
             self._parser.feed(mark.text)
@@ -51,45 +48,33 @@ class AnswerParser:
         return delta
 
     def message(self) -> AssistantMessage:
-        """What the deltas add up to. Text that was held back when the sequence was ended from outside is no part."""
+        """The message so far. If the sequence was ended from outside, text that was not final is missing."""
         return AssistantMessage.of(self._deltas)
 
     def reasoning_tokens(self) -> int:
-        """How many ids have characters of the reasoning, or a part of one. Marks around it do not count."""
+        """The number of ids with at least a part of a character of the reasoning, without its markers."""
         spans, ends = self._parser.reasoning_spans, self._sequence.ends
         count = waiting = begin = 0
         for at, end in enumerate(ends, 1):
-            waiting += 1  # with those that end inside a character, which is in the next
+            waiting += 1  # with ids that end inside a character, which counts for the next one
             if end == begin and at < len(ends):
                 continue
-            after = max(end, begin + 1)  # an unfinished character at the end takes a place, too
+            after = max(end, begin + 1)  # an incomplete character at the end counts as one
             if any(first < after and last > begin for first, last in spans):
                 count += waiting
             waiting, begin = 0, end
         return count
 
 
-def whole_answer(reading: AnswerFormat, sequence: Sequence, seed: int | None) -> AnswerParser:
-    """A reader that has read a text that has ended."""
-    reader = AnswerParser(reading, sequence, seed)
-    reader.read(len(sequence.token_ids) - 1, sequence.text)
-    return reader
-
-
 class RequestState:
-    """One request and the sequences that serve it: one for each of `n` texts, or one search of beams.
+    """The state of one request: a sequence for each of its `n` texts, or one beam search.
 
-    siblings: those that share the prompt of the first sequence, which is processed once. deadline: on the clock
-    `time.monotonic`; None for none. replays: of each sequence that has ids from elsewhere which were not given out yet,
-    the texts of those ids.
+    siblings: maps sequences to the first one, with which they share the prompt. deadline: on the clock
+    `time.monotonic`; None for none. replays: the texts of resumed ids that were not delivered yet, by sequence.
     """
 
     def __init__(self, request: Request, tokenizer: Tokenizer | None, adapters: Adapters) -> None:
-        """Make the sequences. The time limit counts from here.
-
-        Raises:
-            RequestError: the request's adapter has been dropped.
-        """
+        """Create the sequences and start the time limit. Raises `RequestError` if the adapter has been dropped."""
         self.request = request
         self._adapter = adapters.find(request.options.adapter)
         options = request.options
@@ -102,21 +87,21 @@ class RequestState:
             self.sequences: list[Sequence] = [self._sequence(options, beams)]
         else:
             seed = fresh_seed() if options.seed is None else options.seed
-            seeded = [options.replace(seed=sample_seed(seed, index)) for index in range(options.n)]
-            self.sequences = [self._sequence(of_sample) for of_sample in seeded]
+            samples = [options.replace(seed=sample_seed(seed, index)) for index in range(options.n)]
+            self.sequences = [self._sequence(sample) for sample in samples]
             for sequence in self.sequences[1:]:
                 sequence.prompt_top = None
         self.siblings = dict.fromkeys(self.sequences[1:], self.sequences[0])
-        self._watches = {sequence: Stopwatch() for sequence in self.sequences}
-        self._given_out = dict.fromkeys(self.sequences, 0)  # tokens of each
+        self._stopwatches = {sequence: Stopwatch() for sequence in self.sequences}
+        self._delivered = dict.fromkeys(self.sequences, 0)  # tokens of each
         self._choices = {sequence: choice for choice, sequence in enumerate(self.sequences)}
         self.replays: dict[Sequence, list[str]] = {}
-        self._readers: dict[Sequence, AnswerParser] = {}
+        self._parsers: dict[Sequence, AnswerParser] = {}
         if request.answer is not None:
-            self._readers = {
+            self._parsers = {
                 sequence: AnswerParser(request.answer, sequence, self._seed(sequence))
                 for sequence in self.sequences
-                if not isinstance(sequence, BeamSearch)  # whose texts are read when they have ended
+                if not isinstance(sequence, BeamSearch)  # beams are parsed at the end
             }
 
     @property
@@ -125,65 +110,56 @@ class RequestState:
 
     @property
     def has_tokens(self) -> bool:
-        """Whether some of its sequences has gone on."""
-        return any(watch.tokens for watch in self._watches.values())
+        return any(watch.tokens for watch in self._stopwatches.values())
 
     def replay(self, emitted: abc.Sequence[abc.Sequence[int]]) -> None:
-        """Let each text begin with ids that were emitted elsewhere. Beams, which give out nothing before their end,
-        begin anew.
-
-        Raises:
-            RequestError: ids that the text cannot have.
-        """
+        """Start each text with ids that were emitted elsewhere; beam search, which emits nothing before its end,
+        restarts. Raises `RequestError` for ids that the text cannot have."""
         for sequence, ids in zip(self.sequences, emitted, strict=False):
             if not isinstance(sequence, BeamSearch):
                 self.replays[sequence] = sequence.replay(ids)
 
     def replayed_pieces(self) -> list[Piece]:
-        """The pieces of ids from elsewhere that were not given out yet and can be: where logprobs are asked for, those
-        that have them."""
+        """The pieces of resumed ids that are due: all, or with logprobs those whose logprobs are computed."""
         due = []
         for sequence, texts in list(self.replays.items()):
             ready = len(texts) if sequence.top_logprobs is None else min(len(texts), len(sequence.logprobs))
-            for at in range(self._given_out[sequence], ready):
+            for at in range(self._delivered[sequence], ready):
                 due.append((at, self.next_piece(sequence, sequence.token_ids[at], texts[at], drafted=False)))
             if ready == len(texts):
                 del self.replays[sequence]
         return [piece for _, piece in sorted(due, key=itemgetter(0))]
 
     def end(self, reason: FinishReason) -> None:
-        """End all texts that go on, between two steps."""
         for sequence in self.sequences:
             if sequence.pending:
                 sequence.end(reason)
-            if (texts := self.replays.pop(sequence, None)) is not None:  # it ends before their logprobs came
-                count = self._given_out[sequence]
+            if (texts := self.replays.pop(sequence, None)) is not None:  # before their logprobs were computed
+                count = self._delivered[sequence]
                 sequence.take_back(count, "".join(texts[:count]))
 
     def record_step(self, seconds: float) -> None:
-        """Note that a step took so many seconds, after its tokens were accepted."""
-        for sequence, watch in self._watches.items():
-            tokens = (
-                sequence.tokens if isinstance(sequence, BeamSearch) else len(sequence.token_ids) - sequence.replayed
-            )
-            if sequence.finish_reason is None or tokens > watch.tokens:
-                watch.step(seconds, tokens - watch.tokens)
+        """Record the time of a step, after its tokens were accepted."""
+        for sequence, stopwatch in self._stopwatches.items():
+            count = sequence.tokens if isinstance(sequence, BeamSearch) else len(sequence.token_ids)
+            tokens = count - sequence.replayed  # beams are never replayed
+            if sequence.finish_reason is None or tokens > stopwatch.tokens:
+                stopwatch.step(seconds, tokens - stopwatch.tokens)
 
     def next_piece(self, sequence: Sequence, token: int, text: str, drafted: bool) -> Piece:
-        """The next token of one of the texts as whoever waits gets it."""
-        at = self._given_out[sequence]
-        self._given_out[sequence] += 1
+        at = self._delivered[sequence]
+        self._delivered[sequence] += 1
         logprobs = sequence.logprobs[at] if sequence.top_logprobs is not None else None
-        message = self._readers[sequence].read(at, text) if sequence in self._readers else None
+        message = self._parsers[sequence].read(at, text) if sequence in self._parsers else None
         return Piece(text, token, logprobs, self._choices[sequence], message, drafted)
 
     def completion(self) -> Completion:
-        """The completion, when all sequences have ended; those of the other texts are in its `others`."""
+        """The completion of the first text, with the others' in `others`. All sequences must have ended."""
         first = self.sequences[0]
         if isinstance(first, BeamSearch):
             best = first.ended[: self.request.options.n]
             texts = [self._completion(sequence, first, score) for score, sequence in best]
-            if not texts:  # it asked for no tokens
+            if not texts:  # no tokens were requested
                 texts = [self._completion(first, first)]
         else:
             texts = [self._completion(sequence, sequence) for sequence in self.sequences]
@@ -197,7 +173,7 @@ class RequestState:
             token_ids=sequence.token_ids,
             finish_reason=sequence.finish_reason or "length",
             stopped_by=sequence.stopped_by,
-            timing=self._watches[timed].timing(),
+            timing=self._stopwatches[timed].timing(),
             prompt_tokens=len(self.request.prompt),
             cached_tokens=self.sequences[0].cached,
             seed=self._seed(sequence),
@@ -211,13 +187,13 @@ class RequestState:
         )
 
     def _answer(self, sequence: Sequence) -> AnswerParser | None:
-        """The reader of a chat's text, which has ended."""
-        if self.request.answer is None or sequence in self._readers:
-            return self._readers.get(sequence)
-        return whole_answer(self.request.answer, sequence, self._seed(sequence))
+        if self.request.answer is None or sequence in self._parsers:
+            return self._parsers.get(sequence)
+        parser = AnswerParser(self.request.answer, sequence, self._seed(sequence))
+        parser.read(len(sequence.token_ids) - 1, sequence.text)
+        return parser
 
     def _seed(self, sequence: Sequence) -> int | None:
-        """What a text is drawn with; None for one that is not drawn."""
         options = self.request.options
         assert sequence.sampling is not None
         return None if options.temperature == 0 or options.beams > 1 else sequence.sampling.seed
@@ -246,7 +222,7 @@ class RequestState:
 
 
 def _json_schema(constraint: ConstraintMaker | None) -> JsonSchema | None:
-    """The schema that the text meets, or what comes of it after reasoning."""
+    """The schema of the text, or of the part after reasoning."""
     if isinstance(constraint, AfterText):
         constraint = constraint.grammar
     if isinstance(constraint, ToolGrammar):

@@ -1,4 +1,4 @@
-"""`LanguageModel`: a model, its tokenizer, its chat template and its defaults, behind a few verbs."""
+"""`LanguageModel`: a model with its tokenizer, chat template and default options."""
 
 import dataclasses
 import datetime
@@ -13,7 +13,7 @@ from torch import Tensor
 from onward.chat import AssistantMessage, ChatTemplate, Message, MessageFormat, checked_format, format_of
 from onward.checkpoint import find_adapter, read_adapter
 from onward.decoding import SharedCache
-from onward.decoding.speculation import ModelDrafter, Speculator, check_same_tokens
+from onward.decoding.speculation import ModelDrafter, Speculator, as_drafter, check_same_tokens
 from onward.errors import CheckpointError, RequestError
 from onward.language_model.chat import ChatReader
 from onward.language_model.completion import Completion, Piece
@@ -40,23 +40,22 @@ from onward.util.checks import check_whole, plain, plain_items
 from onward.util.option_names import checks_option_names
 from onward.util.text import described
 
-# An item of a list of prompts. A type variable, because lists are invariant: a list[str] is no list[Prompt].
+# An item of a list of prompts. A type variable, because lists are invariant: a list[str] is not a list[Prompt].
 _Prompt = TypeVar("_Prompt", bound=Prompt)
 _Prompts: TypeAlias = list[_Prompt] | tuple[_Prompt, ...]
 Messages: TypeAlias = Sequence[Message | AssistantMessage]
 
 
 class LanguageModel:
-    """A `Model` with a tokenizer, which turns text into its ids and back.
+    """A model that generates, chats and scores, with its tokenizer, chat template and default options.
 
-    tokenizer: None where prompts are ids and texts stay empty. chat_template: None where there are no chats.
-    defaults: the options that a request does not give.
-    prefill_chunk: the most prompt tokens processed at once. It bounds memory.
-    compile: what runs the model, a backend of `onward.compile`; "eager" calls its forward op by op.
-    draft: guesses the next tokens of requests that give no `draft`: "lookup", "suffix", a smaller LanguageModel or
-        Model of the same vocabulary, a `Drafter` or a `Speculator` (docs/speculation.md).
-    prefix_memory: bytes of keys and values that are kept for prompts that begin as an earlier one did; 0 keeps none.
-    message_format: how the model writes reasoning and calls of tools, a name in `onward.chat.FORMATS` or a
+    tokenizer: None if prompts are ids and texts stay empty. chat_template: None for a model without chats.
+    defaults, draft: for requests that don't set these options. draft: "lookup", "suffix", a smaller LanguageModel or
+        Model with the same vocabulary, a `Drafter` or a `Speculator` (docs/speculation.md).
+    prefill_chunk: the maximum number of prompt tokens processed at once. It bounds memory.
+    compile: a backend of `onward.compile` that runs the model; "eager" calls its forward op by op.
+    prefix_memory: bytes of the prefix cache; 0 disables it.
+    message_format: how the model writes reasoning and tool calls, a name in `onward.chat.FORMATS` or a
         `MessageFormat`; by default that of the chat template (docs/chat.md).
     """
 
@@ -84,12 +83,11 @@ class LanguageModel:
         self.draft = draft
 
     def __repr__(self) -> str:
-        text = "" if self.tokenizer is None else "tokenizer"
-        chat = "" if self.chat_template is None else "chat template"
-        return described(self, *self.model.facts(), text, chat)
+        parts = ("" if self.tokenizer is None else "tokenizer", "" if self.chat_template is None else "chat template")
+        return described(self, *self.model.facts(), *parts)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copy and pickle the arguments, weights too. The copy reads the adapters again, from their folders."""
+        """Copy and pickle the arguments, including the weights. The copy reloads the adapters from their folders."""
         folders = {name: loaded.folder for name, loaded in self.adapters.items()}
         return type(self), self._arguments(self.model), folders or None
 
@@ -99,18 +97,18 @@ class LanguageModel:
 
     def _arguments(self, model: Model) -> tuple[Any, ...]:
         compile, draft = self._model_run.compile, self._draft_source
-        others = self.defaults, self.prefill_chunk, compile, draft, self.prefix_memory
-        return model, self.tokenizer, self.chat_template, *others, self._message_format
+        rest = self.defaults, self.prefill_chunk, compile, draft, self.prefix_memory
+        return model, self.tokenizer, self.chat_template, *rest, self._message_format
 
     @property
     def model(self) -> Model:
-        """The model that is decoded from. It may be replaced; sessions then forget the ids that they hold."""
+        """The model. It can be replaced; sessions then forget their ids."""
         return self._model_run.model
 
     @model.setter
     def model(self, model: Model) -> None:
         if self.adapters:
-            raise RequestError(f"adapters are loaded for the model of before: drop {', '.join(self.adapters)} first")
+            raise RequestError(f"adapters are loaded for the previous model: drop {', '.join(self.adapters)} first")
         self._model_run = ModelRun(model, self._model_run.compile)
         self._adapters = Adapters(self._model_run)
 
@@ -121,46 +119,46 @@ class LanguageModel:
 
     @checks_option_names
     def load_adapter(self, name: str, source: str | os.PathLike[str]) -> LoadedAdapter:
-        """Let requests say `adapter=name`. Other requests, also those that run, are not disturbed.
+        """Load an adapter for requests with `adapter=name`. Other requests, even running ones, are not affected.
 
-        source: a folder that peft wrote (LoRA, rsLoRA, DoRA; docs/adapters.md), or a hub id of one.
+        source: a folder written by peft (LoRA, rsLoRA, DoRA; docs/adapters.md), or a hub id of one.
 
         Raises:
             SourceError: no such folder or repository. CheckpointError: it is damaged, or for another model.
-            RequestError: the name is taken; it changes what rows share (norms, experts); the model has no family.
+            RequestError: the name is taken; it changes shared weights (norms, experts); the model has no family.
         """
         folder = find_adapter(source if isinstance(source, str) else Path(source))
         return self.adapters.load(name, read_adapter(folder), folder)
 
     def drop_adapter(self, name: str) -> None:
-        """Refuse requests that name an adapter from now on (`RequestError` if unknown). Those that run go on."""
+        """Reject further requests with an adapter (`RequestError` if unknown). Running ones continue."""
         self.adapters.drop(name)
 
     @property
     def prefix_memory(self) -> int:
-        """The most bytes of keys and values that are kept between calls. Setting it forgets what is kept."""
-        return self._kept.memory
+        """The maximum size of the prefix cache in bytes. Setting it clears the cache."""
+        return self._prefix_cache.memory
 
     @prefix_memory.setter
     def prefix_memory(self, nbytes: int) -> None:
         check_whole("prefix_memory", nbytes, low=0)
-        self._kept = SharedCache(nbytes)
+        self._prefix_cache = SharedCache(nbytes)
 
     @property
     def message_format(self) -> MessageFormat:
-        """How the model writes its answers: the format that was given, or that of the chat template."""
+        """The format of the model's answers: the `message_format` argument, or that of the chat template."""
         sources = () if self.chat_template is None else self.chat_template.sources
         return self._message_format or format_of("\n".join(sources))
 
     def with_model(self, model: Model) -> "LanguageModel":
-        """A language model with the same tokenizer, chat template and options, and without adapters."""
+        """Another model with the same tokenizer, chat template and options, and without adapters."""
         return LanguageModel(*self._arguments(model))
 
     @torch.inference_mode(False)  # as `onward.load`
     def merge(self, adapter: str | os.PathLike[str]) -> "LanguageModel":
-        """This model with an adapter merged into its weights, which are not changed: W becomes W + B A.
+        """A new model with an adapter merged into its weights: W becomes W + B A.
 
-        adapter: the name of a loaded one; or a folder or hub id, as `load_adapter` takes.
+        adapter: the name of a loaded one; or a folder or hub id, as for `load_adapter`.
 
         Raises:
             SourceError: no such folder or repository. CheckpointError: it is damaged, for another model, or its folder
@@ -170,11 +168,11 @@ class LanguageModel:
         source = adapter if isinstance(adapter, str) else Path(adapter)
         read = read_adapter(find_adapter(source) if loaded is None else loaded.folder)
         if loaded is not None and read.digest != loaded.digest:
-            raise CheckpointError(f"{loaded.folder} has changed since {loaded.name!r} was loaded: load it anew")
+            raise CheckpointError(f"{loaded.folder} has changed since {loaded.name!r} was loaded: reload it")
         return self.with_model(merged_model(self.model, read))
 
     def request(self, prompt: Prompt, **options: Unpack[GenerateOptionsDict]) -> Request:
-        """A prompt and its options as one checked value, which `generate` and `stream` take in a prompt's place."""
+        """A prompt and its options as one validated value, for `generate` and `stream`."""
         return self._reader.read([one_prompt(prompt, "request")], options)[0]
 
     @overload
@@ -203,19 +201,18 @@ class LanguageModel:
         """Complete a prompt, or several at once.
 
         Args:
-            prompt: a text, which is encoded with the tokenizer's own special tokens, ids (a list, or one dimension of
-                an array or tensor), or a `Request`; or a list of those.
-            cache: made by `new_cache` for as many rows: one for each prompt, times `n` or `beams`. It is overwritten.
-                To go on with a cache from call to call, use an `onward.Session`.
-            per_prompt: for each prompt the options in which it differs, such as [{"temperature": 0}, {"seed": 7}].
+            prompt: a text, which is encoded with the tokenizer's special tokens, ids (a list, or a one-dimensional
+                array or tensor), or a `Request`; or a list of those.
+            cache: made by `new_cache` with a row for each prompt, times `n` or `beams`. It is overwritten. To continue
+                a cache from call to call, use an `onward.Session`.
+            per_prompt: the options that differ between prompts, such as [{"temperature": 0}, {"seed": 7}].
             options: the fields of `onward.GenerateOptions`.
 
         Returns:
-            A `Completion`, or a list of them, in order. With n > 1 its `choices` are all the texts of a prompt.
+            A `Completion`, or a list of them, in order. With n > 1 its `choices` are all texts of a prompt.
 
         Raises:
-            RequestError: an unknown option, a value outside its range, options that contradict each other, an empty
-                prompt, a cache of another size, an adapter that is not loaded.
+            RequestError: invalid prompts or options, a cache of another size, an adapter that is not loaded.
             ContextOverflowError: prompt and new tokens do not fit the context or the cache.
             TokenizerError: a text prompt or a stop string without a tokenizer.
         """
@@ -226,44 +223,46 @@ class LanguageModel:
     def stream(
         self, prompt: Prompt, *, cache: Cache | None = None, **options: Unpack[GenerateOptionsDict]
     ) -> Generator[Piece, None, Completion]:
-        """`generate` for one prompt, with a `Piece` for each token as it comes. The pieces add up to the text.
+        """`generate` for one prompt, as a generator of a `Piece` for each token. The pieces add up to the text.
 
-        The request is checked at the call, before the first piece is asked for. Where the checkpoint's defaults are
-        beams or several texts, one text without beams is streamed. The generator returns the `Completion`, for
-        `completion = yield from lm.stream(…)`.
+        The request is validated by the call. Defaults of beams or several texts are ignored. The generator returns the
+        `Completion`, for `completion = yield from lm.stream(…)`.
         """
         (request,) = self._reader.read([one_prompt(prompt, "stream")], options, cache=cache, one_text=True)
         return self._runner.stream(request, cache)
 
     def chat(self, messages: Messages, **options: Unpack[ChatOptionsDict]) -> Completion:
-        """The assistant's answer to a conversation, in the parts of `Completion.message`: content, reasoning, calls.
+        """The assistant's answer to a conversation, with `Completion.message`: content, reasoning, tool calls.
 
         Args:
-            messages: such as [{"role": "user", "content": "Hi"}], oldest first. `Completion.message` of an earlier
-                answer is one, too.
-            options: as in `generate`, and those of `onward.language_model.ChatOptionsDict`: tools, tool_choice,
+            messages: such as [{"role": "user", "content": "Hi"}], oldest first; also the `Completion.message` of
+                earlier answers.
+            options: those of `generate`, and of `onward.language_model.ChatOptionsDict`: tools, tool_choice,
                 parallel_tool_calls, now, template, and the variables of the chat template, such as enable_thinking.
 
         Raises:
-            RequestError: also a variable that the chat template does not read, and what is no tool.
+            RequestError: also a variable that the chat template does not read, and an invalid tool.
         """
-        rest, cache = _without_cache(options)
+        rest: dict[str, Any] = {**options}
+        cache = rest.pop("cache", None)
         return drained(self._runner.pieces([self._chat_request(messages, rest, cache)], cache))[0]
 
     def stream_chat(self, messages: Messages, **options: Unpack[ChatOptionsDict]) -> Generator[Piece, None, Completion]:
-        """`chat` with a `Piece` for each token, as `stream` does. `Piece.message` has what came of the message."""
-        rest, cache = _without_cache(options)
+        """`chat` as a generator, like `stream`. `Piece.message` is the token's part of the message."""
+        rest: dict[str, Any] = {**options}
+        cache = rest.pop("cache", None)
         return self._runner.stream(self._chat_request(messages, rest, cache, one_text=True), cache)
 
     def chat_request(self, messages: Messages, **options: Unpack[ChatOptionsDict]) -> Request:
-        """A conversation and its options as one checked value, which `generate` completes as `chat` does."""
+        """A conversation and its options as one validated value, which `generate` completes like `chat`."""
         return self._chat_request(messages, options)
 
     def chat_prompt(
         self, messages: Messages, template: Mapping[str, Any] | None = None, now: datetime.datetime | None = None
     ) -> list[int]:
-        """The ids of a conversation, up to where the answer begins. template: variables of the chat template."""
-        return self._chat_reader.prompt(messages, template or {}, now)
+        """The ids of a conversation, up to the beginning of the answer. template: variables of the chat template."""
+        text = self._chat_reader.text(messages, template or {}, now)
+        return needed_tokenizer(self.tokenizer, "a chat").encode(text, add_special_tokens=False)
 
     @overload
     def score(
@@ -284,64 +283,63 @@ class LanguageModel:
         stride: int | None = None,
         adapter: str | None = None,
     ) -> Score | list[Score]:
-        """How likely the model finds a text, or several: log-likelihood, perplexity, the logprob of each token.
+        """Score a text, or several: log-likelihood, perplexity, the logprob of each token.
 
         Args:
-            text: as `generate` takes prompts, each of 2 ids at least. Of a `Request` only the ids count.
-            logprobs: how many of the likeliest ids to report at each token's place.
-            stride: scores texts longer than the context in windows of its length, each `stride` ids (from 1 to
-                context - 1) after the one before. So every id is scored once, given at least context - stride ids.
-            adapter: the name of a loaded adapter, that of a `Request` too.
+            text: prompts as for `generate`, of at least 2 ids. Only the ids of a `Request` count.
+            logprobs: how many of the most likely ids to report for each token.
+            stride: score texts longer than the context in windows of its length, each `stride` ids (from 1 to
+                context - 1) after the previous one, so that at least context - stride ids precede each scored one.
+            adapter: the name of a loaded adapter, also that of a `Request`.
 
         Raises:
             RequestError: a text of fewer ids, logprobs or a stride outside its range, an adapter that is not loaded.
-            ContextOverflowError: a text longer than the context, and no stride.
+            ContextOverflowError: a text longer than the context, without a stride.
         """
         texts, is_batch = as_list(text)
         all_ids = self._reader.ids_to_score(texts, adapter)
-        changed_by = self.adapters.find(adapter)
+        loaded = self.adapters.find(adapter)
         check_top("logprobs", logprobs, self.model.vocab_size)
-        scores = score_texts(self._model_run, all_ids, logprobs, self.prefill_chunk, stride, changed_by)
+        scores = score_texts(self._model_run, all_ids, logprobs, self.prefill_chunk, stride, loaded)
         return scores if is_batch else scores[0]
 
     @checks_option_names
     def score_continuations(
         self, context: str | Ids, continuations: Sequence[str | Ids], *, logprobs: int = 0, adapter: str | None = None
     ) -> list[Score]:
-        """How likely the model finds each of several continuations of one context, which is processed once.
+        """Score several continuations of one context, which is processed once: bit for bit the logprobs that `score`
+        gives the last ids of the whole text, with the same errors.
 
-        Args:
-            context: a text, encoded with the tokenizer's own special tokens, or ids; one id at least.
-            continuations: texts, encoded without special tokens, or ids; of one id at least each. The ids of a text
-                are not always those that it has behind the context: give ids where that matters.
-            logprobs, adapter: as in `score`, and so are the errors.
-
-        Returns:
-            A `Score` of each: bit for bit the logprobs that `score` gives the whole text's last ids.
+        context: a text, encoded with the tokenizer's special tokens, or ids; at least one id.
+        continuations: texts, encoded without special tokens, or ids; at least one id each. A text may be tokenized
+            differently after its context: pass ids if that matters.
+        logprobs, adapter: as in `score`.
         """
-        changed_by = self.adapters.find(adapter)
+        loaded = self.adapters.find(adapter)
         check_top("logprobs", logprobs, self.model.vocab_size)
-        given = self._reader.prompt_ids(context)
+        ids = self._reader.prompt_ids(context)
         after = [
             self.encode(each, add_special_tokens=False) if isinstance(each, str) else self._reader.prompt_ids(each)
             for each in continuations
         ]
-        return score_continuations(self._model_run, self._kept, given, after, logprobs, self.prefill_chunk, changed_by)
+        return score_continuations(
+            self._model_run, self._prefix_cache, ids, after, logprobs, self.prefill_chunk, loaded
+        )
 
     @checks_option_names
     def logits(self, ids: Ids, *, adapter: str | None = None) -> Tensor:
-        """The model's logits after each of `ids`: float32 [T, V], on the CPU. adapter: as in `score`.
+        """The logits after each of `ids`: float32 [T, V], on the CPU. adapter: as in `score`.
 
         Raises:
             RequestError: no ids, one outside the vocabulary. ContextOverflowError: more ids than the context holds.
         """
-        changed_by = self.adapters.find(adapter)
+        loaded = self.adapters.find(adapter)
         ids = checked_ids(ids, self.model.vocab_size)
-        return logits_of(self._model_run, ids, self.prefill_chunk, changed_by)
+        return logits_of(self._model_run, ids, self.prefill_chunk, loaded)
 
     @property
     def draft(self) -> Speculator | None:
-        """The speculator of requests that give no `draft`. Set it to anything that `draft=` takes."""
+        """The speculator of requests that don't set `draft`. Can be set to anything that `draft=` takes."""
         return self._draft
 
     @draft.setter
@@ -357,15 +355,12 @@ class LanguageModel:
         return dataclasses.replace(request, answer=chat.answer)
 
     def _speculator(self, draft: Any) -> Speculator | None:
-        if not isinstance(draft, LanguageModel):
-            return self._speculators.of(draft)
+        return self._speculators.get(draft, self._drafter if isinstance(draft, LanguageModel) else as_drafter)
 
-        def drafter() -> ModelDrafter:
-            if self.tokenizer is not None and draft.tokenizer is not None:
-                check_same_tokens(self.tokenizer, draft.tokenizer)
-            return ModelDrafter(draft.model, draft._model_run.compile, draft.prefill_chunk)
-
-        return self._speculators.kept(id(draft), draft, drafter)
+    def _drafter(self, draft: "LanguageModel") -> ModelDrafter:
+        if self.tokenizer is not None and draft.tokenizer is not None:
+            check_same_tokens(self.tokenizer, draft.tokenizer)
+        return ModelDrafter(draft.model, draft._model_run.compile, draft.prefill_chunk)
 
     @property
     def _reader(self) -> RequestReader:
@@ -377,36 +372,30 @@ class LanguageModel:
 
     @property
     def _runner(self) -> Runner:
-        return Runner(self._model_run, self.tokenizer, self.prefill_chunk, self._kept, self.adapters)
+        return Runner(self._model_run, self.tokenizer, self.prefill_chunk, self._prefix_cache, self.adapters)
 
     @checks_option_names
     def explain(self, batch: int = 1, tokens: int = 1, offset: int = 0) -> Report:
-        """A table of what runs for `tokens` tokens of `batch` rows at position `offset`: kernels, bytes, time."""
+        """A table of the kernels, bytes and time of a step: `tokens` tokens of `batch` rows at position `offset`."""
         return self._model_run.explain(batch, tokens, offset)
 
     @checks_option_names
     def new_cache(self, batch: int = 1, max_len: int | None = None) -> Cache:
-        """A cache for `batch` rows of `max_len` positions (the whole context by default), to pass to `generate`."""
+        """A cache of `batch` rows with `max_len` positions (by default the whole context), for `generate`."""
         length = self.model.max_seq_len if max_len is None else max_len
         if length is None:
-            raise RequestError("this model does not say how long its context is: give max_len")
+            raise RequestError("this model has no max_seq_len: give max_len")
         if batch < 1 or length < 1:
             raise RequestError(f"a cache needs a batch and a max_len of 1 or more; got {batch} and {length}")
         return self.model.new_cache(batch, length)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The ids that `generate` makes of a text prompt."""
+        """The ids of a text, as `generate` encodes prompts."""
         return needed_tokenizer(self.tokenizer, "a text prompt").encode(text, add_special_tokens=add_special_tokens)
 
     def decode(self, ids: Ids) -> str:
         """The text of ids, without special tokens."""
-        listed = plain(ids)
-        if isinstance(listed, str) or not isinstance(listed, Iterable):
-            raise RequestError(f"ids to decode are a list, or one dimension of an array or tensor; got {listed!r}")
-        return needed_tokenizer(self.tokenizer, "text").decode(plain_items(listed))
-
-
-def _without_cache(options: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
-    """The options of a chat, and the cache that it is decoded in; None for one of the model's own."""
-    rest = dict(options)
-    return rest, rest.pop("cache", None)
+        items = plain(ids)
+        if isinstance(items, str) or not isinstance(items, Iterable):
+            raise RequestError(f"ids to decode are a list, or one dimension of an array or tensor; got {items!r}")
+        return needed_tokenizer(self.tokenizer, "text").decode(plain_items(items))

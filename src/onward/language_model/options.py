@@ -1,4 +1,4 @@
-"""The options of a request: all that it may ask for beside its prompt."""
+"""The options of a request, validated."""
 
 import dataclasses
 import datetime
@@ -33,8 +33,8 @@ class DraftLanguageModel(Protocol):
 # What `draft=` takes: "lookup", "suffix", a smaller model of the same vocabulary, a drafter; None drafts nothing.
 Draft: TypeAlias = str | DraftLanguageModel | Model | Drafter | Speculator
 
-# What `constraint=` takes: a constraint at the beginning of a text, or what makes one of the tokenizer and the ids that
-# end a text, as every `onward.constraints.Grammar` does.
+# What `constraint=` takes: a constraint in its initial state, or a function (tokenizer, ids that end a text) that makes
+# one, like every `onward.constraints.Grammar`.
 ConstraintMaker: TypeAlias = Constraint | Callable[[Tokenizer | None, AbstractSet[int]], Constraint]
 
 
@@ -62,16 +62,16 @@ class GenerateOptionsDict(SamplingOptionsDict, total=False):
 
 
 class ChatOptionsDict(GenerateOptionsDict, total=False):
-    """The options of a chat as keyword arguments. Other variables that the chat template reads may be given too.
+    """The options of a chat as keyword arguments. Other variables of the chat template are accepted too.
 
-    tools: what the model may call: {"type": "function", "function": {"name", "description", "parameters", "strict"}},
-        or Python functions.
-    tool_choice: "auto" (the default), "none", "required", or the tool that has to be called: its name, or
+    tools: callable tools: {"type": "function", "function": {"name", "description", "parameters", "strict"}}, or Python
+        functions.
+    tool_choice: "auto" (the default), "none", "required", or the tool to call: its name, or
         {"type": "function", "function": {"name": …}}.
     parallel_tool_calls: whether an answer may have several calls; True by default.
     documents, enable_thinking, reasoning_effort: variables of templates that read them.
-    template: further variables, also those whose names are options.
-    now: the time for templates that write the date; by default the present one, in UTC. With it the prompt does not
+    template: further variables, including those with the names of options.
+    now: the time, for templates that write the date; by default the current time in UTC. With it the prompt does not
         depend on the clock.
     """
 
@@ -85,57 +85,57 @@ class ChatOptionsDict(GenerateOptionsDict, total=False):
     now: datetime.datetime | None
 
 
-# Options of chats alone that are no variables of templates.
-_OF_CHATS = frozenset({"template", "now", "tool_choice", "parallel_tool_calls"})
+# Chat options that are not variables of templates.
+_CHAT_ONLY = frozenset({"template", "now", "tool_choice", "parallel_tool_calls"})
 # Variables that many chat templates read.
 _TEMPLATE_VARIABLES = (
-    frozenset(ChatOptionsDict.__annotations__) - frozenset(GenerateOptionsDict.__annotations__) - _OF_CHATS
+    frozenset(ChatOptionsDict.__annotations__) - frozenset(GenerateOptionsDict.__annotations__) - _CHAT_ONLY
 )
 
-# Options for drawing a token, each with the value that changes nothing. Beams take the likeliest texts and draw none.
-_OF_DRAWING: dict[str, Any] = {
+# Options for sampling, each with its neutral value. Beam search does not sample.
+_SAMPLING_OPTIONS: dict[str, Any] = {
     field.name: field.default
     for filter in transforms_of(SamplingParams, Filter)
     for field in dataclasses.fields(filter)
 } | {"seed": None}
-# Options that only beams use.
-OF_BEAMS = ("length_penalty", "early_stopping")
-# Options that say what a text may be; they exclude each other.
+# Options of beam search only.
+BEAM_OPTIONS = ("length_penalty", "early_stopping")
+# Options that constrain the text; they are mutually exclusive.
 CONSTRAINTS = ("json_schema", "regex", "grammar", "choice", "constraint")
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class GenerateOptions(SamplingParams):
-    """All that a request may ask for: how tokens are chosen, where texts end, how many there are, what is reported.
+    """The options of a request: sampling, the end of texts, their number, and what is reported.
 
     The options of `SamplingParams`, and:
 
-    max_new_tokens: the most tokens to emit; 0 emits none. None: as many as the context holds after the prompt.
+    max_new_tokens: the maximum number of tokens to emit; 0 emits none. None: up to the end of the context.
     stop: strings that end the text; the text ends before the first of them. They may contain special tokens, such as
         "<|im_end|>", which are not part of the text.
-    time_limit: seconds from the call on, after which every text ends with its next token.
+    time_limit: seconds from the call, after which each text ends with its next token.
     stop_when: (ids so far, text so far) -> whether the text ends here; called at each token.
-    cancel: once any thread has set it, every text ends with its next token.
-    n: how many texts a prompt gets. The prompt is processed once. Sample 0 is the text that n=1 gives. Sample j is
-        drawn with a seed derived from the request's (`onward.sampling.sample_seed`), which is its `Completion.seed`.
-        With beams: the n best texts, best first.
-    logprobs: report the logprob of each token, and of this many of the likeliest ids at its place; 0: of the token
-        alone. Logprobs are under the model's own distribution, before temperature, penalties and filters.
+    cancel: once any thread has set it, each text ends with its next token.
+    n: the number of texts for a prompt, which is processed once. Sample 0 is the text that n=1 gives. The seed of
+        sample j is derived from the request's (`onward.sampling.sample_seed`) and reported as `Completion.seed`. With
+        beams: the n best texts, best first.
+    logprobs: report the logprob of each token, and of this many of the most likely ids at its position; 0: of the token
+        only. Logprobs are those of the model itself, before temperature, penalties and filters.
     prompt_logprobs: the same for the prompt's ids, each given the ids before it.
-    beams: width of the beam search; 1 is none.
+    beams: the width of the beam search; 1 is none.
     length_penalty: beams are ranked by the sum of their logprobs / length^length_penalty; from -50 to 50.
     early_stopping: when a prompt's search ends. True: when `beams` texts are finished. False: when `beams` texts are
         finished and the best running beam, at its present length, is worse than the worst of them. "never": when no
         running beam can become better, by a bound that allows for every length up to max_new_tokens.
-    draft: guesses the next tokens, so that several are processed at once (docs/speculation.md). The tokens are the
-        same without it.
-    adapter: the name of a loaded adapter that the weights are changed by (docs/adapters.md).
-    json_schema: the text is JSON that this schema (a dict, or a pydantic class) validates; `Completion.parsed` is what
-        it stands for.
+    draft: drafts the next tokens, so that several are processed at once (docs/speculation.md). The tokens are the same
+        without it.
+    adapter: the name of a loaded adapter to apply (docs/adapters.md).
+    json_schema: the text is JSON that meets this schema (a dict, or a pydantic class); `Completion.parsed` is its
+        value.
     regex: the whole text matches this regular expression, in Rust's syntax.
-    grammar: the text is what this grammar, in Lark's syntax, derives.
+    grammar: the text is derived from this grammar, in Lark's syntax.
     choice: the text is one of these.
-    constraint: an `onward.Constraint` at the beginning of a text, of which every text gets a copy; or a function of the
+    constraint: an `onward.Constraint` in its initial state, which is copied for each text; or a function of the
         tokenizer and the ids that end a text, which makes one (docs/structured.md).
 
     Raises:
@@ -195,9 +195,9 @@ class GenerateOptions(SamplingParams):
             raise RequestError(f"cancel must be a threading.Event; got {self.cancel!r}")
 
     def _check_constraint(self) -> None:
-        given = [name for name in CONSTRAINTS if getattr(self, name) is not None]
-        if len(given) > 1:
-            raise RequestError(f"{' and '.join(given)} each say what the text may be: give one of them")
+        constraints = [name for name in CONSTRAINTS if getattr(self, name) is not None]
+        if len(constraints) > 1:
+            raise RequestError(f"{' and '.join(constraints)} are mutually exclusive: give one of them")
         if self.json_schema is not None and not isinstance(self.json_schema, JsonSchema):
             self._set("json_schema", JsonSchema(self.json_schema))
         if self.choice is not None:
@@ -207,11 +207,11 @@ class GenerateOptions(SamplingParams):
                 "constraint must be an onward.Constraint, with mask, accept, rollback, fork, is_done and forced, or a "
                 f"function of (tokenizer, stop_ids) that makes one; got {self.constraint!r}"
             )
-        _ = self.constrained_by  # which checks the others
+        _ = self.constrained_by  # validates the others
 
     @property
     def constrained_by(self) -> ConstraintMaker | None:
-        """What says what the text may be; None where it may be anything."""
+        """The text's constraint; None for any text."""
         if self.json_schema is not None:
             return self.json_schema
         if self.regex is not None:
@@ -223,76 +223,69 @@ class GenerateOptions(SamplingParams):
         return self.constraint
 
     def new_constraint(self, tokenizer: Tokenizer | None) -> Constraint | None:
-        """A constraint at the beginning of a text; None where the text may be anything.
-
-        Raises:
-            RequestError: a grammar that cannot be compiled, or a function that makes no constraint.
-            TokenizerError: a grammar, and no tokenizer that serves it.
-        """
+        """The constraint in its initial state; None for any text. Raises `RequestError` for a grammar that cannot be
+        compiled, and `TokenizerError` without a suitable tokenizer."""
         maker = self.constrained_by
-        if maker is None:
-            return None
-        if isinstance(maker, Constraint):
-            return maker.fork()
-        made = maker(tokenizer, self.stop_ids)
-        if not isinstance(made, Constraint):
-            raise RequestError(f"the function given as constraint must make an onward.Constraint; it made {made!r}")
-        return made
+        if maker is None or isinstance(maker, Constraint):
+            return None if maker is None else maker.fork()
+        constraint = maker(tokenizer, self.stop_ids)
+        if not isinstance(constraint, Constraint):
+            raise RequestError(f"the constraint function must return an onward.Constraint; it returned {constraint!r}")
+        return constraint
 
     @property
     def rows(self) -> int:
-        """How many rows of the batch a prompt takes."""
         return max(self.n, self.beams)
 
     def replace(self, **options: Unpack[GenerateOptionsDict]) -> Self:
-        """A copy with `options` changed and checked.
+        """A validated copy with `options` changed.
 
-        A change drops options that mean nothing with it, for they may be a checkpoint's defaults for another kind of
-        decoding. A change to beams drops the options for drawing (temperature, top_k, …). A change from beams drops
-        theirs (length_penalty, early_stopping) and n. Greedy decoding drops n. A smaller max_new_tokens lowers
-        min_new_tokens. A constraint drops that of another kind. `draft` is a Speculator here, or None.
+        A change drops options without meaning under it, because they may be a checkpoint's defaults for another kind of
+        decoding. A change to beams drops the sampling options (temperature, top_k, …). A change from beams drops theirs
+        (length_penalty, early_stopping) and n. Greedy decoding drops n. A smaller max_new_tokens lowers min_new_tokens.
+        A constraint drops that of another kind. `draft` is a Speculator here, or None.
 
         Raises:
             RequestError: an unknown option, a value outside its range, or options that contradict each other.
         """
         changed: dict[str, Any] = {**options}
         if (beams := changed.get("beams", self.beams)) != 1 and self.beams == 1:
-            changed = _OF_DRAWING | changed
+            changed = _SAMPLING_OPTIONS | changed
         elif beams == 1 and self.beams != 1:
-            changed = {name: getattr(type(self), name) for name in OF_BEAMS} | {"n": 1} | changed
+            changed = {name: getattr(type(self), name) for name in BEAM_OPTIONS} | {"n": 1} | changed
         if self.n > 1 and beams == 1 and plain(changed.get("temperature", self.temperature)) == 0:
             changed = {"n": 1} | changed
-        most = plain(changed.get("max_new_tokens"))
-        if isinstance(most, int) and 0 <= most < self.min_new_tokens:
-            changed = {"min_new_tokens": most} | changed
+        maximum = plain(changed.get("max_new_tokens"))
+        if isinstance(maximum, int) and 0 <= maximum < self.min_new_tokens:
+            changed = {"min_new_tokens": maximum} | changed
         if any(changed.get(name) is not None for name in CONSTRAINTS):
             changed = dict.fromkeys(CONSTRAINTS) | changed
         return super().replace(**changed)
 
     def _check_search(self) -> None:
-        if self.beams > 1 and self.draft is not None:
-            raise RequestError("a beam search cannot use a draft: leave out beams or draft")
-        if self.beams > 1 and self.n > self.beams:
-            raise RequestError(f"n is {self.n}, but {self.beams} beams find {self.beams} texts: ask for fewer or widen")
         if self.beams > 1:
-            drawing = [name for name, neutral in _OF_DRAWING.items() if getattr(self, name) != neutral]
-            if drawing:
+            if self.draft is not None:
+                raise RequestError("a beam search cannot use a draft: leave out beams or draft")
+            if self.n > self.beams:
                 raise RequestError(
-                    f"beams={self.beams} takes the likeliest texts and draws none: leave out {', '.join(drawing)}, "
-                    "or give beams=1"
+                    f"n is {self.n}, but {self.beams} beams find {self.beams} texts: ask for fewer, or for more beams"
+                )
+            if drawing := [name for name, neutral in _SAMPLING_OPTIONS.items() if getattr(self, name) != neutral]:
+                raise RequestError(
+                    f"beams={self.beams} searches and does not sample: leave out {', '.join(drawing)}, or give beams=1"
                 )
         elif self.n > 1 and self.temperature == 0:
             raise RequestError(
                 f"n={self.n} with temperature 0 is the same text {self.n} times: give a temperature above 0, or beams"
             )
-        changed = [name for name in OF_BEAMS if getattr(self, name) != getattr(type(self), name)]
+        changed = [name for name in BEAM_OPTIONS if getattr(self, name) != getattr(type(self), name)]
         if self.beams == 1 and changed:
             raise RequestError(f"{', '.join(changed)} would change nothing without a beam search: give beams=2 or more")
 
 
 @functools.cache
 def option_names() -> tuple[str, ...]:
-    """The name of every option of a request, `max_new_tokens` first."""
+    """The names of all options, `max_new_tokens` first."""
     names = names_of(GenerateOptions)
     return ("max_new_tokens", *(name for name in names if name != "max_new_tokens"))
 
@@ -300,16 +293,14 @@ def option_names() -> tuple[str, ...]:
 def split_chat_options(
     template: ChatTemplate | None, options: Mapping[str, Any]
 ) -> tuple[dict[str, Any], GenerateOptionsDict]:
-    """The variables of the chat template, and the options that are left for `generate`.
-
-    Raises:
-        RequestError: what is neither an option nor a variable that the template reads.
-    """
+    """Split options into the variables of the chat template and the options of `generate`. Raises `RequestError` for
+    other names."""
     names = option_names()
-    variables: frozenset[str] = frozenset() if template is None else template.variables
+    variables: frozenset[str] = frozenset()
     if template is not None:
+        variables = template.variables
         template.check_variables(dict.fromkeys(set(options) & _TEMPLATE_VARIABLES - variables, True))
     check_option_names(set(options) - {"template", "cache"}, [*names, *sorted(variables - set(names))])
-    of_template = {name: value for name, value in options.items() if name in variables and name not in names}
-    others: Any = {name: value for name, value in options.items() if name not in {"template", *of_template}}
-    return {**of_template, **(options.get("template") or {})}, others
+    template_variables = {name: value for name, value in options.items() if name in variables and name not in names}
+    others: Any = {name: value for name, value in options.items() if name not in {"template", *template_variables}}
+    return {**template_variables, **(options.get("template") or {})}, others

@@ -1,10 +1,10 @@
-"""Quantize a model."""
+"""Quantization of models and checkpoints."""
 
 import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -28,27 +28,13 @@ from onward.quantization.rounding import check_format
 from onward.util.checks import is_finite
 from onward.util.files import check_destination
 
-
-@overload
-def quantize(
-    model: Model, format: str | float, *, progress: Progress | None = None, calibrate: Calibration | None = None
-) -> Model: ...
-
-
-@overload
-def quantize(
-    model: LanguageModel, format: str | float, *, progress: Progress | None = None, calibrate: Calibration | None = None
-) -> LanguageModel: ...
+_ModelT = TypeVar("_ModelT", Model, LanguageModel)
 
 
 def quantize(
-    model: Model | LanguageModel,
-    format: str | float,
-    *,
-    progress: Progress | None = None,
-    calibrate: Calibration | None = None,
-) -> Model | LanguageModel:
-    """The same model with all its matrices in 8 or 4 bits, the embedding and the head among them.
+    model: _ModelT, format: str | float, *, progress: Progress | None = None, calibrate: Calibration | None = None
+) -> _ModelT:
+    """Quantize all matrices of a model to 8 or 4 bits, including the embedding and the head.
 
     Norms, biases, short convolutions, the routers of experts and the matrices of latents (MLA's `kv_b_proj`) stay. The
     original model is not changed; drop it to free its weights.
@@ -56,28 +42,30 @@ def quantize(
     Args:
         model: a `LanguageModel` or a `Model` of a built-in family, as loaded.
         format: "int8" (a scale for each row), "int4" or "iq4_nl" (a scale for each 32 inputs of a row, for whole
-            numbers or for the table of IQ4_NL, which errs less); or a number, the most bits a weight on average:
-            matrices that cost most in iq4_nl then get int8 (`onward.language_model.quantize_mixed`).
+            numbers or for the table of IQ4_NL, which is more accurate); or a number, the maximum average of bits per
+            weight: the matrices that cost most in iq4_nl then get int8 (`onward.language_model.quantize_mixed`).
         progress: called with each matrix's report, in order. A tied pair has one report.
-        calibrate: round with error feedback on text, such as `onward.language_model.Calibration()`: the same bytes with
-            less error, for minutes of work (docs/quantization.md). By default each matrix is rounded to nearest.
+        calibrate: round with error feedback on text, such as `onward.language_model.Calibration()`: the same size with
+            a smaller error, but minutes of work (docs/quantization.md). By default matrices are rounded to nearest.
 
     Raises:
-        RequestError: another format, a model of no built-in family, a model that is quantized already, or weights that
-            are not finite. A forward of your own can call `ops.linear` with weights from `quantize_weight`.
+        RequestError: another format, a model of no built-in family, a quantized model, or weights that are not finite.
+            For a forward of your own, call `ops.linear` with weights from `quantize_weight`.
     """
     check_quantizing(format, calibrate)
     lm = model if isinstance(model, LanguageModel) else LanguageModel(model)
     small = replace(lm.model, params=quantized_params(lm, format, calibrate, progress)[0])
-    return lm.with_model(small) if isinstance(model, LanguageModel) else small
+    quantized: Any = lm.with_model(small) if isinstance(model, LanguageModel) else small
+    return cast(_ModelT, quantized)
 
 
 def check_quantizing(format: object, calibrate: object) -> None:
-    """Raise `RequestError` unless these are arguments of `quantize`, before a model is read for nothing."""
     if isinstance(format, str):
         check_format(format)
     elif not is_finite(format):
-        raise RequestError(f"weights are quantized to {rounded_formats()}, or to so many bits a weight; got {format!r}")
+        raise RequestError(
+            f"weights are quantized to {rounded_formats()}, or to a number of bits per weight; got {format!r}"
+        )
     if not isinstance(calibrate, Calibration | None):
         raise RequestError(f"calibrate is an onward.quantization.Calibration, or None; got {calibrate!r}")
 
@@ -90,9 +78,8 @@ def quantized_params(
     show_fraction: Callable[[float], None] = lambda fraction: None,
     release: Callable[[], None] = lambda: None,
 ) -> tuple[Any, list[TensorReport]]:
-    """The params of a model, quantized, and a report of each matrix. show_fraction: is called with the fraction of the
-    matrices that is measured, and then again of those that are done. The rest are arguments of `quantize` and
-    `quantize_params`."""
+    """The quantized params of a model, and a report for each matrix. show_fraction: called with the fraction of
+    matrices measured and then quantized. The other arguments are those of `quantize` and `quantize_params`."""
     params = lm.model.params
     if not marked_parts(params):
         raise RequestError(
@@ -126,20 +113,15 @@ def quantize_folder(
     show_fraction: Callable[[float], None] = lambda fraction: None,
     calibrate: Calibration | None = None,
 ) -> list[TensorReport]:
-    """Quantize a checkpoint into a folder that `onward.load` maps into memory.
+    """Quantize a checkpoint into a folder that `onward.load` maps into memory, and return a report for each matrix.
 
     Args:
         source: a folder, a hub id or "demo", as for `onward.load`.
-        destination: a folder that is absent or empty. It appears when all is written, or not at all.
-        format: "int8", "int4" or "iq4_nl", or a number, the most bits a weight on average (`onward.quantize`).
-        progress: called after each matrix with its report.
-        show_downloads: show bars while a hub id is fetched.
-        show_fraction: called after each matrix with the fraction that is done, from 0 to 1; where a budget of bits is
-            spent, first with that of the matrices that are measured.
-        calibrate: as for `onward.quantize`.
-
-    Returns:
-        The report of each matrix.
+        destination: an absent or empty folder, written atomically.
+        format, progress, calibrate: as for `onward.quantize`.
+        show_downloads: show progress bars for downloads.
+        show_fraction: called after each matrix with the fraction of quantized matrices, from 0 to 1; with a budget of
+            bits, first with that of measured ones.
     """
     check_quantizing(format, calibrate)
     target = Path(destination).expanduser()
@@ -147,12 +129,12 @@ def quantize_folder(
     path = find_folder(source if isinstance(source, str) else Path(source), progress=show_downloads)
     if is_gguf(path):
         raise RequestError(
-            f"{path} is GGUF, in types of its own: make a folder of it with onward convert --to safetensors, or give "
-            "quantize= to onward.load"
+            f"{path} is GGUF, which has its own types: convert it to a folder with onward convert --to safetensors, or "
+            "give quantize= to onward.load"
         )
     folder = CheckpointFolder(path)
     if (manifest := read_manifest(path, folder.config)) is not None:
-        raise RequestError(f"{path} is {manifest.format} already: quantize the checkpoint that it was made from")
+        raise RequestError(f"{path} is already {manifest.format}: quantize the original checkpoint")
     config = read_config(folder.config)
     params = read_weights(path, config, dtype=None, device=torch.device("cpu"))
     release = page_releaser(path)
@@ -167,7 +149,6 @@ def quantize_folder(
 
 
 def _writer(folder: CheckpointFolder, model: Model) -> LanguageModel:
-    """The model of a folder, as far as it takes to write texts."""
     path, tokenizer = folder.path, folder.tokenizer
     defaults = generation_defaults(
         folder.generation_config, folder.eos, has_text=tokenizer is not None, folder=path, file=folder.generation_file

@@ -1,4 +1,4 @@
-"""Checks the prompts and options that users give, and makes requests of them."""
+"""Requests, made and validated from prompts and options."""
 
 import dataclasses
 import threading
@@ -34,11 +34,11 @@ Ids: TypeAlias = Sequence[int] | NDArray[Any] | Tensor
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt and its options. `LanguageModel.request` makes a request and checks it against the model.
+    """One prompt and its options. `LanguageModel.request` makes one and validates it for the model.
 
-    prompt: ids, one at least.
-    options: all options of the request. The defaults of a model change none of them.
-    answer: of a chat, how its answer is read as a message.
+    prompt: ids, at least one.
+    options: all options of the request; a model's defaults do not apply.
+    answer: in a chat, the format of the answer.
     """
 
     prompt: tuple[int, ...]
@@ -49,17 +49,16 @@ class Request:
         object.__setattr__(self, "prompt", tuple(_as_ids(self.prompt)))
 
     def __repr__(self) -> str:
-        """One line, however long the prompt is."""
         return f"Request({brief_list(self.prompt)}, {self.options!r})"
 
     @property
     def max_new_tokens(self) -> int:
-        """The most tokens to emit. `LanguageModel.request` has replaced None by a number."""
-        assert self.options.max_new_tokens is not None, "a request that runs has been read"
+        """The maximum number of tokens to emit. `LanguageModel.request` has replaced None by a number."""
+        assert self.options.max_new_tokens is not None, "a running request has been validated"
         return self.options.max_new_tokens
 
     def replace(self, **options: Unpack[GenerateOptionsDict]) -> Self:
-        """The same prompt with `options` changed, checked as `GenerateOptions.replace` does."""
+        """The same prompt with `options` changed, as in `GenerateOptions.replace`."""
         return dataclasses.replace(self, options=self.options.replace(**options))
 
 
@@ -68,10 +67,10 @@ Prompt: TypeAlias = str | Ids | Request
 
 @dataclass(frozen=True)
 class RequestReader:
-    """Makes requests for one model of what users give, and checks them.
+    """Makes and validates requests for one model.
 
-    defaults: the options that a request does not give. draft: likewise; None for none.
-    speculator: makes a speculator of what users give as `draft`. adapters: those that requests may name.
+    defaults, draft: for requests that don't set these options. speculator: makes a speculator from a `draft` option.
+    adapters: the loaded ones.
     """
 
     model: Model
@@ -90,19 +89,10 @@ class RequestReader:
         *,
         one_text: bool = False,
     ) -> list[Request]:
-        """A request for each prompt.
+        """Make a request for each prompt. The errors are those of `LanguageModel.generate`.
 
-        options: fields of `GenerateOptions`, for every prompt.
-        per_prompt: for each prompt the options in which it differs.
-        cache: the caller's; None without one.
-        one_text: whether one text is made of a prompt, though the defaults may be beams or several texts. A session
-            makes one.
-
-        Raises:
-            RequestError: an unknown option, a value outside its range, options that contradict each other, an empty
-                prompt, an adapter that is not loaded.
-            ContextOverflowError: a prompt and its new tokens do not fit the context or the cache.
-            TokenizerError: a text prompt, a stop string, a bad word or a grammar, and no tokenizer.
+        options: for all prompts. per_prompt: those that differ between prompts. cache: the caller's.
+        one_text: ignore defaults of beams or several texts, as sessions do.
         """
         check_option_names(options, option_names())
         each: Sequence[Mapping[str, Any]] = [{}] * len(prompts)
@@ -127,10 +117,8 @@ class RequestReader:
     def _own_draft(
         self, prompt: Prompt, base: GenerateOptions, options: Mapping[str, Any]
     ) -> dict[str, Speculator | None]:
-        """The speculator of a prompt: the one that its options ask for, a request's own, or the model's.
-
-        Beams cannot use one, so they have none where the options do not ask for it.
-        """
+        """The speculator of a prompt: that of its options, the request's own, or the model's. Beams have none unless
+        the options ask for one."""
         if "draft" in options:
             return {"draft": self.speculator(options["draft"])}
         if plain(options.get("beams", base.beams)) != 1:
@@ -138,14 +126,11 @@ class RequestReader:
         return {} if isinstance(prompt, Request) else {"draft": self.draft}
 
     def _served(self, options: GenerateOptions, prompt_len: int, cache_len: int | None) -> GenerateOptions:
-        """The options with ids in place of words and a number of tokens in place of None.
-
-        Raises unless the model and its tokenizer can serve them.
-        """
+        """Validate the options for the model and its tokenizer, with ids instead of words and a max_new_tokens."""
         self.adapters.find(options.adapter)
         context, vocab_size = self.model.max_seq_len, self.model.vocab_size
         if options.stop and self.tokenizer is None:
-            raise TokenizerError("stop strings need a tokenizer, and this model has none: use eos with ids")
+            raise TokenizerError("stop strings need a tokenizer, but this model has none: use eos with ids")
         if out := [token for token in options.eos or () if token >= vocab_size]:
             raise RequestError(f"eos names id {out[0]}, but the vocabulary ends at {vocab_size - 1}")
         for name in ("logprobs", "prompt_logprobs"):
@@ -158,28 +143,28 @@ class RequestReader:
             limits = [limit for limit in (context, cache_len) if limit is not None]
             if not limits:
                 raise RequestError(
-                    "max_new_tokens=None goes to the end of the context, and this model does not say how long that is: "
+                    "max_new_tokens=None generates to the end of the context, but this model has no max_seq_len: "
                     "give a number"
                 )
             changes["max_new_tokens"] = max(0, min(limits) - prompt_len)
         options = options.replace(**changes) if changes else options
         check_room(prompt_len, options.max_new_tokens or 0, context, cache_len)
-        if isinstance(options.constrained_by, Grammar):  # compiled here; whoever runs the request finds it
+        if isinstance(options.constrained_by, Grammar):  # compile it now: the result is cached
             options.new_constraint(self.tokenizer)
         return options
 
     def ids_to_score(self, texts: Sequence[Prompt], adapter: str | None) -> list[list[int]]:
-        """The ids of texts, of which a request's adapter must be this one."""
+        """The ids of texts. A `Request` must have the same adapter."""
         for text in texts:
             if isinstance(text, Request) and text.options.adapter != adapter:
                 raise RequestError(
-                    f"the text to score is a request with adapter={text.options.adapter!r}, and the call has "
-                    f"adapter={adapter!r}: give both the same"
+                    f"the text to score is a request with adapter={text.options.adapter!r}, but the call has "
+                    f"adapter={adapter!r}: they must be equal"
                 )
         return [self.prompt_ids(text.prompt if isinstance(text, Request) else text) for text in texts]
 
     def prompt_ids(self, prompt: str | Ids) -> list[int]:
-        """The ids of a prompt. A text is encoded with the tokenizer's own special tokens."""
+        """The ids of a prompt. A text is encoded with the tokenizer's special tokens."""
         if not isinstance(prompt, str):
             return checked_ids(prompt, self.model.vocab_size)
         check_value(prompt, "prompt")
@@ -191,18 +176,18 @@ class RequestReader:
         return [self.tokenizer.bos_id]
 
     def _word_ids(self, words: Sequence[str | tuple[int, ...]]) -> Iterator[tuple[int, ...]]:
-        """The ids of banned words. A text gives two: as it begins a line and as it stands after a space."""
+        """The ids of banned words. Each text is encoded twice: at the beginning of a line and after a space."""
         for word in words:
             if not isinstance(word, str):
                 yield word
                 continue
             tokenizer = needed_tokenizer(self.tokenizer, "a bad word given as text")
-            written = (tuple(tokenizer.encode(form, add_special_tokens=False)) for form in (word, f" {word}"))
-            yield from dict.fromkeys(ids for ids in written if ids)
+            forms = (tuple(tokenizer.encode(form, add_special_tokens=False)) for form in (word, f" {word}"))
+            yield from dict.fromkeys(ids for ids in forms if ids)
 
 
 def as_list(prompt: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:
-    """The prompts, and whether they came as a list of them."""
+    """The prompts, and whether the argument was a list of prompts."""
     if isinstance(prompt, str | Request | np.ndarray | Tensor):
         return [prompt], False
     if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
@@ -216,27 +201,23 @@ def as_list(prompt: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:
     return [items], False
 
 
-def one_prompt(prompt: Prompt, taker: str) -> Prompt:
-    """The prompt, which is no list of them. taker: says in the error who takes it."""
+def one_prompt(prompt: Prompt, taker: str, advice: str = "use generate for several") -> Prompt:
+    """Reject a list of prompts. taker: the subject of the error message."""
     prompts, is_batch = as_list(prompt)
     if is_batch:
-        raise RequestError(f"{taker} takes one prompt; got a list of {len(prompts)}: use generate for several")
+        raise RequestError(f"{taker} takes one prompt; got a list of {len(prompts)}: {advice}")
     return prompts[0]
 
 
 def _is_prompt(item: Any) -> bool:
-    """Whether an item of a list is a prompt, and not an id."""
-    if isinstance(item, np.ndarray | Tensor):
-        return item.ndim > 0
-    return isinstance(item, str | Sequence | Request)
+    return item.ndim > 0 if isinstance(item, np.ndarray | Tensor) else isinstance(item, str | Sequence | Request)
 
 
 def _checked_per_prompt(per_prompt: object, prompts: int) -> list[Mapping[str, Any]]:
-    """`per_prompt` as a list of options, one for each prompt."""
     if isinstance(per_prompt, str | Mapping) or not isinstance(per_prompt, Sequence):
         raise RequestError(f"per_prompt must be a list of options as dicts, one a prompt; got {per_prompt!r}")
     if len(per_prompt) != prompts:
-        raise RequestError(f"per_prompt has options for {len(per_prompt)} prompts, and there are {prompts}")
+        raise RequestError(f"per_prompt has options for {len(per_prompt)} prompts, but there are {prompts}")
     if wrong := [own for own in per_prompt if not isinstance(own, Mapping)]:
         raise RequestError(f"per_prompt must hold a dict of options for each prompt; got {wrong[0]!r}")
     for own in per_prompt:
@@ -246,24 +227,25 @@ def _checked_per_prompt(per_prompt: object, prompts: int) -> list[Mapping[str, A
 
 def needed_tokenizer(tokenizer: Tokenizer | None, what: str) -> Tokenizer:
     if tokenizer is None:
-        raise TokenizerError(f"{what} needs a tokenizer, and this model has no tokenizer.json: give ids")
+        raise TokenizerError(f"{what} needs a tokenizer, but this model has no tokenizer.json: give ids")
     return tokenizer
 
 
 def checked_ids(ids: Ids, vocab_size: int) -> list[int]:
-    """The ids of a prompt as a list.
-
-    Raises:
-        RequestError: no ids, what is no whole number, or an id outside the vocabulary.
-    """
+    """The ids of a prompt as a list. Raises `RequestError` for an empty list and for other values than the vocabulary's
+    ids."""
     listed = _as_ids(ids)
     for token in listed:
-        if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size:
+        if not _is_id(token, vocab_size):
             hint = ": messages are for chat" if isinstance(token, Mapping) else ""
             raise RequestError(
                 f"a prompt of ids must hold whole numbers from 0 to {vocab_size - 1}; got {brief(token)}{hint}"
             )
     return listed
+
+
+def _is_id(token: object, vocab_size: int) -> bool:
+    return isinstance(token, int) and not isinstance(token, bool) and 0 <= token < vocab_size
 
 
 def _as_ids(ids: Ids) -> list[int]:
@@ -276,81 +258,79 @@ def _as_ids(ids: Ids) -> list[int]:
             f"a prompt of ids has one dimension; got an array of shape {list(ids.shape)}: give a list of its rows, or "
             "use onward.generate for tensors [B, P]"
         )
-    listed = plain_items(ids)
-    if not listed:
+    items = plain_items(ids)
+    if not items:
         raise RequestError("the prompt is an empty list of ids: give at least one")
-    return listed
+    return items
 
 
 def check_top(name: str, count: int, vocab_size: int) -> None:
-    """Raise `RequestError` unless the likeliest `count` ids can be reported."""
+    """Raise `RequestError` unless `count` is from 0 to the size of the vocabulary."""
     check_whole(name, count, low=0)
     if count > vocab_size:
         raise RequestError(f"{name} is {count}, but the vocabulary has {vocab_size} ids: ask for fewer")
 
 
-# The most speculators that are kept. Each keeps what it has learnt and the programs of its draft model.
-_MOST_KEPT = 8
+# The maximum number of cached speculators. Each holds what it has learned and the programs of its draft model.
+_MAX_SPECULATORS = 8
 
 
 class SpeculatorCache:
-    """The speculators of one language model, one for each draft asked for. They are kept for further requests."""
+    """The speculators of one language model, one for each `draft`, for reuse by further requests."""
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[Any, tuple[Any, Speculator]] = OrderedDict()
+        self._entries: OrderedDict[Any, tuple[Any, Speculator]] = OrderedDict()
         self._lock = threading.RLock()  # requests come from several threads
         renew_in_forks(self)
 
     def renew(self) -> None:
-        """In a forked child: a new lock."""
         self._lock = threading.RLock()
 
-    def of(self, draft: Any) -> Speculator | None:
-        """The speculator for `draft`: None, "lookup", "suffix", a `Model`, a `Drafter` or a `Speculator`.
-
-        Raises:
-            RequestError: anything else.
-        """
+    def get(self, draft: Any, make: Callable[[Any], Drafter] = as_drafter) -> Speculator | None:
+        """The speculator for a value of `draft`. make: creates its drafter."""
         if draft is None or isinstance(draft, Speculator):
             return draft
         key = draft if isinstance(draft, str) else id(draft)
-        return self.kept(key, draft, lambda: as_drafter(draft))
-
-    def kept(self, key: Any, draft: Any, make: Callable[[], Drafter]) -> Speculator:
-        """The speculator kept under `key`; where there is none, one is made.
-
-        `draft` is kept with it: a key that is its `id` must not become that of another object.
-        """
         with self._lock:
-            if key not in self._kept:
-                self._kept[key] = (draft, Speculator(make()))
-                if len(self._kept) > _MOST_KEPT:
-                    self._kept.popitem(last=False)
-            self._kept.move_to_end(key)
-            return self._kept[key][1]
+            if key not in self._entries:
+                self._entries[key] = (draft, Speculator(make(draft)))  # references `draft`, so that its id stays unique
+                if len(self._entries) > _MAX_SPECULATORS:
+                    self._entries.popitem(last=False)
+            self._entries.move_to_end(key)
+            return self._entries[key][1]
 
 
-# The ids of one text, or a list of them for each of several.
+# The ids of one text, or of each of several texts.
 Emitted: TypeAlias = Ids | Sequence[Ids]
 
 
 def checked_emitted(emitted: Emitted, request: Request, vocab_size: int) -> list[list[int]]:
-    """A list of ids for each of the request's `n` texts.
-
-    Raises:
-        RequestError: another number of lists, what is no id of the vocabulary, more ids than the request may emit, or
-            a request whose texts do not follow from its prompt, its options and its seed.
-    """
+    """Validate the ids from which to resume a request, and return a list for each of its `n` texts. Also raises
+    `RequestError` if its texts are not determined by its prompt, options and seed."""
     options = request.options
     if options.seed is None and options.temperature > 0 and options.beams == 1:
         raise RequestError(
-            "a sampled request without a seed cannot be resumed: give the seed that its texts were drawn with "
+            "a sampled request without a seed cannot be resumed: give the seed of its texts "
             "(Completion.seed; submit it with one to know it ahead)"
         )
-    texts = _of_each_text(emitted, options.n)
+    if isinstance(emitted, str | bytes) or not isinstance(emitted, Sequence | np.ndarray | Tensor):
+        raise RequestError(f"emitted must be ids, or a list of ids for each text; got {type(emitted).__name__}")
+    items = list(emitted)
+    if not items:
+        return [[] for _ in range(options.n)]
+    nested = [isinstance(item, Sequence) or (isinstance(item, np.ndarray | Tensor) and item.ndim > 0) for item in items]
+    if not any(nested):
+        items = [emitted]
+    elif not all(nested):
+        raise RequestError("emitted must be ids, or a list of ids for each text; got a list of both")
+    if len(items) != options.n:
+        raise RequestError(
+            f"emitted holds ids of {len(items)} texts, but the request has n={options.n}: give a list for each"
+        )
+    texts = [plain_items(ids) for ids in items]
     for ids in texts:
         for token in ids:
-            if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size:
+            if not _is_id(token, vocab_size):
                 raise RequestError(f"emitted must hold ids, whole numbers from 0 to {vocab_size - 1}; got {token!r}")
         if len(ids) > request.max_new_tokens:
             raise RequestError(
@@ -358,19 +338,3 @@ def checked_emitted(emitted: Emitted, request: Request, vocab_size: int) -> list
                 "options of the request that emitted them"
             )
     return texts
-
-
-def _of_each_text(emitted: Any, n: int) -> list[list[Any]]:
-    if isinstance(emitted, str | bytes) or not isinstance(emitted, Sequence | np.ndarray | Tensor):
-        raise RequestError(f"emitted must be ids, or a list of ids for each text; got {type(emitted).__name__}")
-    items = list(emitted)
-    if not items:
-        return [[] for _ in range(n)]
-    nested = [isinstance(item, Sequence) or (isinstance(item, np.ndarray | Tensor) and item.ndim > 0) for item in items]
-    if not any(nested):
-        items = [emitted]
-    elif not all(nested):
-        raise RequestError("emitted must be ids, or a list of ids for each text; got a list of both")
-    if len(items) != n:
-        raise RequestError(f"emitted holds ids of {len(items)} texts, but the request has n={n}: give a list for each")
-    return [plain_items(ids) for ids in items]

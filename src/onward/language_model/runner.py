@@ -1,8 +1,8 @@
-"""Runs requests through the one loop and gives out pieces and completions."""
+"""Runs requests through the decode loop, and yields pieces and completions."""
 
 import time
 from collections import abc
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 
 from onward.cache import KVCache
@@ -36,69 +36,66 @@ from onward.tokenizer import Tokenizer
 
 
 class StepRouter:
-    """A `Step` that has each sequence go on by its own kind of step. Those of one kind run together.
+    """A `Step` that runs each sequence with its kind of step: plain, beam search, or speculative with its drafter.
 
-    Where some of those without a draft have a constraint, all of them go on by a step that drafts what constraints
-    force.
+    Sequences of one kind run together. If any sequence without a draft has a constraint, all of them run with a step
+    that drafts the tokens that constraints force.
 
-    run: the model. slots: where the sequences' keys and values are.
-    failed: is told of a search that could not go on, as in `decode_loop`.
+    failed: called for a failed search, as in `decode_loop`. run_step: runs the step of one kind.
     """
 
-    def __init__(self, run: ModelRun, slots: CacheManager, failed: Failed | None = None) -> None:
-        self._run, self._slots = run, slots
-        self._device = run.model.device
-        self._chooser = SamplerCache(self._device)
-        self._plain = DecodeStep(run, slots, self._chooser, self._device)
-        self._beams = BeamStep(self._plain, run, slots, self._device, failed)
+    def __init__(
+        self,
+        run: ModelRun,
+        slots: CacheManager,
+        failed: Failed | None = None,
+        run_step: Callable[[Step, abc.Sequence[ScheduledSequence]], Emitted] = lambda step, work: step(work),
+    ) -> None:
+        self._run, self._slots, self._run_step = run, slots, run_step
+        device, vocab_size = run.model.device, run.model.vocab_size
+        self._plain = DecodeStep(run, slots, SamplerCache(device), device)
+        self._beams = BeamStep(self._plain, run, slots, device, failed)
         self._forced = SpeculativeStep(
-            self._plain,
-            run,
-            slots,
-            SamplerCache(self._device),
-            self._device,
-            longest=LENGTHS[-1],
-            vocab_size=run.model.vocab_size,
+            self._plain, run, slots, SamplerCache(device), device, longest=LENGTHS[-1], vocab_size=vocab_size
         )
         self._speculative: dict[Speculator, Step] = {}
-        self._own: dict[Sequence, Step] = {}  # of the sequences whose step is not the plain one
+        self._special: dict[Sequence, Step] = {}  # of sequences whose step is not the plain one
 
     def join(self, sequences: abc.Sequence[Sequence], draft: Speculator | None) -> None:
-        """Let these sequences go on by a step of their kind. draft: drafts for all of them together.
-
-        Those that were preempted join again; what is known of their drafts stays.
-        """
+        """Choose the step of these sequences. draft: the drafter of all of them. Preempted sequences join again, and
+        keep the state of their drafts."""
         for sequence in sequences:
             if isinstance(sequence, BeamSearch):
-                self._own[sequence] = self._beams
+                self._special[sequence] = self._beams
         if draft is None:
-            constrained = [one for one in sequences if one.constraint is not None and not isinstance(one, BeamSearch)]
+            constrained = [
+                each for each in sequences if each.constraint is not None and not isinstance(each, BeamSearch)
+            ]
             draft_forced(sequence for sequence in constrained if sequence.drafting is None)
-            self._own.update(dict.fromkeys(constrained, self._forced))
+            self._special.update(dict.fromkeys(constrained, self._forced))
             return
+        device, vocab_size = self._run.model.device, self._run.model.vocab_size
         if draft not in self._speculative:
-            used = set(self._own.values())
-            self._speculative = {kept: step for kept, step in self._speculative.items() if step in used}
-            chooser = SamplerCache(self._device)
-            self._speculative[draft] = draft.step(
-                self._plain, self._run, self._slots, chooser, self._device, self._run.model.vocab_size
-            )
+            used = set(self._special.values())
+            self._speculative = {drafter: step for drafter, step in self._speculative.items() if step in used}
+            sampler = SamplerCache(device)
+            self._speculative[draft] = draft.step(self._plain, self._run, self._slots, sampler, device, vocab_size)
         if new := [sequence for sequence in sequences if sequence.drafting is None]:
-            draft.join(new, self._run.model.vocab_size, self._device)
-        self._own.update(dict.fromkeys(sequences, self._speculative[draft]))
+            draft.join(new, vocab_size, device)
+        self._special.update(dict.fromkeys(sequences, self._speculative[draft]))
 
     def leave(self, sequences: abc.Iterable[Sequence]) -> None:
-        """These sequences have ended. A drafter that none is left of is forgotten when a new one comes."""
+        """Forget sequences that have ended. An unused drafter's step is dropped when a new drafter joins."""
         for sequence in sequences:
-            self._own.pop(sequence, None)
+            self._special.pop(sequence, None)
 
     def by_kind(self, work: abc.Sequence[ScheduledSequence]) -> list[tuple[Step, list[int]]]:
-        """The steps of work, each with the indices of its items."""
-        if not self._own:
+        """Divide work by kind: steps with the indices of their items."""
+        if not self._special:
             return [(self._plain, list(range(len(work))))]
         kinds: dict[Step, list[int]] = {}
         for index, (sequence, _) in enumerate(work):
-            kinds.setdefault(self._own.get(sequence, self._plain), []).append(index)
+            kinds.setdefault(self._special.get(sequence, self._plain), []).append(index)
         if self._forced in kinds and self._plain in kinds:
             kinds[self._forced] = sorted([*kinds[self._forced], *kinds.pop(self._plain)])
         return list(kinds.items())
@@ -106,10 +103,10 @@ class StepRouter:
     def __call__(self, work: abc.Sequence[ScheduledSequence]) -> Emitted:
         kinds = self.by_kind(work)
         if len(kinds) == 1:
-            return kinds[0][0](work)
+            return self._run_step(kinds[0][0], work)
         emitted: Emitted = [[] for _ in work]
         for step, indices in kinds:
-            for index, tokens in zip(indices, step([work[index] for index in indices]), strict=True):
+            for index, tokens in zip(indices, self._run_step(step, [work[at] for at in indices]), strict=True):
                 emitted[index] = tokens
         return emitted
 
@@ -119,78 +116,71 @@ Pieces = Generator[Piece, None, list[Completion]]
 
 @dataclass(frozen=True)
 class Runner:
-    """Runs requests together.
-
-    run: the model. tokenizer: None where texts are to stay empty. chunk: the most prompt tokens processed at once.
-    kept: the slots that calls share. adapters: those that requests may name.
-    """
+    """Runs requests together. tokenizer: None for empty texts. chunk: the maximum number of prompt tokens processed at
+    once."""
 
     run: ModelRun
     tokenizer: Tokenizer | None
     chunk: int
-    kept: SharedCache
+    prefix_cache: SharedCache
     adapters: Adapters
 
     def pieces(self, requests: abc.Sequence[Request], cache: Cache | PinnedPrefix | None = None) -> Pieces:
-        """Check that the requests can be served, and return a generator over the one loop.
+        """Validate the requests, and return a generator that runs the decode loop.
 
-        cache: a cache with `options.rows` rows for each request, which is overwritten; or a `PinnedPrefix`, which one
-            request continues. None uses new slots.
+        cache: has `options.rows` rows for each request, and is overwritten; or a `PinnedPrefix`, which one request
+            continues. None uses the prefix cache.
         """
         jobs = [RequestState(request, self.tokenizer, self.adapters) for request in requests]
         rows = sum(request.options.rows for request in requests)
         if isinstance(cache, PinnedPrefix) and rows != 1:
             options = requests[0].options
             raise RequestError(
-                f"a session goes on with one text at a time: leave out n and beams; got n={options.n}, "
+                f"a session generates one text at a time: leave out n and beams; got n={options.n}, "
                 f"beams={options.beams}"
             )
         if isinstance(cache, KVCache) and cache.batch != rows:
-            each = {request.options.rows for request in requests}
-            of_rows = "" if each == {1} else f" of {' or '.join(map(str, sorted(each)))} rows each"
+            row_counts = {request.options.rows for request in requests}
+            suffix = "" if row_counts == {1} else f" of {' or '.join(map(str, sorted(row_counts)))} rows each"
             raise RequestError(
-                f"the cache was made for {cache.batch} rows, but there are {len(requests)} prompts{of_rows}"
+                f"the cache was made for {cache.batch} rows, but there are {len(requests)} prompts{suffix}"
             )
         return self._pieces(jobs, rows, cache)
 
     def stream(self, request: Request, cache: Cache | PinnedPrefix | None) -> Generator[Piece, None, Completion]:
-        """The pieces of a request of one text. The generator returns its completion."""
+        """The pieces of a request for one text. The generator returns its completion."""
         if request.options.rows > 1:
-            raise RequestError("stream gives out one text as it comes: use generate for n or beams above 1")
+            raise RequestError("stream yields a single text: use generate for n or beams above 1")
         return _only(self.pieces([request], cache))
 
     def _pieces(self, jobs: abc.Sequence[RequestState], rows: int, cache: Cache | PinnedPrefix | None) -> Pieces:
-        began = time.perf_counter()
+        started = time.perf_counter()
         if isinstance(cache, PinnedPrefix):
             turn = self._turn(jobs[0], cache)
-            yield from self._decoded(jobs, turn.slots, turn, began)
+            yield from self._decode(jobs, turn.slots, turn, started)
         elif cache is not None:
-            yield from self._decoded(jobs, RowCacheManager.wrap(self.run.model, cache, rows), None, began)
+            yield from self._decode(jobs, RowCacheManager.wrap(self.run.model, cache, rows), None, started)
         else:
             longest = max(sequence.longest for job in jobs for sequence in job.sequences)
-            with self.kept.lease(self.run.model, rows, longest) as slots:
-                yield from self._decoded(jobs, slots, None, began)
+            with self.prefix_cache.lease(self.run.model, rows, longest) as slots:
+                yield from self._decode(jobs, slots, None, started)
         return [job.completion() for job in jobs]
 
-    def _decoded(
-        self, jobs: abc.Sequence[RequestState], slots: CacheManager, turn: Turn | None, began: float
+    def _decode(
+        self, jobs: abc.Sequence[RequestState], slots: CacheManager, turn: Turn | None, started: float
     ) -> Iterator[Piece]:
-        """Decode the jobs to their ends in these slots. began: when, on the clock `time.perf_counter`."""
-        steps = self._steps(jobs, slots)
+        """Decode the jobs to their ends in these slots. started: on the clock `time.perf_counter`."""
+        steps = StepRouter(self.run, slots)
+        for draft in dict.fromkeys(job.request.options.draft for job in jobs):
+            steps.join([each for job in jobs if job.request.options.draft is draft for each in job.sequences], draft)
         sequences = [sequence for job in jobs for sequence in job.sequences]
         siblings = {sequence: first for job in jobs for sequence, first in job.siblings.items()}
-        schedule = BatchSchedule(
-            slots,
-            sequences,
-            self.chunk,
-            vocab_size=self.run.model.vocab_size,
-            siblings=siblings,
-            keep=turn is not None,
-        )
-        ahead = time.perf_counter() - began
+        vocab_size, keep = self.run.model.vocab_size, turn is not None
+        schedule = BatchSchedule(slots, sequences, self.chunk, vocab_size=vocab_size, siblings=siblings, keep=keep)
+        preparation = time.perf_counter() - started
         for job in jobs:
-            job.record_step(ahead)
-        of_sequence = {sequence: job for job in jobs for sequence in job.sequences}
+            job.record_step(preparation)
+        job_of = {sequence: job for job in jobs for sequence in job.sequences}
         try:
             for emission in decode_loop(steps, schedule, slots):
                 if turn is not None:
@@ -198,7 +188,7 @@ class Runner:
                 for job in jobs:
                     job.record_step(emission.seconds)
                 for sequence, token, text, drafted in emission.pieces:
-                    yield of_sequence[sequence].next_piece(sequence, token, text, drafted)
+                    yield job_of[sequence].next_piece(sequence, token, text, drafted)
                 if turn is not None:
                     turn.check()
         finally:
@@ -206,21 +196,14 @@ class Runner:
 
     def _turn(self, job: RequestState, text: PinnedPrefix) -> Turn:
         (sequence,) = job.sequences
-        if sequence.prompt_top is not None:  # the whole prompt has to be processed for them
+        if sequence.prompt_top is not None:  # prompt logprobs need the whole prompt
             text.truncate(0)
         turn = text.begin(self.run.model, sequence.prompt, sequence.longest, sequence.adapter)
         sequence.slot, sequence.computed, sequence.cached = turn.slot, turn.reused, turn.reused
         return turn
 
-    def _steps(self, jobs: abc.Sequence[RequestState], slots: CacheManager) -> StepRouter:
-        steps = StepRouter(self.run, slots)
-        for draft in dict.fromkeys(job.request.options.draft for job in jobs):
-            steps.join([each for job in jobs if job.request.options.draft is draft for each in job.sequences], draft)
-        return steps
-
 
 def drained(pieces: Pieces) -> list[Completion]:
-    """Run to the end and return the completions."""
     while True:
         try:
             next(pieces)

@@ -1,4 +1,4 @@
-"""How likely a model finds texts, and the logits behind it."""
+"""Scores of texts under a model, and its logits."""
 
 import math
 from collections import abc
@@ -8,7 +8,16 @@ import torch
 from torch import Tensor
 
 from onward.cache import AdapterRef
-from onward.decoding import BatchSchedule, DecodeStep, SamplerCache, Sequence, SharedCache, decode_loop, slots_for
+from onward.decoding import (
+    BatchSchedule,
+    CacheManager,
+    DecodeStep,
+    SamplerCache,
+    Sequence,
+    SharedCache,
+    decode_loop,
+    slots_for,
+)
 from onward.decoding.batch import LogitsNeeded, ScheduledSequence, processed
 from onward.decoding.prompt import check_room
 from onward.errors import RequestError
@@ -16,27 +25,26 @@ from onward.models import ModelRun
 from onward.sampling import SamplingParams, TokenLogprobs
 from onward.util.checks import check_whole, plain
 
-# The most continuations of a context that run together.
-_MOST_CONTINUATIONS = 32
-# The most texts that run together, and the most tokens that their cache holds. They are of about one length.
-_MOST_ROWS = 8
-_MOST_TOKENS = 2**14
+# The maximum number of continuations that run together.
+_MAX_CONTINUATIONS = 32
+# The maximum number of texts that run together, and of the tokens in their cache. They have similar lengths.
+_MAX_ROWS = 8
+_MAX_TOKENS = 2**14
 
 
 @dataclass(frozen=True)
 class Score:
-    """How likely a model finds a text. Nothing predicts the first id, so it does not count.
+    """The score of a text. Nothing predicts the first id, so it does not count.
 
     token_ids: T ids, T of 2 or more.
-    logprobs: the logprob of each id given the ids before it, and of the likeliest ids at its place where they were
-        asked for; None for ids that do not count: the first, and those of a context.
+    logprobs: the logprob of each id given the ids before it, and of the most likely ids at its position if requested;
+        None for ids that do not count: the first, and those of a context.
     """
 
     token_ids: list[int]
     logprobs: list[TokenLogprobs | None]
 
     def __repr__(self) -> str:
-        """One line; every field is an attribute."""
         numbers = f"perplexity={self.perplexity:.6g}, log_likelihood={self.log_likelihood:.6g}"
         return f"Score({len(self.token_ids)} tokens, {numbers})"
 
@@ -47,7 +55,7 @@ class Score:
 
     @property
     def perplexity(self) -> float:
-        """exp(-log_likelihood / the number of ids that count); infinite where an id had no probability."""
+        """exp(-log_likelihood / the number of ids that count); infinity if an id has probability 0."""
         mean = -self.log_likelihood / sum(token is not None for token in self.logprobs)
         return math.exp(mean) if mean < 700 else math.inf
 
@@ -60,95 +68,76 @@ def score_texts(
     stride: int | None = None,
     adapter: AdapterRef | None = None,
 ) -> list[Score]:
-    """The score of each text, in order. A text has the same score, bit for bit, alone or among others.
+    """The score of each text, in order; bit for bit the same for a text alone or among others.
 
-    stride: texts longer than the context are scored in windows of the context's length, each `stride` ids after the one
-        before, which score the ids that no window before them held.
-
-    Raises:
-        RequestError: a text of fewer than 2 ids, or a stride that is not from 1 to context - 1.
-        ContextOverflowError: a text longer than the context, and no stride.
+    stride: score texts longer than the context in windows of its length, each `stride` ids after the previous one. Each
+        window scores the ids that no earlier one contains. Without it such a text raises `ContextOverflowError`.
     """
     context = run.model.max_seq_len
     if stride is None:
         for ids in texts:
             check_room(len(ids), 0, context)
-        stride = 1  # no text has a second window
+        stride = 1  # unused: all texts have a single window
     else:
         stride = plain(stride)
         check_whole("stride", stride, low=1)
         if context is not None and stride >= context:
             raise RequestError(f"stride must be less than the context, {context} ids; got {stride}")
-    places = [_windows(len(ids), context, stride) for ids in texts]
-    windows = [ids[begin:end] for ids, of_text in zip(texts, places, strict=True) for begin, end in of_text]
+    ranges = [_windows(len(ids), context, stride) for ids in texts]
+    windows = [ids[begin:end] for ids, text_ranges in zip(texts, ranges, strict=True) for begin, end in text_ranges]
     logprobs = iter(_logprobs_of_texts(run, windows, top, chunk, adapter))
-    return [Score(ids, _joined(of_text, logprobs)) for ids, of_text in zip(texts, places, strict=True)]
+    return [Score(ids, _joined(text_ranges, logprobs)) for ids, text_ranges in zip(texts, ranges, strict=True)]
 
 
 def _logprobs_of_texts(
     run: ModelRun, texts: abc.Sequence[list[int]], top: int, chunk: int, adapter: AdapterRef | None
 ) -> list[list[TokenLogprobs | None]]:
-    """The logprobs of each text's ids, in order. Texts of about one length run together."""
+    """The logprobs of each text's ids, in order. Texts of similar length run together."""
     for ids in texts:
         if len(ids) < 2:
-            raise RequestError(f"a text to score must have 2 ids at least, one to predict another from; got {ids}")
+            raise RequestError(
+                f"a text to score must have at least 2 ids, since the first one is not predicted; got {ids}"
+            )
     logprobs: dict[int, list[TokenLogprobs | None]] = {}
     by_length = sorted(range(len(texts)), key=lambda index: len(texts[index]), reverse=True)
     while by_length:
-        rows = max(1, min(_MOST_ROWS, _MOST_TOKENS // len(texts[by_length[0]])))
+        rows = max(1, min(_MAX_ROWS, _MAX_TOKENS // len(texts[by_length[0]])))
         batch, by_length = by_length[:rows], by_length[rows:]
-        logprobs.update(zip(batch, _logprobs(run, [texts[index] for index in batch], top, chunk, adapter), strict=True))
+        sequences = [Sequence(texts[index], 0, prompt_top=top, adapter=adapter) for index in batch]
+        _process(run, slots_for(run.model, len(batch), len(texts[batch[0]])), sequences, chunk)
+        logprobs.update({index: each.prompt_logprobs for index, each in zip(batch, sequences, strict=True)})
     return [logprobs[index] for index in range(len(texts))]
 
 
 def score_continuations(
     run: ModelRun,
-    kept: SharedCache,
+    prefix_cache: SharedCache,
     context: list[int],
     continuations: abc.Sequence[list[int]],
     top: int,
     chunk: int,
     adapter: AdapterRef | None = None,
 ) -> list[Score]:
-    """The score of each continuation after the context, which is processed once, as far as `kept` has not got it.
-
-    Raises:
-        RequestError: an empty continuation.
-        ContextOverflowError: one that does not fit the context of the model.
-    """
+    """The score of each continuation of the context, which is processed once, apart from a cached prefix."""
     if not all(continuations):
-        raise RequestError("a continuation to score must have an id at least; got an empty one")
+        raise RequestError("a continuation to score must have at least one id; got an empty one")
     for ids in continuations:
         check_room(len(context) + len(ids), 0, run.model.max_seq_len)
     scores: list[Score] = []
-    for begin in range(0, len(continuations), _MOST_CONTINUATIONS):
-        some = continuations[begin : begin + _MOST_CONTINUATIONS]
-        # The context is a text that draws a token which nobody reads. The others begin with what it has computed.
+    for begin in range(0, len(continuations), _MAX_CONTINUATIONS):
+        batch = continuations[begin : begin + _MAX_CONTINUATIONS]
+        # The context is a sequence that samples an unused token. The others fork from it.
         first = Sequence(context, 1, sampling=SamplingParams(temperature=0.0), adapter=adapter)
-        texts = [Sequence([*context, *ids], 0, prompt_top=top, adapter=adapter) for ids in some]
-        nothing: list[TokenLogprobs | None] = [None] * len(context)  # the ids of the context are not scored
+        texts = [Sequence([*context, *ids], 0, prompt_top=top, adapter=adapter) for ids in batch]
         for text in texts:
-            text.prompt_logprobs = nothing.copy()
-        with kept.lease(run.model, 1 + len(texts), max(text.longest for text in (first, *texts))) as slots:
-            schedule = BatchSchedule(
-                slots,
-                [first, *texts],
-                chunk,
-                vocab_size=run.model.vocab_size,
-                siblings=dict.fromkeys(texts, first),
-            )
-            step = DecodeStep(run, slots, SamplerCache(run.model.device), run.model.device)
-            try:
-                for _ in decode_loop(step, schedule, slots):
-                    pass  # the sequences collect their logprobs
-            finally:
-                schedule.close()
-        scores += [Score([*context, *ids], text.prompt_logprobs) for ids, text in zip(some, texts, strict=True)]
+            text.prompt_logprobs = [None] * len(context)  # the ids of the context are not scored
+        with prefix_cache.lease(run.model, 1 + len(texts), max(text.longest for text in (first, *texts))) as slots:
+            _process(run, slots, [first, *texts], chunk, dict.fromkeys(texts, first))
+        scores += [Score([*context, *ids], text.prompt_logprobs) for ids, text in zip(batch, texts, strict=True)]
     return scores
 
 
 def _windows(length: int, context: int | None, stride: int) -> list[tuple[int, int]]:
-    """(first id, one past the last) of each window of a text."""
     if context is None or length <= context:
         return [(0, length)]
     last = -(-(length - context) // stride)
@@ -158,33 +147,33 @@ def _windows(length: int, context: int | None, stride: int) -> list[tuple[int, i
 def _joined(
     places: abc.Sequence[tuple[int, int]], windows: abc.Iterator[list[TokenLogprobs | None]]
 ) -> list[TokenLogprobs | None]:
-    """The logprobs of a text out of those of its windows, which come next."""
+    """The logprobs of a text, from those of its windows."""
     logprobs: list[TokenLogprobs | None] = []
     for begin, _ in places:
         logprobs += next(windows)[len(logprobs) - begin :]
     return logprobs
 
 
-def _logprobs(
-    run: ModelRun, texts: abc.Sequence[list[int]], top: int, chunk: int, adapter: AdapterRef | None
-) -> list[list[TokenLogprobs | None]]:
-    """Process the texts as prompts that nothing follows, and collect the logprobs of their ids."""
-    model = run.model
-    sequences = [Sequence(ids, 0, prompt_top=top, adapter=adapter) for ids in texts]
-    slots = slots_for(model, len(texts), max(map(len, texts)))
-    step = DecodeStep(run, slots, SamplerCache(model.device), model.device)
-    for _ in decode_loop(step, BatchSchedule(slots, sequences, chunk, vocab_size=model.vocab_size), slots):
-        pass  # the sequences collect their logprobs
-    return [sequence.prompt_logprobs for sequence in sequences]
+def _process(
+    run: ModelRun,
+    slots: CacheManager,
+    sequences: abc.Sequence[Sequence],
+    chunk: int,
+    siblings: abc.Mapping[Sequence, Sequence] | None = None,
+) -> None:
+    """Run sequences to their ends. They collect the logprobs of their prompts."""
+    device, vocab_size = run.model.device, run.model.vocab_size
+    schedule = BatchSchedule(slots, sequences, chunk, vocab_size=vocab_size, siblings=siblings)
+    try:
+        for _ in decode_loop(DecodeStep(run, slots, SamplerCache(device), device), schedule, slots):
+            pass
+    finally:
+        schedule.close()
 
 
 @torch.no_grad()
 def logits_of(run: ModelRun, ids: list[int], chunk: int, adapter: AdapterRef | None = None) -> Tensor:
-    """The logits after each of the ids, processed chunk by chunk: float32 [T, V], on the CPU.
-
-    Raises:
-        ContextOverflowError: more ids than the context holds.
-    """
+    """The logits after each of the ids, processed chunk by chunk: float32 [T, V], on the CPU."""
     check_room(len(ids), 0, run.model.max_seq_len)
     device = run.model.device
     slots = slots_for(run.model, 1, len(ids))

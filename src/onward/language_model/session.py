@@ -1,4 +1,4 @@
-"""A session: one text that grows from call to call, whose cache is reused."""
+"""Sessions: a text that grows from call to call and reuses its KV cache."""
 
 import os
 from collections.abc import Generator
@@ -18,12 +18,11 @@ from onward.util.text import described
 
 
 class Session:
-    """A language model with the cache of one text. The beginning that a prompt shares with it is not processed again.
+    """A language model with the cache of one text, so that the common prefix of successive prompts is processed once.
 
-    Each call takes the whole prompt, as `LanguageModel` does, and gives the very tokens that a fresh call would give.
-    The prompt's ids are compared with those held, and the cache is kept up to the first that differs.
-    So the next turn of a chat costs what it adds, and another question about the same document costs the question.
-    `Completion.cached_tokens` says how many positions were reused.
+    Each call takes the whole prompt, as `LanguageModel` does, and returns exactly the tokens of a fresh call. The
+    cache is reused up to the first id that differs. So the next turn of a chat costs only its new tokens, and another
+    question about the same document only the question. `Completion.cached_tokens` counts the reused positions.
 
         session = onward.Session(lm)
         first = session.chat(messages)
@@ -31,62 +30,59 @@ class Session:
         second = session.chat(messages)              # processes the new message only
         session.save("talk.safetensors")             # … onward.Session.load("talk.safetensors", lm)
 
-    After an interrupted or abandoned stream the session holds what was processed. A session decodes one text at a
-    time, and is not for two threads at once. Changing the model's weights makes it forget what it holds.
+    After an interrupted or abandoned stream the session contains what was processed. A session decodes one text at a
+    time, and must not be used by two threads at once. A change of the model's weights clears it.
 
     lm: the model. notes: your own strings by name, which are saved with the session.
     """
 
     def __init__(self, lm: LanguageModel) -> None:
         if not isinstance(lm, LanguageModel):
-            raise RequestError(f"a session is of a LanguageModel; got {type(lm).__name__}: see onward.load")
+            raise RequestError(f"a session needs a LanguageModel; got {type(lm).__name__}: see onward.load")
         self.lm = lm
         self.notes: dict[str, str] = {}
-        self._text = PinnedPrefix(lambda *asked: lm._kept.lease(*asked))
+        self._text = PinnedPrefix(lambda *asked: lm._prefix_cache.lease(*asked))
 
     def __repr__(self) -> str:
-        return described(self, f"{len(self.tokens):,} ids held", repr(self.lm))
+        return described(self, f"{len(self.tokens):,} ids cached", repr(self.lm))
 
     def __reduce__(self) -> NoReturn:
-        raise SessionError("a session holds the cache of its model: save it to a file, and load it where you need it")
+        raise SessionError(
+            "a session cannot be copied or pickled with its cache: save it to a file, and load it elsewhere"
+        )
 
     @property
     def tokens(self) -> list[int]:
-        """The ids whose keys and values are held: the last prompt and the generated ids, but for the last one, which
-        is not processed yet."""
+        """The ids in the KV cache: the last prompt and the generated ids, except for the last one, which is not
+        processed yet."""
         return self._text.tokens
 
     def generate(self, prompt: Prompt, **options: Unpack[GenerateOptionsDict]) -> Completion:
-        """`LanguageModel.generate` for one prompt. It raises the same errors, before it changes the session."""
+        """`LanguageModel.generate` for one prompt. Invalid requests do not change the session."""
         return self.lm.generate(one_prompt(prompt, "a session holds one text and"), cache=self._text, **options)
 
     def stream(self, prompt: Prompt, **options: Unpack[GenerateOptionsDict]) -> Generator[Piece, None, Completion]:
-        """`LanguageModel.stream`. Going on with it after another call has begun raises `RequestError`."""
+        """`LanguageModel.stream`. Continuing it after another call has started raises `RequestError`."""
         return self.lm.stream(one_prompt(prompt, "a session holds one text and"), cache=self._text, **options)
 
     def chat(self, messages: Messages, **options: Unpack[ChatOptionsDict]) -> Completion:
-        """`LanguageModel.chat`: the conversation so far, all of it."""
+        """`LanguageModel.chat` with the whole conversation so far."""
         with_cache: Any = {**options, "cache": self._text}
         return self.lm.chat(messages, **with_cache)
 
     def stream_chat(self, messages: Messages, **options: Unpack[ChatOptionsDict]) -> Generator[Piece, None, Completion]:
-        """`chat`, a `Piece` a token."""
+        """`LanguageModel.stream_chat` with the whole conversation so far."""
         with_cache: Any = {**options, "cache": self._text}
         return self.lm.stream_chat(messages, **with_cache)
 
     def truncate(self, length: int = 0) -> None:
-        """Forget the ids held from position `length` on. The cache is not moved or cleared."""
+        """Forget the ids from position `length` on. The cache is not moved or cleared."""
         self._text.truncate(length)
 
     def save(self, file: str | os.PathLike[str]) -> None:
-        """Write the ids held, their keys and values, and the notes to a safetensors file, whole or not at all.
-
-        The file is as large as the cache of so many positions (`onward info` tells). Its owner alone can read it.
-
-        Raises:
-            SessionError: the file cannot be written or is something else than a session; the model's cache is no pytree
-                of tensors.
-        """
+        """Write the ids, their keys and values, and the notes to a safetensors file, atomically and readable only by
+        its owner. The file is as large as the cache for these positions (see `onward info`). Raises `SessionError` if
+        it cannot be written or is not a session, and if the model's cache is not a pytree of tensors."""
         if not self._text.is_of(self.lm.model):  # the cache was filled with other weights
             self.truncate(0)
         digest = digest_of(self._text.adapter) if self._text.tokens else ""
@@ -95,23 +91,22 @@ class Session:
 
     @classmethod
     def load(cls, file: str | os.PathLike[str], lm: LanguageModel) -> Self:
-        """A saved session, for the same model: the same weights in the same dtype or quantization.
-
-        Where an adapter had a part in it, one of the same content has to be loaded, under any name.
+        """Load a session for the same model: the same weights in the same dtype or quantization. If it was computed
+        with an adapter, one with the same content must be loaded, under any name.
 
         Raises:
-            SessionError: the file cannot be read, is damaged, is no session, or is of a newer Onward, another model or
-                an adapter that is not loaded.
+            SessionError: the file cannot be read, is damaged, is not a session, or is of a newer Onward, another model
+                or an adapter that is not loaded.
         """
         saved = session_file.load(Path(file), lm.model)
         adapter = lm.adapters.by_digest(saved.adapter)
         if saved.adapter and adapter is None:
             raise SessionError(
                 f"{str(file)!r} was computed with an adapter of digest {saved.adapter}, which this model does not have "
-                "loaded: load_adapter does so"
+                "loaded: use load_adapter"
             )
         session = cls(lm)
         session.notes = saved.notes
-        if saved.held is not None:
-            session._text.adopt(lm.model, saved.held, saved.tokens, adapter)
+        if saved.snapshot is not None:
+            session._text.adopt(lm.model, saved.snapshot, saved.tokens, adapter)
         return session

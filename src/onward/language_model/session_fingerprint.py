@@ -1,6 +1,6 @@
-"""What tells one model from another in a saved session: its config, and a digest of every weight.
+"""The fingerprint of a model in saved sessions: its config, and a digest of each weight.
 
-A digest does not depend on the weight's layout: a model packed for another machine's kernels is the same model.
+Digests do not depend on the layout of weights: a model packed for another machine's kernels has the same fingerprint.
 """
 
 import hashlib
@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, is_dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -25,11 +26,11 @@ from onward.ops.packed import NativeWeight
 from onward.util.process import call_in_forks
 
 WEIGHTS = (QuantizedWeight, NativeWeight)
-# Bytes that one thread reads at a time: enough that threads cost nothing, few enough that unpacked copies stay small.
+# Bytes that one thread reads at a time: large enough to hide its overhead, small enough for unpacked copies.
 _CHUNK = 8 << 20
 _BLOCK = 16  # rows of a block of `NativeWeight`
 
-_known: dict[int, tuple[WeightsVersion, dict[str, str]]] = {}  # by the id of a model that lives
+_known: dict[int, tuple[WeightsVersion, dict[str, str]]] = {}  # by the id of a live model
 _lock = threading.Lock()
 
 
@@ -42,16 +43,14 @@ call_in_forks(_renew_lock)
 
 
 def weights_of(model: Model) -> dict[str, Any]:
-    """The weights of a model by their place in its params."""
     leaves, _ = pytree.tree_flatten_with_path(model.params, is_leaf=lambda node: isinstance(node, WEIGHTS))
     return {pytree.keystr(path).lstrip("."): leaf for path, leaf in leaves if isinstance(leaf, (Tensor, *WEIGHTS))}
 
 
 def digests_of(model: Model) -> dict[str, str]:
-    """The digest of each weight, by its place; "?" for a layout that hides its bytes.
+    """The digest of each weight, by its path; "?" for an opaque layout.
 
-    They are computed when they are first asked for, and again when the weights have changed. Threads that ask at once
-    wait for the first.
+    Computed on first use, and again after a change of the weights. Concurrent callers wait for the first.
     """
     with _lock:
         version = WeightsVersion(model)
@@ -59,11 +58,11 @@ def digests_of(model: Model) -> dict[str, str]:
         if known is None or known[0] != version:
             if known is None or not known[0].is_of(model):
                 weakref.finalize(model, _known.pop, id(model), None).atexit = False
-            known = _known[id(model)] = version, _computed(weights_of(model))
+            known = _known[id(model)] = version, _compute_digests(weights_of(model))
         return known[1]
 
 
-def _computed(weights: dict[str, Any]) -> dict[str, str]:
+def _compute_digests(weights: dict[str, Any]) -> dict[str, str]:
     with ThreadPoolExecutor(default_threads()[0]) as pool:
         return {name: _digest(weight, pool) for name, weight in weights.items()}
 
@@ -73,34 +72,29 @@ def _digest(weight: Any, pool: ThreadPoolExecutor) -> str:
     if parts is None:
         return "?"
     digest = hashlib.blake2b(digest_size=16)
-    for of_part in pool.map(_of_part, parts):  # hashlib and torch let other threads run meanwhile
-        digest.update(of_part)
+    for part_digest in pool.map(_part_digest, parts):  # hashlib and torch release the GIL
+        digest.update(part_digest)
     return digest.hexdigest()
 
 
-def _of_part(part: Tensor | NativeWeight) -> bytes:
+def _part_digest(part: Tensor | NativeWeight) -> bytes:
     numbers = part.unpack() if isinstance(part, NativeWeight) else part
-    return hashlib.sha256(as_bytes(numbers)).digest()  # processors have instructions for it: twice as fast as BLAKE2
+    return hashlib.sha256(as_bytes(numbers)).digest()  # with instructions of the CPU twice as fast as BLAKE2
 
 
 def _parts(weight: Any) -> Iterator[Tensor | NativeWeight] | None:
-    """A weight in parts that follow one another in its stock layout. They depend on its shape and dtype alone."""
+    """The consecutive parts of a weight in its stock layout. They depend only on its shape and dtype."""
     if isinstance(weight, NativeWeight):
         return _rows_of_packed(weight)
     if isinstance(weight, QuantizedWeight):
-        return _both(_rows_of(weight.data), iter(() if weight.order is None else (weight.order,)))
+        return chain(_rows_of(weight.data), () if weight.order is None else (weight.order,))
     if weight.layout == torch.strided and type(weight) in (Tensor, torch.nn.Parameter):
         return _rows_of(weight.detach())
     return None
 
 
-def _both(first: Iterator[Tensor], second: Iterator[Tensor]) -> Iterator[Tensor]:
-    yield from first
-    yield from second
-
-
 def _rows_at_once(row_bytes: int) -> int:
-    """How many rows a part has: a whole number of blocks, so that packed and stock weights have equal parts."""
+    """The number of rows of a part: whole blocks, so that packed and stock weights have equal parts."""
     return max(_BLOCK, _CHUNK // max(1, row_bytes) // _BLOCK * _BLOCK)
 
 
@@ -121,29 +115,28 @@ def _rows_of_packed(weight: NativeWeight) -> Iterator[NativeWeight]:
 
 
 def as_bytes(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor on the CPU, in order."""
     flat = tensor.cpu().contiguous().reshape(-1)
-    # A single element may have any stride and counts as contiguous, but is not viewed as bytes.
+    # A single element may have any stride and still count as contiguous, but cannot be viewed as bytes.
     return flat.as_strided(flat.shape, (1,)).view(torch.uint8).numpy().data
 
 
 def fingerprint(model: Model) -> dict[str, Any]:
-    """JSON values that differ between two models.
+    """The fingerprint as JSON values.
 
-    vocab_size. config: a built-in family's; {} for a user's own forward, which cannot be looked into. weights: by
-    place in the params, "dtype shape digest" for each. The digest is "?" for a layout that hides its bytes. All bytes
-    of the weights are read, once for each state of them.
+    vocab_size. config: a built-in family's; {} for a forward of the user's own. weights: "dtype shape digest" by path
+    in the params; the digest is "?" for an opaque layout. Reads all bytes of the weights, once until they change.
     """
-    digests = digests_of(model)
+    digests, architecture = digests_of(model), architecture_of(model)
+    config: dict[str, Any] = asdict(architecture) if is_dataclass(architecture) else {}
     return {
         "vocab_size": model.vocab_size,
-        "config": _config(model),
+        "config": json.loads(json.dumps(config)),  # a tuple is a list in JSON
         "weights": {name: f"{_kind(weight)} {digests[name]}" for name, weight in weights_of(model).items()},
     }
 
 
 def difference(saved: Mapping[str, Any], model: Model) -> str | None:
-    """The first difference between the model of a saved fingerprint and `model`, in words; None if there is none."""
+    """The first difference between a saved fingerprint and `model`, in words; None if they are equal."""
     now = fingerprint(model)
     if saved["vocab_size"] != now["vocab_size"]:
         return f"its vocabulary has {saved['vocab_size']} ids, this model's {now['vocab_size']}"
@@ -162,7 +155,6 @@ def difference(saved: Mapping[str, Any], model: Model) -> str | None:
 
 
 def _first_difference(name: str, was: Any, here: Any) -> tuple[str, Any, Any] | None:
-    """The first place where two JSON values differ: its name, and what each has there."""
     if isinstance(was, dict) and isinstance(here, dict):
         pairs = [(f"{name}.{key}".lstrip("."), was.get(key), here.get(key)) for key in {**was, **here}]
     elif isinstance(was, list) and isinstance(here, list):
@@ -175,19 +167,12 @@ def _first_difference(name: str, was: Any, here: Any) -> tuple[str, Any, Any] | 
 
 
 def computed_by(model: Model) -> str:
-    """What runs a model here, such as "cpu native avx512": other kernels may round differently."""
+    """The device and kernels that run a model, such as "cpu native avx512": others may round differently."""
     return " ".join((model.device.type, *(ops.choice() if model.device.type == "cpu" else ())))
 
 
-def _config(model: Model) -> dict[str, Any]:
-    architecture = architecture_of(model)
-    described: dict[str, Any] = asdict(architecture) if is_dataclass(architecture) else {}
-    config: dict[str, Any] = json.loads(json.dumps(described))  # a tuple is a list in JSON
-    return config
-
-
 def _kind(weight: Any) -> str:
-    """The dtype, or the format of weights in few bits, and the shape."""
+    """The dtype, or the format of quantized weights, and the shape."""
     kind: object
     shape: tuple[int, ...]
     if isinstance(weight, NativeWeight):

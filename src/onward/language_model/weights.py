@@ -1,4 +1,4 @@
-"""The weights of a checkpoint as they decode: read, merged with an adapter, quantized, packed for the kernels."""
+"""Loading of weights: read, merged with an adapter, quantized, packed for the kernels."""
 
 import itertools
 from collections.abc import Callable
@@ -16,21 +16,20 @@ from onward.models import Architecture, pack_layer, pack_params, stack_params
 from onward.models.adapters import Adapter, merged_params
 from onward.quantization import TensorReport, count_matrices, quantize_params
 
-# A bar is drawn for what takes longer.
+# Seconds after which a progress bar appears.
 _BAR_DELAY_S = 1.0
-# Weights that are read before their pages leave memory: to look for these takes as long as to quantize half a million.
+# The number of weights between releases of the file's pages: a release takes as long as quantizing half a million.
 _RELEASED_AFTER = 16_000_000
 
 
 class LayersInPlace:
-    """How many layers are in place. show: draw a bar on stderr once a second has passed. tell: is called with the
-    fraction."""
+    """The progress of loading layers. show: draw a bar on stderr after a second. tell: called with the fraction."""
 
     def __init__(self, count: int, show: bool, tell: Callable[[float], None] | None) -> None:
         self._count, self._done, self._tell = count, 0, tell
         self._bar: Any = None
         if show:
-            from huggingface_hub.utils.tqdm import tqdm  # which takes a tenth of a second
+            from huggingface_hub.utils.tqdm import tqdm  # takes a tenth of a second
 
             self._bar = tqdm(total=count, desc="Loading weights", unit="layer", delay=_BAR_DELAY_S, leave=False)  # type: ignore[no-untyped-call]
 
@@ -42,7 +41,7 @@ class LayersInPlace:
             self._bar.close()
 
     def advance(self) -> None:
-        """One more; what follows the last layer (a head, say) counts for none."""
+        """Count a layer. Further calls after the last one, such as for the head, do nothing."""
         if self._done == self._count:
             return
         self._done += 1
@@ -54,7 +53,7 @@ class LayersInPlace:
 
 @dataclass(frozen=True)
 class WeightsReader:
-    """Reads the params of a family's model. The fields are options of `load`."""
+    """Reads the params of a model. The fields are options of `load`."""
 
     checkpoint: Checkpoint
     architecture: Architecture
@@ -66,7 +65,7 @@ class WeightsReader:
     layers: LayersInPlace
 
     def read(self) -> Any:
-        """The params: quantized where the checkpoint or the caller says so, else packed for the kernels on a CPU."""
+        """The params: quantized if the checkpoint or the caller says so, else packed for the kernels on a CPU."""
         if isinstance(self.checkpoint, GgufCheckpoint):
             return self._read_gguf(self.checkpoint)
         manifest = read_manifest(self.checkpoint.path, self.checkpoint.config)
@@ -74,10 +73,9 @@ class WeightsReader:
 
     def _read_gguf(self, checkpoint: GgufCheckpoint) -> Any:
         """Each layer is packed, and its pages are released, before the next is read."""
-        self._refuse_name_map("GGUF")
-        blocks = [name for name in checkpoint.types if name not in ("F32", "F16", "BF16")]
-        if blocks:
-            self._refuse_format(blocks[0])
+        self._reject_name_map("GGUF")
+        if blocks := [name for name in checkpoint.types if name not in ("F32", "F16", "BF16")]:
+            self._reject_format(blocks[0])
         release = checkpoint.page_releaser()
         params = checkpoint.read_weights(
             self.architecture, dtype=self.dtype, device=self.device, each_layer=self._layer_by_layer(release)
@@ -85,21 +83,21 @@ class WeightsReader:
         return self._finished(params, self.format, release)
 
     def _read_quantized(self, manifest: Manifest) -> Any:
-        """Quantized matrices stay the pages of the mapped file; what a converter left in floats is packed."""
-        self._refuse_name_map("quantized")
+        """Quantized matrices stay in the mapped file; unquantized ones are packed."""
+        self._reject_name_map("quantized")
         if self.format != manifest.format:
-            self._refuse_format(manifest.format)
+            self._reject_format(manifest.format)
         params = read_quantized(self.checkpoint.path, manifest, self.architecture, dtype=self.dtype, device=self.device)
         return self._finished(params, None, lambda: None)
 
     def _read_stock(self) -> Any:
         path, config = self.checkpoint.path, self.checkpoint.config
         methods = methods_of(config)
-        # An adapter is merged into floats, and floats are quantized. Experts in MXFP4 are left as they are.
+        # Adapters are merged into floats, and floats are quantized. Experts in MXFP4 are left as they are.
         can_keep = methods is not None and (methods.name == "mxfp4" or (self.format is None and self.adapter is None))
         keeps_bits = can_keep and self.dtype != torch.float32 and self.device.type == "cpu"
-        # What is not mapped (a distributed checkpoint, repacked bits) is put together layer by layer: memory holds it
-        # once.
+        # Weights that are not mapped (a distributed checkpoint, repacked bits) are built layer by layer, so that memory
+        # holds them once.
         lean = self.device.type == "cpu" and (keeps_bits or (is_distributed(path) and self.format is None))
         release = page_releaser(path)
         params = read_weights(
@@ -121,12 +119,12 @@ class WeightsReader:
         assert methods is not None, "modules are quantized"
         warn(
             f"{self.checkpoint.path}: {len(modules)} weights quantized by {methods.name} become floats as "
-            f"they are read ({modules[0]} for one), and so do activations: quantize='int8' or 'iq4_nl' holds them "
-            "in fewer bits"
+            f"they are read (such as {modules[0]}), and so do activations: quantize='int8' or 'iq4_nl' stores them in "
+            "fewer bits"
         )
 
     def _layer_by_layer(self, release: Callable[[], None]) -> Callable[[Any], Any]:
-        """What is done to a layer before the next is read. release: lets go of the file's pages."""
+        """The processing of a layer before the next one is read. release: frees the file's pages."""
 
         def place(layer: Any) -> Any:
             placed = pack_layer(layer) if self.format is None and self.device.type == "cpu" else stack_params(layer)
@@ -137,7 +135,7 @@ class WeightsReader:
         return place
 
     def _finished(self, params: Any, format: str | None, release: Callable[[], None], *, keep: bool = False) -> Any:
-        """Merged, then quantized, then packed. keep: leave matrices that are in few bits already."""
+        """Merge, then quantize, then pack. keep: leave matrices that are quantized already."""
         if self.adapter is not None:
             params = merged_params(self.architecture, params, self.adapter)
 
@@ -150,7 +148,7 @@ class WeightsReader:
         return pack_params(params, release=after_layer) if self.device.type == "cpu" else stack_params(params)
 
     def _after_matrix(self, params: Any, release: Callable[[], None]) -> Callable[[TensorReport], None]:
-        """Counts the layers whose matrices have all been quantized; they come in order, the embedding before them."""
+        """Counts layers by their quantized matrices, which come in order, after the embedding."""
         ends = set(itertools.accumulate((count_matrices(layer) for layer in params.layers), initial=1))
         done, unreleased = itertools.count(1), 0
 
@@ -165,15 +163,15 @@ class WeightsReader:
 
         return after_matrix
 
-    def _refuse_name_map(self, kind: str) -> None:
+    def _reject_name_map(self, kind: str) -> None:
         if self.name_map is not None:
             raise RequestError(
-                f"a name map is for a folder of safetensors or of torch.distributed.checkpoint in floats, and "
+                f"a name map is for a folder of safetensors or of torch.distributed.checkpoint in floats, but "
                 f"{self.checkpoint.path} is {kind}"
             )
 
-    def _refuse_format(self, own: str) -> None:
+    def _reject_format(self, own: str) -> None:
         if self.format is not None:
             raise RequestError(
-                f"{self.checkpoint.path} is quantized already ({own}): load it without quantize={self.format!r}"
+                f"{self.checkpoint.path} is already quantized ({own}): load it without quantize={self.format!r}"
             )

@@ -28,7 +28,7 @@ from onward.sampling.transforms.top_p import TopP, TopPDict
 from onward.sampling.transforms.transform import Adjustment, Filter, transforms_of
 from onward.sampling.transforms.typical_p import TypicalP, TypicalPDict
 from onward.sampling.transforms.xtc import Xtc, XtcDict
-from onward.util.checks import PYTHONS_OWN, check_whole, plain
+from onward.util.checks import BUILTIN_TYPES, check_whole, plain
 from onward.util.option_names import check_option_names
 from onward.util.text_input import check_value
 
@@ -94,7 +94,7 @@ class SamplingParams(
         # Users also write eos=2, lists, arrays and dicts; convert them to one hashable form.
         for name, value in vars(self).items():
             kind = type(value)
-            if kind not in PYTHONS_OWN:
+            if kind not in BUILTIN_TYPES:
                 value = plain(value)
                 self._set(name, value)
                 check_value(value, name)

@@ -1,6 +1,6 @@
-"""Doubles for tests of your own models, drafters, samplers and loops.
+"""Test doubles for your own models, drafters, samplers and loops.
 
-model = onward.testing.scripted_model([5, 6, 7])        # predicts what you tell it, and raises if misused
+model = onward.testing.scripted_model([5, 6, 7])        # predicts a script, and raises if misused
 model = onward.testing.tiny_model("llama", seed=1)      # a real decoder with random weights
 path = onward.testing.random_checkpoint(folder)         # the same on disk, for `onward.load`
 lm = onward.LanguageModel(model, onward.testing.ByteTokenizer())

@@ -1,4 +1,4 @@
-"""A model that predicts what a script says, for tests of loops, drafters and samplers without chance."""
+"""A model that predicts a script, for deterministic tests of loops, drafters and samplers."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -15,24 +15,20 @@ EMPTY = -1
 
 
 def poison(cache: Cache) -> Cache:
-    """Fill every tensor of a cache in place with NaN (-1 where it holds whole numbers), and return the cache.
-
-    The logits of a model that reads an entry at or past a row's offset become NaN. A model that keeps the contract
-    decodes over a poisoned cache as over a new one.
-    """
+    """Fill every tensor of a cache in place with NaN (-1 for integer dtypes), and return the cache. A model that reads
+    an entry at or past a row's offset then has NaN logits; one that keeps the contract decodes as with a new cache."""
     for leaf in pytree.tree_leaves(cache):
         if isinstance(leaf, Tensor):
             leaf.fill_(float("nan") if leaf.is_floating_point() else EMPTY)
     return cache
 
 
-# What the model predicts after a row's tokens, the last of which stands at position p. A function maps all of the
-# row's tokens to the next id, or to logits float [V]. A list of N ids predicts ids[p % N], so that a prompt of one
-# token is answered with the list itself.
-# The forward asks at every position that it processes: also within a prompt, in padding and in rows that have ended.
+# The prediction after a row's tokens, the last of which is at position p. A function maps all of the row's tokens to
+# the next id, or to logits float [V]. A list of N ids predicts ids[p % N], so that a prompt of one token is answered
+# with the list itself. The forward asks at every position: also within a prompt, in padding and in ended rows.
 Script = Callable[[list[int]], int | Tensor] | Sequence[int]
 
-# The logit of the scripted id; all others are 0. At temperature 1 another id is drawn once in 10^13 / V draws.
+# The logit of the scripted id; all others are 0. At temperature 1 another id is sampled once in 10^13 / V draws.
 CERTAIN = 30.0
 
 
@@ -41,7 +37,7 @@ class ContractError(AssertionError):
 
 
 class ScriptedCall(NamedTuple):
-    """One call of a forward: its tokens [B, T], offsets [B] and, where given, logits_at [B, N]."""
+    """One call of a forward: tokens [B, T], offsets [B] and, if passed, logits_at [B, N]."""
 
     tokens: list[list[int]]
     offsets: list[int]
@@ -49,7 +45,7 @@ class ScriptedCall(NamedTuple):
 
 
 class ScriptedCache(NamedTuple):
-    """Holds the tokens themselves: int32 [B, S], -1 where there is none."""
+    """A cache of the tokens themselves: int32 [B, S], -1 for none."""
 
     tokens: Tensor
 
@@ -69,10 +65,7 @@ class ScriptedCache(NamedTuple):
 @final
 @dataclass(frozen=True)
 class ScriptedModel(Model):
-    """A `Model` that follows a script.
-
-    calls: the calls of its forward so far, in order.
-    """
+    """A `Model` that follows a script. calls: the calls of its forward so far, in order."""
 
     calls: list[ScriptedCall] = field(default_factory=list)
 
@@ -80,17 +73,17 @@ class ScriptedModel(Model):
 def scripted_model(
     script: Script, *, vocab_size: int = 32, max_seq_len: int | None = None, selects_logits: bool = False
 ) -> ScriptedModel:
-    """A model whose next token is `script`'s, over a cache that holds the tokens themselves.
+    """A model whose next token is `script`'s, with a cache of the tokens themselves.
 
-    The forward knows of a row's past only what its cache holds below the row's offset, and clears everything past the
-    tokens of each call. So it raises `ContractError` where a loop loses a cache, miscounts an offset or trusts a stale
-    entry. It also raises it for tokens that do not fit the cache or the vocabulary.
+    The forward knows only the past that its cache holds below a row's offset, and clears everything past the tokens of
+    each call. So it raises `ContractError` if a loop loses a cache, miscounts an offset or trusts a stale entry, and
+    for tokens that do not fit the cache or the vocabulary.
 
     Args:
         script: see `Script`.
         vocab_size: V of the logits.
-        max_seq_len: the most positions the model says it serves.
-        selects_logits: take `logits_at`, as the built-in families do; otherwise be a plain four-argument forward.
+        max_seq_len: the model's maximum number of positions.
+        selects_logits: take `logits_at`, like the built-in families; otherwise a plain four-argument forward.
     """
     if not callable(script) and not script:
         raise ValueError("a script needs at least one id")
@@ -137,7 +130,7 @@ def _check_call(tokens: Tensor, offsets: Tensor, cache: ScriptedCache, vocab_siz
 
 
 def _row_logits(script: Script, vocab_size: int, row: int, tokens: Tensor, offset: int, cache: ScriptedCache) -> Tensor:
-    """Write a row's tokens into its cache, and follow the script after each of them: float32 [T, V]."""
+    """Write a row's tokens into its cache, and return the logits after each of them: float32 [T, V]."""
     row_cache = cache.tokens[row]
     end = offset + tokens.shape[1]
     row_cache[offset:end] = tokens[row]
@@ -160,10 +153,8 @@ BYTES = 256
 
 @dataclass(frozen=True)
 class ByteTokenizer:
-    """A `Tokenizer` whose ids are the bytes of UTF-8, then a BOS and an EOS.
-
-    A character outside ASCII is several tokens, and most sequences of ids are no valid UTF-8. A streaming detokenizer
-    has to get both right.
+    """A `Tokenizer` whose ids are the bytes of UTF-8, then a BOS and an EOS. As in real ones, a character may take
+    several tokens, and ids may be invalid UTF-8.
 
     bos_id, eos_id: None for a tokenizer without one. add_bos: begin every encoded text with the BOS.
     """
@@ -174,18 +165,18 @@ class ByteTokenizer:
     vocab_size: int = BYTES + 2
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The bytes of `text`, after a BOS where `add_bos` and `add_special_tokens`."""
+        """The bytes of `text`, after a BOS if `add_bos` and `add_special_tokens`."""
         ids = list(text.encode("utf-8"))
         return [self.bos_id, *ids] if self.add_bos and add_special_tokens and self.bos_id is not None else ids
 
     def bytes_of(self, id: int) -> bytes:
-        """The byte that an id stands for; empty for the others."""
+        """The byte of an id; empty for the BOS and EOS."""
         return bytes([id]) if id < BYTES else b""
 
     def token_bytes(self) -> list[bytes | None]:
-        """The byte that each id stands for; None for the others."""
+        """The byte of each id; None for the BOS and EOS."""
         return [bytes([token]) if token < BYTES else None for token in range(self.vocab_size)]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids, special tokens left out; bytes that are no UTF-8 become U+FFFD."""
+        """The text of ids, without special tokens; invalid UTF-8 becomes U+FFFD."""
         return bytes(token for token in ids if token < BYTES).decode("utf-8", errors="replace")

@@ -1,4 +1,4 @@
-"""Real decoders with random weights, a few thousand parameters each, in memory or on disk."""
+"""Tiny real decoders with random weights, in memory or on disk."""
 
 import json
 import os
@@ -12,16 +12,7 @@ from torch import Tensor
 from onward.errors import RequestError
 from onward.models import FAMILIES, Model, WeightScope, build_model, read_config
 
-
-def _architecture(family: str) -> str:
-    """The architecture of config.json that a family's short name stands for."""
-    names = {name.removesuffix("ForCausalLM").lower(): name for name in FAMILIES if name.endswith("ForCausalLM")}
-    if family not in names:
-        raise RequestError(f"family must be one of {', '.join(sorted(names))}; got {family!r}")
-    return names[family]
-
-
-# The families whose first layers are recurrent here, of this type, while the last one attends.
+# Hybrid families: all layers but the last have this recurrent type.
 _HYBRID = dict.fromkeys(("qwen3_5", "qwen3_5moe", "qwen3next"), "linear_attention")
 _HYBRID |= dict.fromkeys(("lfm2", "lfm2moe"), "conv") | {"granitemoehybrid": "linear_attention"}
 _RECURRENT = {
@@ -31,31 +22,28 @@ _RECURRENT = {
     "linear_value_head_dim": 20,
 }
 _MAMBA = {"mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 12}
-_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_LOCAL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
+_ROUTED_EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
 _LATENT = {
     "num_key_value_heads": 4,
     "q_lora_rank": 24,
     "kv_lora_rank": 16,
     "qk_nope_head_dim": 12,
     "qk_rope_head_dim": 8,
-    "head_dim": 8,  # what transformers calls so
+    "head_dim": 8,  # transformers' name of qk_rope_head_dim
     "v_head_dim": 12,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 20,
     "n_group": 1,
     "topk_group": 1,
+    **_ROUTED_EXPERTS,
 }
-# What a family's tiny config has beside the common fields, or in their place.
-_OF_FAMILY: dict[str, dict[str, Any]] = {
-    "gemma2": {"query_pre_attn_scalar": 12, "sliding_window": 24},
-    "gemma3": {
-        "model_type": "gemma3_text",
-        "query_pre_attn_scalar": 12,
-        "sliding_window": 24,
-        "sliding_window_pattern": 2,
-        "rope_theta": 1e6,
-    },
+_GEMMA = {"query_pre_attn_scalar": 12, "sliding_window": 24}
+_GRANITE = {"embedding_multiplier": 12.0, "attention_multiplier": 0.125, "logits_scaling": 8.0}
+_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "llama_4_scaling_beta": 0.1}
+# The fields of a family's tiny config, added to the common ones.
+_FAMILY_FIELDS: dict[str, dict[str, Any]] = {
+    "gemma2": _GEMMA,
+    "gemma3": {"model_type": "gemma3_text", "sliding_window_pattern": 2, "rope_theta": 1e6, **_GEMMA},
     "gemma4": {
         "model_type": "gemma4_text",
         "sliding_window": 24,
@@ -65,20 +53,10 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
     },
     "olmo3": {"sliding_window": 24, "rope_theta": 500_000.0},
     "smollm3": {"no_rope_layer_interval": 2},
-    "granite": {
-        "embedding_multiplier": 12.0,
-        "attention_multiplier": 0.125,
-        "residual_multiplier": 0.25,
-        "logits_scaling": 8.0,
-    },
-    "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "granitemoeshared": {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 24},
-    "granitemoehybrid": {
-        "num_local_experts": 0,
-        "shared_intermediate_size": 24,
-        "residual_multiplier": 0.25,
-        **_MAMBA,
-    },
+    "granite": {"residual_multiplier": 0.25, **_GRANITE},
+    "granitemoe": _LOCAL_EXPERTS,
+    "granitemoeshared": {"shared_intermediate_size": 24, **_LOCAL_EXPERTS},
+    "granitemoehybrid": {"num_local_experts": 0, "shared_intermediate_size": 24, "residual_multiplier": 0.25, **_MAMBA},
     "bamba": _MAMBA,
     "falconh1": {"model_type": "falcon_h1", "mamba_d_ssm": 48, "ssm_out_multiplier": 0.5, **_MAMBA},
     "nemotronh": {
@@ -89,55 +67,46 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
         "mamba_head_dim": 8,
         "n_groups": 2,
         "ssm_state_size": 12,
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 20,
         "moe_shared_expert_intermediate_size": 24,
+        **_ROUTED_EXPERTS,
     },
     "qwen3_5": {"model_type": "qwen3_5_text", **_RECURRENT},
-    "qwen3_5moe": {"model_type": "qwen3_5_moe_text", **_RECURRENT, **_EXPERTS, "shared_expert_intermediate_size": 24},
+    "qwen3_5moe": {
+        "model_type": "qwen3_5_moe_text",
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 24,
+        **_RECURRENT,
+        **_EXPERTS,
+    },
     "gptoss": {
         "model_type": "gpt_oss",
         "sliding_window": 24,
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        **_LOCAL_EXPERTS,
     },
     "qwen3next": {"model_type": "qwen3_next", "num_experts": 0, **_RECURRENT},
     "seedoss": {"model_type": "seed_oss"},
     "exaone4": {"sliding_window": 24, "sliding_window_pattern": 2},
     "lfm2": {"block_multiple_of": 16},
-    "lfm2moe": {
-        "model_type": "lfm2_moe",
-        "num_dense_layers": 1,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 20,
-    },
+    "lfm2moe": {"model_type": "lfm2_moe", "num_dense_layers": 1, "moe_intermediate_size": 20, **_EXPERTS},
     "deepseekv2": {"model_type": "deepseek_v2", "first_k_dense_replace": 1, **_LATENT},
     "deepseekv3": {"model_type": "deepseek_v3", "first_k_dense_replace": 1, **_LATENT},
     "glm4moelite": {"model_type": "glm4_moe_lite", **_LATENT},
-    "mistral4": {
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "factor": 4.0,
-            "original_max_position_embeddings": 64,
-            "llama_4_scaling_beta": 0.1,
-        },
-        **_LATENT,
-    },
+    "mistral4": {"rope_parameters": _YARN, **_LATENT},
 }
 
 
 def tiny_config(family: str = "qwen3", **overrides: Any) -> dict[str, Any]:
-    """The config.json of a tiny model, as a dict.
+    """The config.json of a tiny model, as a dict. Its vocabulary fits `ByteTokenizer`.
 
-    Args:
-        family: "qwen3", "llama", "gemma3", …: an architecture of `onward.models.FAMILIES` in short.
-        overrides: fields of config.json, added or changed. The vocabulary fits `ByteTokenizer` by default.
+    family: "qwen3", "llama", "gemma3", …: the short name of an architecture in `onward.models.FAMILIES`.
+    overrides: further fields of config.json.
     """
+    names = {name.removesuffix("ForCausalLM").lower(): name for name in FAMILIES if name.endswith("ForCausalLM")}
+    if family not in names:
+        raise RequestError(f"family must be one of {', '.join(sorted(names))}; got {family!r}")
     config: dict[str, Any] = {
-        "architectures": [_architecture(family)],
+        "architectures": [names[family]],
         "model_type": family,
         "pad_token_id": 0,
         "vocab_size": 258,
@@ -154,12 +123,12 @@ def tiny_config(family: str = "qwen3", **overrides: Any) -> dict[str, Any]:
         "sliding_window": None,
         "tie_word_embeddings": False,
     }
-    config |= _OF_FAMILY.get(family, {}) | overrides
-    return _kinds_of_layers(family, config["num_hidden_layers"]) | config
+    config |= _FAMILY_FIELDS.get(family, {}) | overrides
+    return _layer_types(family, config["num_hidden_layers"]) | config
 
 
-def _kinds_of_layers(family: str, count: int) -> dict[str, Any]:
-    """The field that says so in a hybrid family: the last of the layers attends."""
+def _layer_types(family: str, count: int) -> dict[str, Any]:
+    """The field with the types of layers in a hybrid family: the last one has attention."""
     if family == "nemotronh":
         return {"hybrid_override_pattern": ("M-E" * count)[: count - 1] + "*"}
     if family == "bamba":
@@ -170,7 +139,7 @@ def _kinds_of_layers(family: str, count: int) -> dict[str, Any]:
 
 
 def tiny_model(family: str = "qwen3", *, seed: int = 0, dtype: torch.dtype = torch.float32, **overrides: Any) -> Model:
-    """A model of `tiny_config(family, **overrides)` with random weights on the CPU: the same for the same seed."""
+    """A model of `tiny_config(family, **overrides)` on the CPU, with random weights from the seed."""
     config = read_config(tiny_config(family, **overrides))
     return build_model(config, config.read(WeightScope(_RandomTensors(seed, dtype))))
 
@@ -184,15 +153,10 @@ def random_checkpoint(
     shards: int = 1,
     **overrides: Any,
 ) -> Path:
-    """Write the model that `tiny_model` makes from the same arguments, in the Hugging Face layout.
+    """Write the model that `tiny_model` makes from the same arguments, in the Hugging Face layout; return the folder.
 
-    Args:
-        folder: created if it is absent. It gets config.json and the weights, but no tokenizer.
-        family, seed, dtype, overrides: as for `tiny_model`.
-        shards: 1 writes model.safetensors; more write an index and that many files.
-
-    Returns:
-        The folder.
+    folder: created if absent. It gets config.json and the weights, but no tokenizer.
+    shards: 1 writes model.safetensors; more write an index and this many files.
     """
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
@@ -200,15 +164,22 @@ def random_checkpoint(
     tensors = _RandomTensors(seed, dtype)
     read_config(config).read(WeightScope(tensors))
     (path / "config.json").write_text(json.dumps(config | {"dtype": str(dtype).removeprefix("torch.")}, indent=2))
-    if shards == 1:
-        save_file(tensors.by_name, path / "model.safetensors", metadata={"format": "pt"})
-    else:
-        _save_shards(path, tensors.by_name, shards)
+    names, files, weight_map = list(tensors.by_name), ["model.safetensors"], dict[str, str]()
+    if shards > 1:
+        files = [f"model-{index + 1:05}-of-{shards:05}.safetensors" for index in range(shards)]
+    for index, file in enumerate(files):
+        shard = names[index::shards]
+        save_file({name: tensors.by_name[name] for name in shard}, path / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(shard, file)
+    if shards > 1:
+        total = sum(tensor.nbytes for tensor in tensors.by_name.values())
+        index_json = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (path / "model.safetensors.index.json").write_text(json.dumps(index_json, indent=2))
     return path
 
 
 class _RandomTensors:
-    """Makes every tensor that a family asks for, and keeps them under their stock names."""
+    """Makes all tensors that a family reads, and keeps them by name."""
 
     def __init__(self, seed: int, dtype: torch.dtype) -> None:
         self.by_name: dict[str, Tensor] = {}
@@ -217,20 +188,7 @@ class _RandomTensors:
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
         noise = torch.randn(shape, generator=self._generator)
-        # Activations and logits keep a size of about 1 through every layer.
+        # Keeps activations and logits at a size of about 1 through all layers.
         tensor = 1 + 0.1 * noise if name.endswith(("norm.weight", "norm_f.weight")) else noise * shape[-1] ** -0.5
         self.by_name[name] = tensor.to(dtype or self._dtype)
         return self.by_name[name]
-
-
-def _save_shards(path: Path, tensors: dict[str, Tensor], shards: int) -> None:
-    names = list(tensors)
-    weight_map: dict[str, str] = {}
-    for index in range(shards):
-        file = f"model-{index + 1:05}-of-{shards:05}.safetensors"
-        shard = names[index::shards]
-        save_file({name: tensors[name] for name in shard}, path / file, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(shard, file)
-    total = sum(tensor.nbytes for tensor in tensors.values())
-    index_json = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (path / "model.safetensors.index.json").write_text(json.dumps(index_json, indent=2))

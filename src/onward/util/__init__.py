@@ -1,1 +1,1 @@
-"""Small helpers for every layer: checks, files, processes and text input."""
+"""Helpers for all layers: validation, files, processes and text input."""

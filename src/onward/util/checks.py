@@ -1,4 +1,4 @@
-"""Checks of option values."""
+"""Validation of option values."""
 
 import sys
 from collections.abc import Iterable
@@ -13,49 +13,45 @@ _FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
 def check_whole(name: str, value: object, *, low: int) -> None:
-    """Raise `RequestError` unless `value` is an int (and no bool) of at least `low`."""
+    """Raise `RequestError` unless `value` is an int (not a bool) of at least `low`."""
     if not isinstance(value, int) or isinstance(value, bool) or value < low:
         raise RequestError(f"{name} must be a whole number of {low} or more; got {value!r}")
 
 
 def is_number(value: object) -> bool:
-    """Whether it is an int or a float, and no bool; NaN and infinities are numbers too."""
+    """Whether it is an int or a float, including NaN and infinities, but not a bool."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def is_finite(value: Any) -> bool:
-    """Whether it is a number within the range of a float, as an int may not be."""
+    """Whether it is a number within the range of a float, which an int may exceed."""
     return is_number(value) and abs(value) <= sys.float_info.max
 
 
 def is_float32(value: Any) -> bool:
-    """Whether it is a number within the range of float32, as numbers are that meet logits."""
+    """Whether it is a number within the range of float32, the dtype of logits."""
     return is_number(value) and abs(value) <= _FLOAT32_MAX
 
 
-# What almost every option is, told apart without asking torch's metaclass.
-PYTHONS_OWN = frozenset((int, float, bool, str, tuple, type(None)))
-_OTHERS = (np.generic, np.ndarray, Tensor)
+# The types of almost all options, checked first to avoid torch's slow metaclass.
+BUILTIN_TYPES = frozenset((int, float, bool, str, tuple, type(None)))
+_ARRAY_TYPES = (np.generic, np.ndarray, Tensor)
 
 
 def plain(value: Any) -> Any:
-    """numpy's scalars, arrays and tensors as Python's numbers and lists; anything else as it is."""
-    if type(value) in PYTHONS_OWN:
+    """Scalars of numpy, arrays and tensors as Python's numbers and lists; other values unchanged."""
+    if type(value) in BUILTIN_TYPES:
         return value
-    return value.tolist() if isinstance(value, _OTHERS) else value
+    return value.tolist() if isinstance(value, _ARRAY_TYPES) else value
 
 
 def plain_items(values: Iterable[Any]) -> list[Any]:
-    """An array or a tensor of one dimension, or an iterable whose items may be numpy's or torch's, as a list."""
+    """A list of Python values from a one-dimensional array or tensor, or from an iterable of scalars."""
     return [plain(item) for item in plain(values)]
 
 
 def as_tuple(name: str, value: object, single: type) -> tuple[Any, ...]:
-    """One or several, as a tuple.
-
-    Raises:
-        RequestError: neither a `single` nor an iterable.
-    """
+    """One value or several as a tuple. Raises `RequestError` for neither a `single` nor an iterable."""
     if isinstance(value, single):
         return (value,)
     if isinstance(value, str) or not isinstance(value, Iterable):

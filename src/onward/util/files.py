@@ -1,4 +1,4 @@
-"""Write a file or a checkpoint folder whole or not at all."""
+"""Atomic writing of files and checkpoint folders."""
 
 import os
 import secrets
@@ -12,14 +12,9 @@ from onward.errors import RequestError
 
 
 def write_whole(file: Path, write: Callable[[Path], object]) -> None:
-    """Write a temporary file beside `file`, and rename it to `file` once it is complete and on the disk.
+    """Write a file atomically and durably, readable only by the owner. The target of a symbolic link is replaced.
 
-    `write` is called with the temporary file's path and fills it. If this is interrupted, `file` has either its old
-    content or all of the new. The owner alone can read the new file. A symbolic link stays one: what it points to is
-    replaced.
-
-    Raises:
-        OSError, ValueError: the file cannot be written, or cannot be a file's name.
+    write: called with the path of a temporary file. Raises `OSError` or `ValueError` if it cannot be written.
     """
     file = file.resolve()
     handle, name = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
@@ -33,13 +28,8 @@ def write_whole(file: Path, write: Callable[[Path], object]) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    _sync_folder(file.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Flush the new name to the disk too, where the system can; the content is there already."""
-    with suppress(OSError):
-        handle = os.open(folder, os.O_RDONLY)
+    with suppress(OSError):  # flush the new name too, if the system can; the content is on the disk already
+        handle = os.open(file.parent, os.O_RDONLY)
         try:
             os.fsync(handle)
         finally:
@@ -47,33 +37,33 @@ def _sync_folder(folder: Path) -> None:
 
 
 def check_destination(destination: Path, *, is_file: bool = False) -> None:
-    """Raise unless `destination` can be written, and is absent or, where it is to be a folder, empty."""
+    """Raise `RequestError` unless `destination` is writable and absent, or an empty folder if not `is_file`."""
     is_free = destination.is_dir() and not is_file and not any(destination.iterdir())
     if not is_free and (destination.exists() or destination.is_symlink()):
         what = "a file that is absent" if is_file else "a folder that is absent or empty"
-        raise RequestError(f"{destination} is there already: give {what}")
+        raise RequestError(f"{destination} already exists: give {what}")
     parent = next(place for place in destination.absolute().parents if place.exists())
     if not (parent.is_dir() and os.access(parent, os.W_OK | os.X_OK)):
-        raise RequestError(f"{destination} cannot be written, for {parent} is no folder that takes files: give another")
+        raise RequestError(f"{destination} cannot be written, because {parent} is not a writable folder: give another")
 
 
 @contextmanager
 def appears(destination: Path) -> Iterator[Path]:
-    """A path beside the destination that takes its place when the block ends well; else folders made for it go away
-    again. A symbolic link to an empty folder is that folder. Raises `RequestError` if the disk is full."""
-    place = destination.resolve()
-    partial = place.with_name(f".{place.name}.partial-{secrets.token_hex(4)}")
-    made = [folder for folder in place.parents if not folder.exists()]
+    """Yield a temporary path that is renamed to the destination on success; on failure it is deleted, with the folders
+    created for it. A symbolic link to an empty folder stands for that folder. Raises `RequestError` for a full disk."""
+    path = destination.resolve()
+    partial = path.with_name(f".{path.name}.partial-{secrets.token_hex(4)}")
+    created = [folder for folder in path.parents if not folder.exists()]
     try:
-        place.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         yield partial
-        partial.rename(place)
+        partial.rename(path)
     except OSError as error:
         raise RequestError(f"{destination} cannot be written: {error.strerror or error}") from error
     finally:
-        # After a rename nothing is there, and the folders are not empty.
+        # After the rename nothing is there, and the folders are not empty.
         with suppress(OSError):
             shutil.rmtree(partial) if partial.is_dir() else partial.unlink()
-        for folder in made:
+        for folder in created:
             with suppress(OSError):
                 folder.rmdir()

@@ -1,4 +1,4 @@
-"""Names of options: suggestions for unknown ones, and what replaces removed ones."""
+"""Names of options: suggestions for unknown ones, and replacements of removed ones."""
 
 import functools
 import inspect
@@ -11,58 +11,46 @@ from onward.errors import RequestError
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
-# What other libraries call an option, and what to give here.
-_ELSEWHERE = {
-    "assistant_model": "draft",
-    "bad_words_ids": "bad_words",
-    "best_of": "n, or beams",
-    "ctx_size": "max_seq_len",
-    "device_map": "device",
-    "do_sample": "temperature (0 takes the likeliest token, above 0 samples)",
-    "eos_token_id": "eos",
-    "format": "json_schema",
-    "guided_choice": "choice",
-    "guided_grammar": "grammar",
-    "guided_json": "json_schema",
-    "guided_regex": "regex",
-    "load_in_4bit": 'quantize="int4"',
-    "load_in_8bit": 'quantize="int8"',
-    "lora": "adapter",
-    "lora_request": "adapter",
-    "logits_processor": "constraint, logit_bias or bad_words",
-    "max_completion_tokens": "max_new_tokens",
-    "max_gen_len": "max_new_tokens",
-    "max_length": "max_new_tokens (it does not count the prompt)",
-    "max_model_len": "max_seq_len",
-    "max_num_seqs": "max_sequences",
-    "max_time": "time_limit",
-    "max_tokens": "max_new_tokens",
-    "min_length": "min_new_tokens (it does not count the prompt)",
-    "min_tokens": "min_new_tokens",
-    "n_ctx": "max_seq_len",
-    "n_predict": "max_new_tokens",
-    "num_beams": "beams",
-    "num_predict": "max_new_tokens",
-    "num_return_sequences": "n",
-    "pipeline_parallel_size": "pipeline",
-    "prompt_lookup_num_tokens": 'draft="lookup"',
-    "repeat_penalty": "repetition_penalty",
-    "response_format": "json_schema",
-    "schema": "json_schema",
-    "stop_sequences": "stop",
-    "stop_strings": "stop",
-    "stop_token_ids": "eos",
-    "stopping_criteria": "stop_when",
-    "suppress_tokens": "logit_bias={id: -inf}",
-    "temp": "temperature",
-    "tensor": "pipeline (it spreads the layers over processes)",
-    "tensor_parallel_size": "pipeline (it spreads the layers over processes)",
-    "top_logprobs": "logprobs",
-    "torch_dtype": "dtype",
-    "typical": "typical_p",
+# Names in other libraries, by Onward's name of the option.
+_ALIASES = {
+    "adapter": "lora lora_request",
+    "bad_words": "bad_words_ids",
+    "beams": "num_beams",
+    "choice": "guided_choice",
+    "constraint, logit_bias or bad_words": "logits_processor",
+    "device": "device_map",
+    "draft": "assistant_model",
+    'draft="lookup"': "prompt_lookup_num_tokens",
+    "dtype": "torch_dtype",
+    "eos": "eos_token_id stop_token_ids",
+    "grammar": "guided_grammar",
+    "json_schema": "format guided_json response_format schema",
+    "logit_bias={id: -inf}": "suppress_tokens",
+    "logprobs": "top_logprobs",
+    "max_new_tokens": "max_completion_tokens max_gen_len max_tokens n_predict num_predict",
+    "max_new_tokens (it does not count the prompt)": "max_length",
+    "max_seq_len": "ctx_size max_model_len n_ctx",
+    "max_sequences": "max_num_seqs",
+    "min_new_tokens": "min_tokens",
+    "min_new_tokens (it does not count the prompt)": "min_length",
+    "n": "num_return_sequences",
+    "n, or beams": "best_of",
+    "pipeline": "pipeline_parallel_size",
+    "pipeline (it spreads the layers over processes)": "tensor tensor_parallel_size",
+    'quantize="int4"': "load_in_4bit",
+    'quantize="int8"': "load_in_8bit",
+    "regex": "guided_regex",
+    "repetition_penalty": "repeat_penalty",
+    "stop": "stop_sequences stop_strings",
+    "stop_when": "stopping_criteria",
+    "temperature": "temp",
+    "temperature (0 takes the likeliest token, above 0 samples)": "do_sample",
+    "time_limit": "max_time",
+    "typical_p": "typical",
 }
+_ELSEWHERE = {alias: hint for hint, aliases in _ALIASES.items() for alias in aliases.split()}
 
-# Options that Onward had, and what to use in their place.
+# Removed options, and their replacements.
 REMOVED = {
     "fused": "replicas always answer through the ingress; for one process without it, use onward serve",
     "jsonl": "for a file of prompts, use onward batch",
@@ -70,7 +58,7 @@ REMOVED = {
 
 
 def check_option_names(names: Iterable[str], known: Collection[str]) -> None:
-    """Raise `RequestError` unless all `names` are `known`. The error names the option that was probably meant."""
+    """Raise `RequestError` unless all `names` are `known`. The error suggests known names."""
     unknown = sorted(name for name in names if name not in known)
     if not unknown:
         return
@@ -82,7 +70,7 @@ def check_option_names(names: Iterable[str], known: Collection[str]) -> None:
 
 
 def checks_option_names(function: _Function) -> _Function:
-    """The same function, which refuses keywords it does not have as `check_option_names` does."""
+    """Decorate a function to reject unknown keywords with `check_option_names`."""
     parameters = inspect.signature(function).parameters.values()
     keywords = [each.name for each in parameters if each.name != "self"]
     options = [each.name for each in parameters if each.kind == each.KEYWORD_ONLY] or keywords
@@ -98,7 +86,7 @@ def checks_option_names(function: _Function) -> _Function:
 
 
 def meant(name: str, known: Collection[str]) -> str | None:
-    """The known option to give instead of `name`, where that is likely enough to say; None elsewhere."""
+    """The known option that was probably meant by `name`, or None."""
     hint = _ELSEWHERE.get(name, "")
     if hint and re.split(r"\W", hint)[0] in known:
         return hint

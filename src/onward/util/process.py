@@ -1,8 +1,8 @@
 """Fork safety and garbage collection.
 
-A fork copies memory but only one thread. A lock that another thread held stays locked in the child for ever, and what
-that thread was writing stays half written. `Renewable` objects replace their locks in the child. (The locks are plain
-`threading` locks: a lock class with an `__enter__` in Python would stay locked after an interrupt inside it.)
+A fork copies memory but only one thread. A lock that another thread held stays locked in the child forever, and the
+data it guards may be half written. `Renewable` objects replace their locks in the child. (They are plain `threading`
+locks: one with an `__enter__` in Python could stay locked after an interrupt inside it.)
 """
 
 import gc
@@ -14,11 +14,8 @@ from typing import Protocol
 
 
 class Renewable(Protocol):
-    """An object that has a lock."""
-
     def renew(self) -> None:
-        """In a forked child: make a new lock and, if the old one was locked, drop what it guards."""
-        ...
+        """In a forked child: make a new lock and, if the old one was locked, drop the data it guards."""
 
 
 _renewables: "weakref.WeakSet[Renewable]" = weakref.WeakSet()
@@ -26,12 +23,12 @@ _callbacks: list[Callable[[], None]] = []
 
 
 def renew_in_forks(renewable: Renewable) -> None:
-    """Call `renewable.renew` in every child that is forked while the object lives."""
+    """Call `renewable.renew` in every forked child while the object lives."""
     _renewables.add(renewable)
 
 
 def call_in_forks(callback: Callable[[], None]) -> None:
-    """Call `callback` in every child that is forked from now on."""
+    """Call `callback` in every forked child from now on."""
     _callbacks.append(callback)
 
 
@@ -48,11 +45,8 @@ if hasattr(os, "register_at_fork"):
 
 @contextmanager
 def without_collections() -> Iterator[None]:
-    """No cyclic garbage is looked for inside, for work that makes very many objects and no cycles.
-
-    They would have all objects of the process, torch's too, looked through again and again, which may take longer than
-    to make them.
-    """
+    """Disable the cyclic garbage collector for work that makes very many objects and no cycles. Otherwise it would
+    repeatedly traverse all objects of the process, including torch's, which may take longer than the work."""
     enabled = gc.isenabled()
     gc.disable()
     try:

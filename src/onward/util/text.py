@@ -1,35 +1,35 @@
-"""Short reprs, sizes in words, and strings that a text may be about to complete."""
+"""Short reprs, readable sizes, and prefixes of strings at the end of a text."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-_MOST_ITEMS = 8
-_LONGEST = 200
+_MAX_ITEMS = 8
+_MAX_LENGTH = 200
 
 
 def brief_list(items: Sequence[Any]) -> str:
-    """A list as it is where it is short, else its first items and how many there are."""
-    if len(items) <= _MOST_ITEMS:
+    """The repr of a list; of a long one only the first items and the length."""
+    if len(items) <= _MAX_ITEMS:
         return repr(list(items))
-    return f"[{', '.join(map(repr, items[:_MOST_ITEMS]))}, … {len(items)} in all]"
+    return f"[{', '.join(map(repr, items[:_MAX_ITEMS]))}, … {len(items)} in all]"
 
 
 def brief(value: object) -> str:
-    """The repr of any value at all, cut to a length: Python writes no numbers of thousands of digits."""
+    """The truncated repr of any value, even of numbers that Python refuses to print."""
     try:
         text = repr(value)
     except (ValueError, RecursionError):
         return f"a value of type {type(value).__name__} that is too large to show"
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
+    return text if len(text) <= _MAX_LENGTH else f"{text[:_MAX_LENGTH]}…"
 
 
 def described(of: object, *facts: str) -> str:
-    """Such as `<KVCache: 2 rows, 256 positions>`; facts that are empty are left out."""
+    """A repr such as `<KVCache: 2 rows, 256 positions>`, without empty facts."""
     return f"<{type(of).__name__}: {', '.join(fact for fact in facts if fact)}>"
 
 
 def in_bytes(count: int) -> str:
-    """Such as '5.3 MB'; units of 1000, as disks and makers of models count."""
+    """A size such as '5.3 MB', with units of 1000 like disks and model cards."""
     size, units = float(count), ["bytes", "kB", "MB", "GB", "TB"]
     while size >= 1000 and len(units) > 1:
         size /= 1000
@@ -38,7 +38,7 @@ def in_bytes(count: int) -> str:
 
 
 def unfinished(text: str, strings: Iterable[str]) -> int:
-    """The length of the longest end of `text` that begins one of `strings`, none of which it holds whole."""
+    """The length of the longest suffix of `text` that is a proper prefix of one of `strings`."""
     longest = 0
     for string in strings:
         for length in range(min(len(string) - 1, len(text)), longest, -1):

@@ -1,15 +1,15 @@
-"""Text and JSON from outside: bodies, lines of batches, arguments, and files, all read by the same rules.
+"""Text and JSON input: bodies, lines of batches, arguments, and files, all parsed by the same rules.
 
-    rule                       requests (`parse_request_json`)            files of models (`parse_json`)
+    rule                       requests (`parse_request_json`)            model files (`parse_json`)
     encoding                   UTF-8; a byte order mark at the start is dropped
-    names that come twice      the last one counts, as in Python's json
+    duplicate names            the last one counts, as in Python's json
     nesting                    at most `MAX_DEPTH` objects and lists
-    digits of a whole number   at most `MAX_DIGITS`; up to there whole numbers are exact
-    NaN, Infinity, 1e999       refused                                    numbers, as transformers reads them
-    lone surrogates            refused                                    kept; refused where the text is used
+    digits of an integer       at most `MAX_DIGITS`, all exact
+    NaN, Infinity, 1e999       rejected                                   numbers, as in transformers
+    lone surrogates            rejected                                   accepted; rejected where the text is used
 
-`check_value` holds Python's own values (options, messages, tools, schemas) to the rules of requests, but for numbers
-that are not finite, which some options take.
+`check_value` applies the rules of requests to Python values (options, messages, tools, schemas), except that it allows
+non-finite numbers, which some options take.
 """
 
 import json
@@ -22,18 +22,18 @@ from typing import IO, Any, NamedTuple
 
 from onward.errors import RequestError
 
-# Below the recursion limits of all that reads a value afterwards: Jinja's `tojson` and `pprint`, `json.dumps`, and
-# serde_json in llguidance, which takes 127.
+# Below the recursion limits of all later readers: Jinja's `tojson` and `pprint`, `json.dumps`, and serde_json in
+# llguidance, which takes 127.
 MAX_DEPTH = 100
 # The default of `sys.get_int_max_str_digits`.
 MAX_DIGITS = 4300
-# Bytes of a line of JSON: as a body over HTTP may have by default (`onward.server.Settings`).
+# The maximum bytes of a line of JSON, the default limit of HTTP bodies (`onward.server.Settings`).
 LONGEST_LINE = 8 * 2**20
 _LARGEST = 10**MAX_DIGITS - 1
 _SMALLEST = -_LARGEST
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
-# Escapes in JSON that may be half of a pair; after an escaped backslash that is not to be seen from here.
+# Escapes in JSON that may be lone surrogates; after an escaped backslash a regex cannot tell.
 _MAYBE_LONE = re.compile(
     r"\\(?:\\u[dD][89a-fA-F]|u[dD](?:[89abAB]..(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB]..\\u[dD])[c-fC-F]))", re.DOTALL
 )
@@ -48,16 +48,16 @@ _OTHER_ENCODINGS = {
 
 
 class _Path(NamedTuple):
-    """Where a value is: in the value at `outer`, under a name or an index."""
+    """The path of a value: a name or an index in the value at `outer`."""
 
     outer: "_Path | None"
     key: Any
 
 
 class TextError(RequestError):
-    """Text that is not UTF-8 or not JSON, or a value that no request can hold.
+    """Text that is not UTF-8 or not JSON, or a value that a request must not contain.
 
-    at: where the value is, such as "messages[0].content"; None where the text as a whole is wrong.
+    at: the path of the value, such as "messages[0].content"; None for the text as a whole.
     """
 
     def __init__(self, message: str, at: str | None = None) -> None:
@@ -69,11 +69,7 @@ class TextError(RequestError):
 
 
 def decode_text(content: bytes) -> str:
-    """Decode UTF-8, without a byte order mark at the start.
-
-    Raises:
-        TextError: the bytes are not UTF-8.
-    """
+    """Decode UTF-8, without a byte order mark. Raises `TextError` for other bytes."""
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -85,20 +81,13 @@ def decode_text(content: bytes) -> str:
 
 
 def read_text_file(file: Path) -> str:
-    """The text of a file, with "\\n" for every line break.
-
-    Raises:
-        OSError: the file cannot be read.
-        TextError: it is not UTF-8.
-    """
+    """The text of a file, with "\\n" for every line break. Raises `OSError`, and `TextError` unless it is UTF-8."""
     return decode_text(file.read_bytes()).replace("\r\n", "\n").replace("\r", "\n")
 
 
 def read_lines(stream: IO[bytes]) -> Iterator[bytes]:
-    """The lines of a file as they are asked for, without a byte order mark before the first.
-
-    A line of more than `LONGEST_LINE` bytes with its line break is cut after one more, and the rest is skipped.
-    """
+    """Yield the lines of a file, without a byte order mark. A line of more than `LONGEST_LINE` bytes, including its
+    line break, is truncated to one byte more."""
     text = stream.readline(LONGEST_LINE + 1).removeprefix(BOM_UTF8)
     while text:
         yield text
@@ -108,13 +97,8 @@ def read_lines(stream: IO[bytes]) -> Iterator[bytes]:
 
 
 def parse_json(text: str | bytes, *, strict: bool = True) -> Any:
-    """Parse JSON that another library or a model has written.
-
-    strict: refuse bare control characters in strings.
-
-    Raises:
-        TextError: it is not JSON, nested too deep, or has a number of too many digits.
-    """
+    """Parse JSON written by another library or a model. Raises `TextError` for other text, deep nesting, and too many
+    digits. strict: reject control characters in strings."""
     value = _loaded(_as_text(text), strict)
     if _is_too_deep(value):
         raise _too_deep()
@@ -122,25 +106,17 @@ def parse_json(text: str | bytes, *, strict: bool = True) -> Any:
 
 
 def read_json_file(file: Path) -> Any:
-    """Parse the JSON of a file that another library has written.
-
-    Raises:
-        OSError: the file cannot be read.
-        TextError: as `parse_json` raises it.
-    """
+    """Parse the JSON of a file from another library. Raises `OSError`, and `TextError` like `parse_json`."""
     return parse_json(file.read_bytes())
 
 
 def parse_request_json(text: str | bytes) -> Any:
-    """Parse JSON of a request: a body, a line of a batch, a schema.
-
-    Raises:
-        TextError: as `parse_json` raises it; a text with a lone surrogate, or a number that is not finite.
-    """
+    """Parse JSON of a request: a body, a line of a batch, a schema. Raises `TextError` like `parse_json`, and for lone
+    surrogates and non-finite numbers."""
     text = _as_text(text)
     suspects: list[float] = []
     value = _loaded(text, strict=True, suspects=suspects)
-    # `check_value` takes several times as long as parsing, so it only looks for the place of a fault that is likely.
+    # `check_value` takes several times as long as parsing, so it only locates a probable fault.
     if suspects or _MAYBE_LONE.search(text) or _surrogate_in(text) or _is_too_deep(value):
         check_value(value, finite=True)
     return value
@@ -149,16 +125,16 @@ def parse_request_json(text: str | bytes) -> Any:
 def check_value(value: Any, name: str = "", *, finite: bool = False) -> None:
     """Raise `TextError` for a text with a lone surrogate, a number of too many digits, or nesting that is too deep.
 
-    The items of mappings, lists and tuples are checked too; values of other types pass. Nothing recurses.
+    Checks the items of mappings, lists and tuples too, without recursion; values of other types pass.
 
-    name: of the value, for messages. finite: refuse NaN and infinities.
+    name: of the value, for messages. finite: reject NaN and infinities.
     """
     if isinstance(value, str | int | float) or not isinstance(value, Mapping | list | tuple):
         _check_scalar(value, _Path(None, name), finite)
         return
     level: list[tuple[Any, _Path | None]] = [(value, _Path(None, name) if name else None)]
     for _ in range(MAX_DEPTH):
-        inner: dict[int, tuple[Any, _Path]] = {}  # by identity: a value that stands in several places is read once
+        inner: dict[int, tuple[Any, _Path]] = {}  # by identity: a shared value is checked once
         for container, path in level:
             is_mapping = isinstance(container, Mapping)
             for key, item in container.items() if is_mapping else enumerate(container):
@@ -182,7 +158,7 @@ def _as_text(text: str | bytes) -> str:
 
 
 def _loaded(text: str, strict: bool, suspects: list[float] | None = None) -> Any:
-    """suspects: gets the numbers that are not finite."""
+    """Parse JSON. suspects: collects non-finite numbers."""
 
     def number(digits: str) -> float:
         value = float(digits)
@@ -201,7 +177,6 @@ def _loaded(text: str, strict: bool, suspects: list[float] | None = None) -> Any
 
 
 def _is_too_deep(value: Any) -> bool:
-    """Of a value that `json.loads` has returned."""
     level = [value]
     for _ in range(MAX_DEPTH):
         inner: list[Any] = []
@@ -244,14 +219,14 @@ def _too_deep(at: str | None = None) -> TextError:
 
 
 def _outermost(path: _Path | None) -> str | None:
-    """The name of the outermost value: the whole path is as long as the nesting is deep."""
+    """The name of the outermost value. The whole path would be as long as the nesting is deep."""
     while path is not None and path.outer is not None:
         path = path.outer
     return _text_of(path)
 
 
 def _text_of(path: _Path | None) -> str | None:
-    """Such as "messages[0].content"; None for a value without a name."""
+    """A path such as "messages[0].content"; None for a value without a name."""
     parts: list[str] = []
     while path is not None:
         key, path = path.key, path.outer

@@ -17,27 +17,26 @@ from onward.chat.source import MessageBuilder, Reading, TextReader
 _NAME = re.compile(r"[\w.-]*")
 _KEY, _KEY_END, _VALUE, _VALUE_END = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
 _CLOSING = "</tool_call>"
-# Spaces around a key lay it out.
+# Whitespace around a key is layout.
 _KEYS = re.compile(rf"(?!.*{_KEY_END})\S(.*\S)?", re.DOTALL)
 
 
 class _AnyGlm(MessageFormat):
-    """Reads both ways of laying a call out; a model of either is told by its template."""
+    """Reads the layouts of both versions."""
 
     openers = ("<tool_call>",)
     marks = (_CLOSING, _KEY, _KEY_END, _VALUE, _VALUE_END)
 
-    def read_calls(self, opener: str, source: TextReader, written: MessageBuilder) -> Reading[bool]:
-        name: list[str] = []
+    def read_calls(self, opener: str, source: TextReader, message: MessageBuilder) -> Reading[bool]:
         yield from source.skip_space()
-        yield from source.take(_NAME, name.append)
+        name = yield from source.word(_NAME)
         yield from source.skip_space()
-        # A name alone is a call, too: of a function without parameters.
+        # A call of a function without parameters is only a name.
         if not name or (yield from source.peek()) != "<":
             return False
         source.forget()
-        written.call("".join(name))
-        arguments = Arguments(written, written.schema("".join(name)))
+        message.call(name)
+        arguments = Arguments(message, message.schema(name))
         while (yield from source.skip(_KEY)):
             key: list[str] = []
             whole = (yield from source.until([_KEY_END], key.append)) is not None
@@ -57,7 +56,7 @@ class _AnyGlm(MessageFormat):
 
 @final
 class Glm(_AnyGlm):
-    """Every mark has a line of its own."""
+    """GLM-4.5: each mark is on its own line."""
 
     name = "glm"
     syntax = CallSyntax(
@@ -74,7 +73,7 @@ class Glm(_AnyGlm):
 
 @final
 class LaterGlm(_AnyGlm):
-    """A call is one line, as GLM-4.7 writes it."""
+    """GLM-4.7: a call is one line."""
 
     name = "glm-4.7"
     syntax = CallSyntax(

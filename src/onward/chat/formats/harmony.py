@@ -1,11 +1,11 @@
-"""Harmony, the format of gpt-oss: an answer is several messages, each with a channel and maybe a recipient.
+"""Harmony, the format of gpt-oss: an answer is several messages, each with a channel and an optional recipient.
 
 <|channel|>analysis<|message|>Oslo?<|end|>
 <|start|>assistant<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city": "Oslo"}<|call|>
 <|start|>assistant<|channel|>final<|message|>It rains.<|return|>
 
-The prompt ends with `<|start|>assistant`. Analysis is reasoning. A message to a function is a call. Everything else is
-content: the final message, and what a commentary tells the user before calls.
+The prompt ends with `<|start|>assistant`. Analysis is reasoning. A message to a function is a call. All other messages
+are content: the final one, and commentary to the user before calls.
 """
 
 import re
@@ -22,7 +22,7 @@ _WORD = re.compile(rf"[^{SPACE}<]*")
 
 
 class _Header(NamedTuple):
-    """Of a message. recipient: empty where it goes to the user."""
+    """The header of a message. recipient: empty for the user."""
 
     channel: str
     recipient: str
@@ -44,32 +44,32 @@ class Harmony(MessageFormat):
     def marks_of(self, *, calls: bool) -> tuple[str, ...]:
         return self.all_marks
 
-    def read(self, source: TextReader, written: MessageBuilder, *, calls: bool, thinking: bool) -> Reading[None]:
+    def read(self, source: TextReader, message: MessageBuilder, *, calls: bool, thinking: bool) -> Reading[None]:
         header = _Header("analysis", "") if thinking else (yield from _read_header(source))
-        while (yield from source.until(_ENDS, _receiver(header, written, calls), is_cut=written.has_calls)) is not None:
+        while (yield from source.until(_ENDS, _receiver(header, message, calls), is_cut=message.has_calls)) is not None:
             if not (yield from source.peek()):
                 return
             header = yield from _read_header(source)
-            if header is None and written.has_calls() and source.is_over:  # the text was cut within a header
+            if header is None and message.has_calls() and source.is_over:  # the text is cut in a header
                 return
 
 
-def _receiver(header: _Header | None, written: MessageBuilder, calls: bool) -> Callable[[str], object]:
-    """What takes the text of a message. One without a header is content."""
+def _receiver(header: _Header | None, message: MessageBuilder, calls: bool) -> Callable[[str], object]:
+    """Return the function that takes the text of a message; without a header, it is content."""
     if header is not None and calls and header.recipient.startswith(_FUNCTIONS):
-        written.call(header.recipient.removeprefix(_FUNCTIONS))
-        return written.arguments
-    words = written.content if header is None or header.channel != "analysis" else written.reasoning
-    words.paragraph()
-    return words.add
+        message.call(header.recipient.removeprefix(_FUNCTIONS))
+        return message.arguments
+    text = message.content if header is None or header.channel != "analysis" else message.reasoning
+    text.paragraph()
+    return text.add
 
 
 def _read_header(source: TextReader) -> Reading[_Header | None]:
-    """Read up to and with the mark of the message. None, with nothing read, where something else stands there."""
+    """Read a header through its message mark; if there is none, read nothing and return None."""
     source.mark()
     yield from source.skip_space()
     if (yield from source.skip(_START)):
-        yield from source.take(_WORD)  # who speaks
+        yield from source.take(_WORD)  # the role
     channel = recipient = ""
     while True:
         yield from source.skip_space()
@@ -77,15 +77,9 @@ def _read_header(source: TextReader) -> Reading[_Header | None]:
             source.forget()
             return _Header(channel, recipient)
         if (yield from source.skip(_CHANNEL)):
-            channel = yield from _read_word(source)
+            channel = yield from source.word(_WORD)
         elif (yield from source.skip(_TO)):
-            recipient = yield from _read_word(source)
-        elif not (yield from source.skip(_CONSTRAIN)) and not (channel and (yield from _read_word(source))):
-            source.rewind()  # the type of what follows may stand there with its mark or without
+            recipient = yield from source.word(_WORD)
+        elif not (yield from source.skip(_CONSTRAIN)) and not (channel and (yield from source.word(_WORD))):
+            source.rewind()  # a content type may come here, with or without its mark
             return None
-
-
-def _read_word(source: TextReader) -> Reading[str]:
-    parts: list[str] = []
-    yield from source.take(_WORD, parts.append)
-    return "".join(parts)

@@ -206,7 +206,7 @@ class Lines:
 
 
 def test_an_interrupt_between_answers_ends_a_script_and_not_a_person(session: ChatSession) -> None:
-    assert converse(session, Lines(KeyboardInterrupt, "Hello there!"), on_terminal=True)
+    assert converse(session, Lines(KeyboardInterrupt, "Hello there!").read, on_terminal=True)
     assert len(session.conversation.turns) == 1
     with pytest.raises(KeyboardInterrupt):
-        converse(session, Lines(KeyboardInterrupt, "Hello there!"), on_terminal=False)
+        converse(session, Lines(KeyboardInterrupt, "Hello there!").read, on_terminal=False)

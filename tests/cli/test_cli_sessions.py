@@ -105,7 +105,7 @@ def test_a_file_is_written_at_every_turn(lm: onward.LanguageModel, tmp_path: Pat
             return line
 
     with pytest.raises(KeyboardInterrupt):
-        converse(chat, Lines(), on_terminal=False)
+        converse(chat, Lines().read, on_terminal=False)
     tokens = [count for count, _ in seen]
     assert 0 == tokens[0] < tokens[1] < tokens[2]
     assert tokens[3:] == [0, 0, 0], "what was reset is in the file no more"

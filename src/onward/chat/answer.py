@@ -38,13 +38,12 @@ class MessageParser:
         next(self._reading, None)
 
     def feed(self, text: str) -> None:
-        """Parse more text."""
         if text:
             self._source.add(text)
             next(self._reading, None)
 
     def finish(self) -> None:
-        """End the text, and release the text that was held back."""
+        """End the text, and release the rest of it."""
         self._source.end()
         next(self._reading, None)
         self._message.content.end()

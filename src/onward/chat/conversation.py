@@ -18,10 +18,8 @@ def template_messages(messages: Any, *, arguments_as_text: bool) -> Any:
     - The arguments of calls become objects, or text if `arguments_as_text`; missing or empty ones are an empty object.
     - Reasoning gets all of its names, and the result of a tool gets the tool's name.
 
-    A value that is not a list of messages is returned as it is; the template checks it.
-
-    Raises:
-        RequestError: an invalid call, or arguments that are not a JSON object; the message has the place.
+    A value that is not a list of messages is returned as it is; the template checks it. An invalid call, or arguments
+    that are not a JSON object, raise `RequestError` with their place.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
         return messages
@@ -30,15 +28,13 @@ def template_messages(messages: Any, *, arguments_as_text: bool) -> Any:
     for at, message in enumerate(messages):
         if isinstance(message, AssistantMessage):
             message = message.to_dict()
-        if isinstance(message, Mapping) and message.get("role") == "assistant":
+        role = message.get("role") if isinstance(message, Mapping) else None
+        if role == "assistant":
             message = _read_assistant(message, f"messages[{at}]", arguments_as_text)
-            for call in message.get("tool_calls") or ():
-                if call.get("id") is not None:
-                    names[call["id"]] = call["function"]["name"]
-        elif isinstance(message, Mapping) and message.get("role") == "tool":
-            name = names.get(message.get("tool_call_id", ""))
-            if name is not None:
-                message = {"name": name, **message}
+            calls = message.get("tool_calls") or ()
+            names |= {call["id"]: call["function"]["name"] for call in calls if call.get("id") is not None}
+        elif role == "tool" and (name := names.get(message.get("tool_call_id", ""))) is not None:
+            message = {"name": name, **message}
         result.append(message)
     return result
 

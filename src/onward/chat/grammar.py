@@ -124,8 +124,7 @@ def _calls(format: MessageFormat, syntax: CallSyntax, use: ToolUse, ids: Mapping
 
 
 def _call_objects(syntax: CallSyntax, use: ToolUse, content: Content) -> Iterator[str]:
-    """The rules of a call without an opener beside other JSON. Both have the same tokens, since parsing never
-    backtracks."""
+    """The rules of a call beside other JSON. Both have the same tokens, since parsing never backtracks."""
     keys = json.loads(f'{syntax.before}"name"{syntax.middle}{{}}{syntax.after}')
     yield f"object: {' | '.join(f'object_{at}' for at in range(len(use.callable_tools)))}"
     for at, tool in enumerate(use.callable_tools):
@@ -159,10 +158,7 @@ def _arguments(rule: str, tool: Tool, syntax: ArgumentSyntax, ids: Mapping[str, 
 def _value(
     rule: str, schema: Any, root: Mapping[str, Any], after: str, ids: Mapping[str, int], place: str
 ) -> list[str]:
-    """Return the derivation of a value and the text after it, and then its rules. Strings have no quotes.
-
-    place: of the schema, for errors.
-    """
+    """Return the derivation of a value and the text after it, and then its rules. Strings have no quotes."""
     leaves = alternatives(schema, root)
     kinds = kinds_of(schema, root) or set()
     if "string" not in kinds or not kinds <= {"string", "null"}:

@@ -35,7 +35,6 @@ class TextReader:
         self._ended = False
 
     def add(self, text: str) -> None:
-        """Append text."""
         first = self._at if self._mark is None else self._mark
         self._text = self._text[first:] + text
         self._start += first
@@ -43,7 +42,6 @@ class TextReader:
         self._mark = None if self._mark is None else 0
 
     def end(self) -> None:
-        """End the text."""
         self._ended = True
 
     @property
@@ -52,12 +50,10 @@ class TextReader:
         return self._start + self._at
 
     def mark(self) -> None:
-        """Mark this position for `rewind`."""
         self._mark = self._at
         self.is_over = False
 
     def forget(self) -> None:
-        """Drop the mark."""
         self._mark = None
 
     def rewind(self) -> None:
@@ -193,10 +189,9 @@ def read_string(source: TextReader) -> Reading[str | None]:
     if (yield from source.peek()) != '"' or not (yield from _read_string(source, parts.append)):
         return None
     try:
-        text = json.loads("".join(parts), strict=False)
+        return str(json.loads("".join(parts), strict=False))
     except ValueError:  # an invalid escape
         return None
-    return text if isinstance(text, str) else None
 
 
 def _read_string(source: TextReader, give: Callable[[str], object]) -> Reading[bool]:
@@ -245,7 +240,6 @@ class TextBuffer:
             self._give(text)
 
     def mark(self) -> None:
-        """Record a mark."""
         if not self._has_text:
             self._space = ""
         self._skips = self._after_mark = True
@@ -256,7 +250,6 @@ class TextBuffer:
             self._space, self._after_mark = "\n\n", True
 
     def end(self) -> None:
-        """End the text."""
         if not self._after_mark:
             self._give(self._space)
 
@@ -271,10 +264,10 @@ class SpanBuffer(TextBuffer):
 
     def add(self, text: str) -> None:
         if text:
-            begin = self._place()
+            begin = end = self._place()
             if self.spans and self.spans[-1][1] == begin:
                 begin = self.spans.pop()[0]
-            self.spans.append((begin, self._place() + len(text)))
+            self.spans.append((begin, end + len(text)))
         super().add(text)
 
 
@@ -296,7 +289,6 @@ class MessageBuilder:
         self.reasoning.mark()
 
     def has_calls(self) -> bool:
-        """Whether the message has a call."""
         return self._count > 0
 
     def knows(self, name: str) -> bool:
@@ -314,7 +306,7 @@ class MessageBuilder:
         self._count += 1
 
     def arguments(self, text: str) -> None:
-        """Append to the arguments of the last call."""
+        """Extend the arguments of the last call."""
         if text:
             self._calls.append(ToolCallDelta(self._count - 1, arguments=text))
 

@@ -53,7 +53,7 @@ class TemplateBudget:
         if isinstance(value, str | bytes):
             return len(value) + _OBJECT
         if isinstance(value, int):
-            check_bits(value.bit_length())
+            _check_bits(value.bit_length())
             return _OBJECT
         if not isinstance(value, _CONTAINERS):
             return _OBJECT
@@ -73,8 +73,7 @@ def width(value: Any) -> int:
     return _OBJECT * len(value) if isinstance(value, (range, *_CONTAINERS)) else _OBJECT
 
 
-def check_bits(count: int) -> None:
-    """Raise `SecurityError` for an integer of too many bits."""
+def _check_bits(count: int) -> None:
     if count > _MAX_BITS:
         raise SecurityError(f"a number of {count} bits; at most {_MAX_BITS} are allowed")
 
@@ -145,7 +144,7 @@ class SandboxedEnvironment(ImmutableSandboxedEnvironment):
         if isinstance(left, int) and isinstance(right, int):
             if operator in ("*", "**"):
                 bits = left.bit_length(), right.bit_length() if operator == "*" else max(right, 0)
-                check_bits(sum(bits) if operator == "*" else bits[0] * bits[1])
+                _check_bits(sum(bits) if operator == "*" else bits[0] * bits[1])
             budget().spend(0)
         elif operator == "*":
             count = next((number for number in (left, right) if isinstance(number, int)), 1)

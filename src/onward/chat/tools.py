@@ -19,11 +19,7 @@ _SECTION = re.compile(r"^(Args|Arguments|Parameters|Returns|Raises|Yields|Exampl
 
 
 def described_function(function: Callable[..., Any], at: str) -> dict[str, Any]:
-    """Describe a function as {"name", "description", "parameters"}. at: its place, for errors.
-
-    Raises:
-        RequestError: a parameter without a JSON type, or a positional-only or variadic one.
-    """
+    """Describe a function as {"name", "description", "parameters"}. at: its place, for errors."""
     name = getattr(function, "__name__", type(function).__name__)
     try:
         signature = inspect.signature(function)
@@ -111,12 +107,7 @@ class Tool:
     place: str = "parameters"
 
 
-def read_tools(tools: object) -> tuple[Tool, ...]:
-    """Check and return the tools of a request.
-
-    Raises:
-        RequestError: an invalid tool, with its place, or two tools of the same name.
-    """
+def _read_tools(tools: object) -> tuple[Tool, ...]:
     if tools is None:
         return ()
     if isinstance(tools, str | bytes | Mapping) or not isinstance(tools, Sequence):
@@ -144,20 +135,16 @@ def _read_tool(tool: Any, at: str) -> Tool:
         raise RequestError(f"{at}.function must be an object with a name; got {function!r}")
     if unknown := [key for key in function if key not in _KEYS]:
         raise RequestError(f"{at}.function has an unknown key {unknown[0]!r}; its keys are {', '.join(_KEYS)}")
-    name, description = function.get("name"), function.get("description")
+    name, description, parameters, strict = (function.get(key) for key in _KEYS)
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise RequestError(
-            f"{at}.function.name must be 1 to 64 letters, digits, underscores, dots and dashes; got {name!r}"
-        )
+        raise RequestError(f"{at}.function.name must be 1 to 64 letters, digits, '_', '.' and '-'; got {name!r}")
     if not isinstance(description, str | None):
         raise RequestError(f"{at}.function.description must be a text; got {description!r}")
-    parameters = function.get("parameters")
     parameters = {"type": "object", "properties": {}} if parameters is None else parameters
-    if not isinstance(parameters, Mapping) or parameters.get("type", "object") != "object":
-        raise RequestError(f"{at}.function.parameters must be the JSON schema of an object; got {parameters!r}")
     place = f"{at}.function.parameters"
+    if not isinstance(parameters, Mapping) or parameters.get("type", "object") != "object":
+        raise RequestError(f"{place} must be the JSON schema of an object; got {parameters!r}")
     check_schema(parameters, place)
-    strict = function.get("strict")
     if not isinstance(strict, bool | None):
         raise RequestError(f"{at}.function.strict must be true or false; got {strict!r}")
     return Tool(name, normalized(parameters, place), bool(strict), tool, place)
@@ -188,9 +175,9 @@ def read_tool_use(tools: object, choice: object = None, parallel: object = None)
     """Check `tools`, `tool_choice` and `parallel_tool_calls` of a request; None means the default.
 
     Raises:
-        RequestError: an invalid value, or a choice that is not among the tools.
+        RequestError: an invalid value or tool, with its place, two tools of one name, or an unknown tool as choice.
     """
-    read = read_tools(tools)
+    read = _read_tools(tools)
     if not isinstance(parallel, bool | None):
         raise RequestError(f"parallel_tool_calls must be true or false; got {parallel!r}")
     if choice is None or choice == "auto":

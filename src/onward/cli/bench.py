@@ -101,10 +101,9 @@ _BUFFER_BYTES = 256 * 2**20
 
 @dataclass
 class Speed:
-    """Measured times in seconds: prefill per run, and decode per token.
+    """Measured times in seconds, per run or per decoded token, and bandwidths of memory reads in bytes per second.
 
     first: the first request, which also compiles the programs and is not included in the others.
-    bandwidth: bytes per second that the threads read from memory, measured between the runs.
     """
 
     first: float
@@ -114,11 +113,7 @@ class Speed:
 
 
 def measure(lm: "LanguageModel", prompt_tokens: int, new_tokens: int, rounds: int) -> Speed:
-    """Time the greedy decoding of `new_tokens` (at least 2) after random prompts of `prompt_tokens`.
-
-    Raises:
-        ContextOverflowError: more tokens than the model's context.
-    """
+    """Time the greedy decoding of `new_tokens` (at least 2) after random prompts of `prompt_tokens`."""
     read = _reader()
 
     def run(seed: int) -> tuple[float, list[float]]:

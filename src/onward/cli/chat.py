@@ -23,7 +23,7 @@ from onward.cli.flags import (
 )
 from onward.cli.inputs import expanded
 from onward.cli.loading import load_model, template_variables
-from onward.cli.repl import COMMANDS, ChatInput, PipedInput, Retry, TerminalInput, run_command
+from onward.cli.repl import Retry, piped_input, run_command, terminal_input
 from onward.cli.terminal import TextWriter, columns, count, fitted, is_terminal, note, report, shortened, write
 from onward.errors import OnwardError
 
@@ -67,19 +67,19 @@ def chat(
             if turns := len(session.conversation.turns):
                 note(f"resuming after {count(turns, 'question')} with answers:")
                 note(recap(session.conversation, columns()))
-            converse(session, TerminalInput(COMMANDS), on_terminal=True)
-        elif not converse(session, PipedInput(), on_terminal=False):
+            converse(session, terminal_input(), on_terminal=True)
+        elif not converse(session, piped_input(), on_terminal=False):
             raise typer.Exit(2)
     finally:
         session.save()
 
 
-def converse(session: ChatSession, lines: ChatInput, *, on_terminal: bool) -> bool:
+def converse(session: ChatSession, read: "Callable[[], str | None]", *, on_terminal: bool) -> bool:
     """Run a chat until its input ends, and return whether it had no errors; an error does not end it."""
     succeeded = True
     while True:
         try:
-            line = lines.read()
+            line = read()
             if line is None:
                 return succeeded
             if line.startswith("/") and not line.startswith("//"):

@@ -40,7 +40,6 @@ class Conversation:
 
     @classmethod
     def from_json(cls, text: str) -> "Conversation":
-        """Parse the output of `to_json`; raise `RequestError` for anything else."""
         content = parse_request_json(text)
         if not isinstance(content, dict) or content.keys() != {"system", "turns"}:
             raise RequestError("a conversation must be an object with 'system' and 'turns'")
@@ -95,11 +94,7 @@ class ChatSession:
         self._saved: tuple[str, int] | None = None
 
     def open(self, file: Path) -> None:
-        """Resume the chat in `file`, if it exists, and `save` to it from now on.
-
-        Raises:
-            SessionError: the file cannot be read or written, or is not a chat with this model.
-        """
+        """Resume the chat in `file`, if it exists, and `save` to it from now on."""
         if file.exists():
             session = onward.Session.load(file, self.lm)
             if _NOTE not in session.notes:
@@ -114,11 +109,7 @@ class ChatSession:
         self.save()
 
     def save(self) -> None:
-        """Write the chat to its file, if it has one and the chat has changed.
-
-        Raises:
-            SessionError: the file cannot be written; it is unchanged.
-        """
+        """Write the chat to its file, if it has one and the chat has changed; an error leaves the file unchanged."""
         state = (self.conversation.to_json(), len(self._session.tokens))
         if self._file is not None and state != self._saved:
             self._session.notes[_NOTE] = state[0]
@@ -144,11 +135,7 @@ class ChatSession:
         self._session.truncate()
 
     def set_conversation(self, conversation: Conversation) -> None:
-        """Replace the conversation.
-
-        Raises:
-            RequestError: the chat template cannot render it; the conversation is unchanged.
-        """
+        """Replace the conversation, unless the chat template cannot render the new one."""
         before, self.conversation = self.conversation, conversation
         try:
             self.tokens()
@@ -159,21 +146,16 @@ class ChatSession:
     def ask(self, question: str, emit: "Callable[[Piece], None]") -> ChatAnswer:
         """Stream the answer to a question, and add both to the conversation.
 
-        After an interrupt, the conversation gets the text so far, or is unchanged if there is none.
-
-        Raises:
-            ContextOverflowError: no room is left for an answer; the conversation is unchanged.
+        After an interrupt, the conversation gets the text so far. If there is none, or no room for an answer, it is
+        unchanged.
         """
         self._retries = 0
         return self._answer(question, emit, {})
 
     def retry(self, emit: "Callable[[Piece], None]") -> ChatAnswer:
-        """Replace the answer to the last question, with a seed derived from the session's, if it has one.
+        """Replace the last answer, with a seed derived from the session's, if any.
 
         After an interrupt before the first token, the old answer stays.
-
-        Raises:
-            RequestError: no question was asked yet. ContextOverflowError: as in `ask`.
         """
         from onward.sampling import sample_seed
 

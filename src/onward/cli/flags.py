@@ -100,12 +100,7 @@ class GenerateFlags:
 
 
 def options_of(sampling: SamplingFlags, texts: GenerateFlags | None = None) -> dict[str, Any]:
-    """Return the flags in use as keyword arguments of `LanguageModel.generate`.
-
-    Raises:
-        RequestError: a value outside its range, or options that contradict each other. Checked here, before a model is
-            loaded.
-    """
+    """Return the flags in use as keyword arguments of `LanguageModel.generate`, checked before a model is loaded."""
     with waiting("starting …"):  # the first import of torch takes a second
         from onward.language_model import GenerateOptions
     values = vars(sampling) | ({} if texts is None else vars(texts))
@@ -163,11 +158,7 @@ SourceArgument = Annotated[
 
 
 def with_source(flags: ModelFlags, source: str | None) -> ModelFlags:
-    """Return the flags with the model of the positional argument, if any.
-
-    Raises:
-        RequestError: the model is named twice.
-    """
+    """Return the flags with the model of the positional argument, if any."""
     if source is None:
         return flags
     if flags.model != ModelFlags.model:
@@ -194,11 +185,7 @@ class AdapterFlags:
     adapter: list[str] | None = _model("Load an adapter (folder or hub id) as NAME.", metavar="NAME=SOURCE")
 
     def sources(self) -> dict[str, str]:
-        """Return the source of each adapter by name.
-
-        Raises:
-            RequestError: a value that is not NAME=SOURCE, or a duplicate name.
-        """
+        """Return the source of each adapter by name."""
         sources: dict[str, str] = {}
         for text in self.adapter or ():
             name, _, source = text.partition("=")
@@ -241,11 +228,7 @@ class EngineFlags:
     overcommit: float | None = flag(_OVERCOMMIT, show_default="1")
 
     def limits(self) -> dict[str, Any]:
-        """Return the limits as keyword arguments of `Engine`.
-
-        Raises:
-            RequestError: a cache_memory outside its range. The engine checks the others.
-        """
+        """Return the limits as keyword arguments of `Engine`, which checks all but cache_memory."""
         limits = {name: value for name, value in vars(self).items() if value is not None}
         if self.cache_memory is not None:
             if not 0 < self.cache_memory < 2**20:

@@ -21,11 +21,7 @@ if TYPE_CHECKING:
 
 
 def read_prompt(argument: str | None, file: Path | None) -> str:
-    """Return the prompt as text, without the final newline that editors and `echo` add to a file or standard input.
-
-    Raises:
-        RequestError: there is no prompt, there are two, or the prompt is not UTF-8.
-    """
+    """Return the prompt as text, without the final newline that editors and `echo` add to a file or standard input."""
     from_input = "-" in (argument, str(file))
     if argument is not None and file is not None:
         raise RequestError("the prompt is given twice, as an argument and with --file: give one")

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import onward
-from onward.cli.flags import AdapterFlags, DraftFlags, ModelFlags, TemplateFlags
-from onward.cli.inputs import expanded, expanded_source
+from onward.cli.flags import AdapterFlags, DraftFlags, LoadFlags, ModelFlags, TemplateFlags
+from onward.cli.inputs import expanded_source
 from onward.cli.terminal import is_terminal, waiting
 from onward.errors import RequestError, TokenizerError
 from onward.util.text import brief
@@ -26,8 +26,7 @@ def load_model(
     flags: ModelFlags, drafting: DraftFlags | None = None, adapting: AdapterFlags | None = None
 ) -> "LanguageModel":
     """Call `onward.load` with the flags, and show a progress bar."""
-    adapters = {} if adapting is None else adapting.sources()
-    draft = None if drafting is None else drafting.draft
+    options = load_options(flags, drafting, adapting)
     if flags.threads is not None:
         onward.set_num_threads(flags.threads)
         with waiting("starting …"):
@@ -35,20 +34,20 @@ def load_model(
         torch.set_num_threads(flags.threads)  # for operators that run in torch
     folder = find(flags.model)
     with waiting(f"loading {flags.model} …") as show:
-        return onward.load(
-            folder,
-            dtype=flags.dtype,
-            device=flags.device,
-            progress=show,
-            max_seq_len=flags.max_seq_len,
-            quantize=flags.quantize,
-            name_map=None if flags.name_map is None else expanded(flags.name_map),
-            draft=None if draft is None else expanded_source(draft),
-            compile=flags.compile,
-            merge=None if flags.merge is None else expanded_source(flags.merge),
-            pipeline=flags.pipeline,
-            adapters={name: expanded_source(source) for name, source in adapters.items()},
-        )
+        return onward.load(folder, progress=show, **options)
+
+
+def load_options(flags: LoadFlags, drafting: DraftFlags | None, adapting: AdapterFlags | None) -> dict[str, Any]:
+    """Return the flags in use as keyword arguments of `onward.load`."""
+    options = {name: value for name, value in vars(flags).items() if value is not None}
+    for name in ("model", "threads"):
+        options.pop(name, None)
+    if drafting is not None and drafting.draft is not None:
+        options["draft"] = drafting.draft
+    options |= {name: expanded_source(str(options[name])) for name in ("name_map", "merge", "draft") if name in options}
+    if adapting is not None and (sources := adapting.sources()):
+        options["adapters"] = {name: expanded_source(source) for name, source in sources.items()}
+    return options
 
 
 @contextmanager
@@ -72,11 +71,7 @@ def find(source: str) -> Path:
 
 
 def template_variables(flags: TemplateFlags, lm: "LanguageModel", model: str) -> dict[str, Any]:
-    """Return the chat template variables that the flags set. model: its name, for errors.
-
-    Raises:
-        TokenizerError: there is no chat template. RequestError: the template does not read a variable.
-    """
+    """Return the chat template variables that the flags set. model: its name, for errors."""
     if lm.chat_template is None:
         raise TokenizerError(f"{model} has no chat template: use `onward generate` with a plain prompt")
     names = lm.chat_template.variables
@@ -99,11 +94,7 @@ def template_variables(flags: TemplateFlags, lm: "LanguageModel", model: str) ->
 
 
 def as_json_or_text(name: str, value: str) -> Any:
-    """Parse a value as JSON, or return it as text if it is not JSON.
-
-    Raises:
-        RequestError: JSON that is not allowed in requests.
-    """
+    """Parse a value as JSON, or return it as text if it is not JSON; raise for JSON that is not allowed in requests."""
     try:
         return parse_request_json(value)
     except TextError as error:

@@ -4,11 +4,11 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from onward.cli.chat_session import ChatSession, Conversation
 from onward.cli.loading import as_json_or_text
@@ -41,20 +41,13 @@ _TEXT_OPTIONS = ("stop", "bad_words")
 _DEFAULT = ("-", "default")
 
 
-class ChatInput(Protocol):
-    def read(self) -> str | None:
-        """Return the next message or command, which may have several lines; None at the end."""
+def piped_input() -> Callable[[], str | None]:
+    """Return a reader of messages from standard input, or None at its end; a backslash at a line's end continues it."""
+    lines: Iterator[bytes] = iter(sys.stdin.buffer) if sys.stdin is not None else iter(())
 
-
-class PipedInput:
-    """Lines of standard input; a backslash at the end of a line continues it."""
-
-    def __init__(self) -> None:
-        self._lines: Iterator[bytes] = iter(sys.stdin.buffer) if sys.stdin is not None else iter(())
-
-    def read(self) -> str | None:
+    def read() -> str | None:
         parts: list[bytes] = []
-        for line in self._lines:
+        for line in lines:
             line = line.removesuffix(b"\n").removesuffix(b"\r")
             parts.append(line.removesuffix(b"\\"))
             if not line.endswith(b"\\"):
@@ -66,32 +59,34 @@ class PipedInput:
         except UnicodeDecodeError as error:
             raise RequestError(f"a line of standard input is not UTF-8 text: byte {error.start}") from error
 
+    return read
 
-class TerminalInput:
-    """A line editor with history, multiple lines and completion of commands.
+
+def terminal_input() -> Callable[[], str | None]:
+    """Return a line editor with history, multiple lines and completion of commands.
 
     Ctrl-C clears the line; on an empty line it raises KeyboardInterrupt.
     """
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.completion import WordCompleter
 
-    def __init__(self, commands: Iterable[str]) -> None:
-        from prompt_toolkit import PromptSession
-        from prompt_toolkit.completion import WordCompleter
+    session: PromptSession[str] = PromptSession(
+        [("bold", "> ")],
+        multiline=True,
+        prompt_continuation="  ",
+        key_bindings=_key_bindings(),
+        history=_history(state_folder() / "chat_history"),
+        completer=WordCompleter(list(COMMANDS), sentence=True),
+        complete_while_typing=False,
+    )
 
-        self._session: PromptSession[str] = PromptSession(
-            [("bold", "> ")],
-            multiline=True,
-            prompt_continuation="  ",
-            key_bindings=_key_bindings(),
-            history=_history(state_folder() / "chat_history"),
-            completer=WordCompleter(list(commands), sentence=True),
-            complete_while_typing=False,
-        )
-
-    def read(self) -> str | None:
+    def read() -> str | None:
         try:
-            return self._session.prompt()
+            return session.prompt()
         except EOFError:
             return None
+
+    return read
 
 
 def state_folder() -> Path:
@@ -161,11 +156,7 @@ class Retry:
 
 
 def run_command(session: ChatSession, line: str) -> str | Retry | None:
-    """Run a line that begins with a slash; return the text to print, a `Retry`, or None to quit.
-
-    Raises:
-        RequestError: the command is unknown or fails.
-    """
+    """Run a line that begins with a slash; return the text to print, a `Retry`, or None to quit."""
     name, argument = [*line.strip().split(maxsplit=1), ""][:2]
     command = COMMANDS.get(name)
     if command is None:
@@ -230,11 +221,7 @@ def _used(session: ChatSession) -> str:
 
 
 def _set(session: ChatSession, argument: str) -> str:
-    """Set or show an option or a variable of the chat template, or show all of them.
-
-    Raises:
-        RequestError: an unknown name, or a value outside its range; nothing changes.
-    """
+    """Set or show an option or a variable of the chat template, or show all of them. An error changes nothing."""
     name, text = [*argument.split(maxsplit=1), "", ""][:2]
     if not name:
         return _show_all(session)

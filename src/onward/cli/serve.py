@@ -19,8 +19,8 @@ from onward.cli.flags import (
     TemplateFlags,
     flag,
 )
-from onward.cli.inputs import expanded, expanded_source
-from onward.cli.loading import find, importing, load_model, template_variables
+from onward.cli.inputs import expanded
+from onward.cli.loading import find, importing, load_model, load_options, template_variables
 from onward.cli.terminal import count, note, waiting
 from onward.errors import RequestError, warn
 from onward.util.text_input import TextError, read_text_file
@@ -62,11 +62,7 @@ class ServerFlags:
         return tuple(dict.fromkeys(keys))
 
     def settings(self) -> dict[str, Any]:
-        """Return the keyword arguments of `onward.server.Settings`.
-
-        Raises:
-            RequestError: the API key file cannot be read, or has no keys.
-        """
+        """Return the keyword arguments of `onward.server.Settings`."""
         keys, names = self._keys(), tuple(self.allow_host or ())
         is_local = self.host in _LOOPBACK
         if not is_local and not keys:
@@ -143,11 +139,7 @@ class _Spec:
 
     @classmethod
     def parse(cls, text: str, loading: LoadFlags, drafting: DraftFlags, adapting: AdapterFlags) -> "_Spec":
-        """Parse [NAME=]SOURCE[,OPTION=VALUE…]; other options come from the flags.
-
-        Raises:
-            RequestError: no source, an unknown option, or a value of a wrong type.
-        """
+        """Parse [NAME=]SOURCE[,OPTION=VALUE…]; other options come from the flags."""
         first, *others = text.split(",")
         name, equals, source = first.partition("=")
         if not equals:
@@ -167,12 +159,12 @@ class _Spec:
                 draft = value
             elif option == "adapter":
                 adapters.append(value)
-            elif option in ("max_seq_len", "pipeline"):
-                if not value.isascii() or not value.isdigit():
-                    raise RequestError(f"--model {text}: {option} must be a whole number; got {value!r}")
+            elif option not in ("max_seq_len", "pipeline"):
+                options[option] = Path(value) if option == "name_map" else value
+            elif value.isascii() and value.isdigit():
                 options[option] = int(value)
             else:
-                options[option] = Path(value) if option == "name_map" else value
+                raise RequestError(f"--model {text}: {option} must be an integer; got {value!r}")
         return cls(name, ModelFlags(model=source, **options), DraftFlags(draft=draft), AdapterFlags(adapter=adapters))
 
 
@@ -209,26 +201,16 @@ def deploy(
     with importing("a cluster needs", "cluster"):
         import onward.cluster.ray_session as package
     chosen = source or "demo"
-    load = {key: value for key, value in dataclasses.asdict(loading).items() if value is not None}
-    threads = load.pop("threads", None)
-    if "name_map" in load:
-        load["name_map"] = str(expanded(load["name_map"]))
-    if "merge" in load:
-        load["merge"] = expanded_source(load["merge"])
-    if drafting.draft is not None:
-        load["draft"] = expanded_source(drafting.draft)
-    if adapters := adapting.sources():
-        load["adapters"] = {adapter: expanded_source(source) for adapter, source in adapters.items()}
     options = package.DeployOptions(
         source=str(find(chosen)) if replicas.address is None else chosen,
         name=name or chosen,
-        load=load,
+        load=load_options(loading, drafting, adapting),
         engine=engine.limits(),
         settings=server.settings(),
         replicas=replicas.replicas,
         max_replicas=replicas.max_replicas,
         cpus=replicas.cpus,
-        threads=threads,
+        threads=loading.threads,
         retries={"attempts": replicas.attempts, "silence": replicas.silence},
         affinity=replicas.affinity,
     )

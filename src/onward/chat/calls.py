@@ -117,7 +117,6 @@ class Arguments:
         return found is not None
 
     def end(self) -> None:
-        """End the arguments."""
         self._message.arguments("{}" if self._before == "{" else "}")
 
 

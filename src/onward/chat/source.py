@@ -219,14 +219,21 @@ class TextBuffer:
     """Text between marks, without the whitespace next to a mark.
 
     Text on both sides of a mark is separated by the whitespace before it. Text without marks is unchanged.
+    place: returns the offset of added text in the answer. spans: (begin, end) of all text, if there is a `place`.
     """
 
-    def __init__(self, give: Callable[[str], object]) -> None:
-        self._give = give
+    def __init__(self, give: Callable[[str], object], place: Callable[[], int] | None = None) -> None:
+        self.spans: list[tuple[int, int]] = []
+        self._give, self._place = give, place
         self._space = ""  # at the end of the text so far
         self._has_text = self._skips = self._after_mark = False
 
     def add(self, text: str) -> None:
+        if self._place is not None and text:
+            begin = end = self._place()
+            if self.spans and self.spans[-1][1] == begin:
+                begin = self.spans.pop()[0]
+            self.spans.append((begin, end + len(text)))
         if self._skips:
             text = text.lstrip(SPACE)
             if not text:
@@ -245,30 +252,12 @@ class TextBuffer:
         self._skips = self._after_mark = True
 
     def paragraph(self) -> None:
-        """Begin a new paragraph."""
         if self._has_text:
             self._space, self._after_mark = "\n\n", True
 
     def end(self) -> None:
         if not self._after_mark:
             self._give(self._space)
-
-
-class SpanBuffer(TextBuffer):
-    """A `TextBuffer` with the spans, (begin, end), of its text in the answer. place: offset of the added text."""
-
-    def __init__(self, give: Callable[[str], object], place: Callable[[], int]) -> None:
-        super().__init__(give)
-        self._place = place
-        self.spans: list[tuple[int, int]] = []
-
-    def add(self, text: str) -> None:
-        if text:
-            begin = end = self._place()
-            if self.spans and self.spans[-1][1] == begin:
-                begin = self.spans.pop()[0]
-            self.spans.append((begin, end + len(text)))
-        super().add(text)
 
 
 class MessageBuilder:
@@ -285,7 +274,7 @@ class MessageBuilder:
         self._calls: list[ToolCallDelta] = []
         self._count = 0
         self.content = TextBuffer(self._content.append)
-        self.reasoning = SpanBuffer(self._reasoning.append, place)
+        self.reasoning = TextBuffer(self._reasoning.append, place)
         self.reasoning.mark()
 
     def has_calls(self) -> bool:

@@ -132,7 +132,6 @@ class ChatTemplate:
 
 
 def check_messages(messages: Sequence[Message]) -> None:
-    """Raise `RequestError` for invalid messages."""
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
         raise RequestError(f"messages must be a list such as [{{'role': 'user', 'content': 'Hi'}}]; got {messages!r}")
     for message in messages:

@@ -41,7 +41,6 @@ def described_function(function: Callable[..., Any], at: str) -> dict[str, Any]:
 
 
 def _schema(kind: Any, at: str) -> dict[str, Any]:
-    """Return the JSON schema of a type."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if kind is Any:
         return {}

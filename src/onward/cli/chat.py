@@ -30,7 +30,6 @@ from onward.errors import OnwardError
 if TYPE_CHECKING:
     from onward.language_model import Piece
 
-# Turns shown when a chat is resumed.
 _RECAP_TURNS = 2
 
 
@@ -65,7 +64,7 @@ def chat(
         if is_terminal(sys.stdin) and is_terminal(sys.stdout):
             note(f"{model.model}, a context of {session.context:,} tokens. /help lists the commands, Ctrl-D quits.")
             if turns := len(session.conversation.turns):
-                note(f"resuming after {count(turns, 'question')} with answers:")
+                note(f"resuming after {count(turns, 'question')} and the answers:")
                 note(recap(session.conversation, columns()))
             converse(session, terminal_input(), on_terminal=True)
         elif not converse(session, piped_input(), on_terminal=False):
@@ -138,20 +137,21 @@ class AnswerWriter:
 
 def recap(conversation: Conversation, width: int) -> str:
     """Return the last turns of a conversation, with one or two lines per message."""
-    turns = conversation.turns[-_RECAP_TURNS:]
-    return "\n".join(
-        f"{shortened(f'> {question}', width)}\n{shortened(text, 2 * width - 20)}" for question, text in turns
-    )
+    lines = []
+    for question, answer in conversation.turns[-_RECAP_TURNS:]:
+        lines += [shortened(f"> {question}", width), shortened(answer, 2 * width - 20)]
+    return "\n".join(lines)
 
 
 def _remark(session: ChatSession, answer: ChatAnswer) -> str:
     """Return a note on an answer that is incomplete, empty or repeated; else an empty string."""
-    if answer.completion is None:
+    completion = answer.completion
+    if completion is None:
         return "stopped; the chat keeps the text so far" if answer.text else "stopped; the message is not kept"
-    if answer.completion.finish_reason != "length":
+    if completion.finish_reason != "length":
         if answer.same_as_before:
             return "the same answer again; /set temperature 0.8 to sample others"
         return "" if answer.text else "the model's answer is empty"
-    if not session.is_full(answer.completion):
-        return f"cut at {count(len(answer.completion.token_ids), 'token')} by max_new_tokens"
+    if completion.prompt_tokens + len(completion.token_ids) < session.context:
+        return f"cut at {count(len(completion.token_ids), 'token')} by max_new_tokens"
     return f"cut: the context of {session.context:,} tokens is full. /reset begins a new chat"

@@ -118,7 +118,6 @@ class ChatSession:
 
     @property
     def context(self) -> int:
-        """The context length in tokens."""
         length = self.lm.model.max_seq_len
         assert length is not None, "checkpoints have a context length"
         return length
@@ -206,8 +205,3 @@ class ChatSession:
             self.conversation.turns.append((question, text))
         self.last = completion or self.last
         return ChatAnswer(text, completion)
-
-    def is_full(self, completion: "Completion") -> bool:
-        """Whether an answer ended because the context is full."""
-        used = completion.prompt_tokens + len(completion.token_ids)
-        return completion.finish_reason == "length" and used >= self.context

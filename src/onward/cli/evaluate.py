@@ -25,14 +25,14 @@ def score(
     model: ModelFlags,
     adapting: AdapterFlags,
 ) -> None:
-    """Print a text's perplexity under a model.
+    """Compute the perplexity of a text.
 
     The log-likelihood is the sum of the tokens' logprobs, in nats; the
     perplexity is exp(-mean logprob). The first token is not scored.
 
     --stride N scores the text in windows as long as the context, each N
-    tokens after the previous one. Every token is scored once, after at least
-    context - N tokens. A smaller N is more accurate and slower.
+    tokens after the previous one. Every token is scored once, with at least
+    context - N tokens before it. A smaller N is more accurate and slower.
     """
     content = read_prompt(text, file)
     prompt = parse_ids(content) if ids else content

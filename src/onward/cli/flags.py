@@ -5,7 +5,7 @@ They are declared apart from `onward.sampling`, because a command's help must no
 
 import dataclasses
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import Field, dataclass, field, fields
 from functools import partial, wraps
 from pathlib import Path
@@ -36,15 +36,19 @@ GROUPS = (PROMPT, MODEL, CHAT, LENGTH, SAMPLING, REPETITION, FORM, TEXTS, OUTPUT
 _METAVARS = {int: "N", float: "X", Path: "FILE", str: "TEXT"}
 
 DTYPES = ("bfloat16", "float16", "float32")
-_FORMATS = ("int8", "int4", "iq4_nl")
 _BACKENDS = ("auto", "native", "cuda", "inductor", "eager")
 
 
-def flag(help: str, *names: str, default: Any = None, group: str | None = None, **settings: Any) -> Any:
+def flag(
+    help: str, *names: str, default: Any = None, group: str | None = None, choices: Sequence[str] = (), **settings: Any
+) -> Any:
     """Declare an option, as a field of a dataclass or as the default of a command's parameter.
 
-    names: a long name that replaces the field's, or a short one in addition. settings: for `typer.Option`.
+    names: a long name that replaces the field's, or a short one in addition. choices: for shell completion.
+    settings: for `typer.Option`.
     """
+    if choices:
+        settings |= {"metavar": "NAME", "autocompletion": lambda: list(choices)}
     return field(default=default, metadata={"help": help, "names": names, "rich_help_panel": group, **settings})
 
 
@@ -122,25 +126,13 @@ def options_of(sampling: SamplingFlags, texts: GenerateFlags | None = None) -> d
 class LoadFlags:
     """Arguments of `onward.load`, except the source."""
 
-    dtype: str | None = _model(
-        "bfloat16, float16 or float32.",
-        metavar="NAME",
-        show_default="the checkpoint's",
-        autocompletion=lambda: list(DTYPES),
-    )
+    dtype: str | None = _model("bfloat16, float16 or float32.", choices=DTYPES, show_default="the checkpoint's")
     device: str = _model("cpu or cuda; auto is cuda if available.", default="auto", metavar="NAME")
-    quantize: str | None = _model(
-        "Quantize the weights to int8, int4 or iq4_nl.", metavar="NAME", autocompletion=lambda: list(_FORMATS)
-    )
+    quantize: str | None = _model("Quantize the weights to int8, int4 or iq4_nl.", choices=("int8", "int4", "iq4_nl"))
     merge: str | None = _model("Merge an adapter (folder or hub id) into the weights.", metavar="ADAPTER")
     name_map: Path | None = _model("JSON file that maps weight names to Hugging Face's.")
     max_seq_len: int | None = _model("Context length in tokens.", show_default="the model's")
-    compile: str = _model(
-        "Backend: native, cuda, inductor, eager or auto.",
-        default="auto",
-        metavar="NAME",
-        autocompletion=lambda: list(_BACKENDS),
-    )
+    compile: str = _model("Backend: native, cuda, inductor, eager or auto.", default="auto", choices=_BACKENDS)
     pipeline: int = _model("Split the layers across N processes.", default=1)
     threads: int | None = _model("Number of CPU threads.", show_default="see onward info")
 
@@ -185,7 +177,6 @@ class AdapterFlags:
     adapter: list[str] | None = _model("Load an adapter (folder or hub id) as NAME.", metavar="NAME=SOURCE")
 
     def sources(self) -> dict[str, str]:
-        """Return the source of each adapter by name."""
         sources: dict[str, str] = {}
         for text in self.adapter or ():
             name, _, source = text.partition("=")
@@ -203,8 +194,6 @@ class AdapterFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class DraftFlags:
-    """The drafter of speculative decoding."""
-
     draft: str | None = _model(
         "Speculative decoding with 'lookup', 'suffix' or a small model of the same vocabulary; the text is unchanged.",
         metavar="SOURCE",

@@ -142,7 +142,6 @@ def usable_cores() -> int:
 
 
 def kernel_facts() -> list[Fact]:
-    """The implementation of the ops on the CPU."""
     from onward import native, ops
 
     built = native.built_isas()
@@ -309,7 +308,6 @@ def _windows(windows: Sequence[int | None]) -> str:
 
 
 def _ropes(mixers: Sequence[Any]) -> list[Fact]:
-    """The distinct rotary schedules, in layer order."""
     values, texts = [], []
     for rope in dict.fromkeys(rope for mixer in mixers if (rope := getattr(mixer, "rope", None)) is not None):
         scaling = rope.scaling

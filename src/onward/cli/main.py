@@ -136,7 +136,6 @@ def _usage_message(error: Any) -> str:
 
 
 def main() -> NoReturn:
-    """Entry point of the `onward` script."""
     if isinstance(sys.stdout, TextIOWrapper):
         # Escape characters that the terminal's encoding lacks, instead of failing.
         sys.stdout.reconfigure(errors="backslashreplace")

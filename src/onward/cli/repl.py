@@ -1,6 +1,5 @@
 """The input of a chat: lines from a terminal or a pipe, and the commands that begin with a slash."""
 
-import dataclasses
 import json
 import os
 import sys
@@ -25,9 +24,6 @@ _KEYS = """\
   Alt+Enter      begin a new line; also Enter after a backslash
   Ctrl-C         stop the answer (the text so far stays), or clear the line
   Ctrl-D         quit"""
-
-# Commands of other programs that save and load a chat.
-_PERSISTENCE = ("/save", "/load")
 
 # Options for multiple texts, reports or callers in Python.
 _UNAVAILABLE = {
@@ -90,7 +86,6 @@ def terminal_input() -> Callable[[], str | None]:
 
 
 def state_folder() -> Path:
-    """The user's folder for application state."""
     if os.name == "nt":
         return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local") / "onward"
     return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "onward"
@@ -162,9 +157,9 @@ def run_command(session: ChatSession, line: str) -> str | Retry | None:
     if command is None:
         near = get_close_matches(name, COMMANDS, n=1)
         hint = f"did you mean {near[0]}? " if near else ""
-        hint = "`onward chat --session FILE` saves and resumes a chat; " if name in _PERSISTENCE else hint
+        hint = "`onward chat --session FILE` saves and resumes a chat; " if name in ("/save", "/load") else hint
         raise RequestError(
-            f"unknown command {name}: {hint}/help lists them; a message that begins with a slash is sent with two"
+            f"unknown command {name}: {hint}/help lists the commands, and // begins a message with a slash"
         )
     if argument and not command.argument:
         raise RequestError(f"{name} takes no argument; got {argument!r}")
@@ -180,7 +175,7 @@ def _reset(session: ChatSession, argument: str) -> str:
     turns = len(session.conversation.turns)
     session.reset()
     system = "; the system message stays" if session.conversation.system is not None else ""
-    return f"removed {count(turns, 'question')} with answers{system}"
+    return f"removed {count(turns, 'question')} and the answers{system}"
 
 
 def _system(session: ChatSession, argument: str) -> str:
@@ -189,12 +184,6 @@ def _system(session: ChatSession, argument: str) -> str:
         session.set_conversation(Conversation(system, session.conversation.turns))
     system = session.conversation.system
     return "no system message" if system is None else f"system message: {system}"
-
-
-def _retry(session: ChatSession, argument: str) -> Retry:
-    if not session.conversation.turns:
-        raise RequestError("/retry answers the last question again, but nothing was asked yet")
-    return Retry()
 
 
 def _undo(session: ChatSession, argument: str) -> str:
@@ -256,12 +245,9 @@ def _show_all(session: ChatSession) -> str:
 
 
 def _options() -> dict[str, Any]:
-    """The options of a chat with Onward's defaults."""
     from onward.language_model import GenerateOptions
 
-    neutral = GenerateOptions()
-    names = [field.name for field in dataclasses.fields(neutral) if field.name not in _UNAVAILABLE]
-    return {name: getattr(neutral, name) for name in names}
+    return {name: value for name, value in vars(GenerateOptions()).items() if name not in _UNAVAILABLE}
 
 
 def _variables(session: ChatSession) -> frozenset[str]:
@@ -270,7 +256,6 @@ def _variables(session: ChatSession) -> frozenset[str]:
 
 
 def _values(session: ChatSession) -> dict[str, str]:
-    """The options and variables of the next answer."""
     options = session.lm.defaults.replace(**session.options)
     values = {name: _shown(name, getattr(options, name)) for name in _options()}
     if session.options.get("max_new_tokens") is None:
@@ -291,7 +276,7 @@ COMMANDS = {
     "/reset": SlashCommand("", "begin a new chat", _reset),
     "/system": SlashCommand("TEXT", "set ('-': remove) or show the system message", _system),
     "/set": SlashCommand("NAME X", "set an option ('-': to the model's default), or show options", _set),
-    "/retry": SlashCommand("", "answer the last question again", _retry),
+    "/retry": SlashCommand("", "answer the last question again", lambda session, argument: Retry()),
     "/undo": SlashCommand("", "remove the last question and its answer", _undo),
     "/stats": SlashCommand("", "show the length of the chat and the speed of the last answer", _stats),
     "/exit": SlashCommand("", "quit", lambda session, argument: None),

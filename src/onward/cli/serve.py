@@ -101,71 +101,65 @@ def serve(
     fields are rejected by name. SIGTERM stops the server after the running
     requests; a second SIGTERM stops it immediately.
     """
-    specs = [_Spec.parse(text, loading, drafting, adapting) for text in ([source] if source else []) + (model or [])]
-    specs = specs or [_Spec.parse("demo", loading, drafting, adapting)]
-    if len({spec.name for spec in specs}) < len(specs):
-        raise RequestError(f"model names must be unique; got {', '.join(spec.name for spec in specs)}")
+    texts = [*([source] if source else []), *(model or [])] or ["demo"]
+    models = [_parse_model(text, loading, drafting, adapting) for text in texts]
+    names = [name for name, *_ in models]
+    if len(set(names)) < len(names):
+        raise RequestError(f"model names must be unique; got {', '.join(names)}")
     limits = engine.limits()
     package = _server_package()
     settings = package.Settings(max_new_tokens=max_new_tokens, **server.settings())
-    if len(specs) > 1:
+    if len(models) > 1:
         from onward.native.machine import memory_limit
 
-        limits["cache_memory"] = max(1, limits.get("cache_memory", memory_limit() // 4) // len(specs))
+        limits["cache_memory"] = max(1, limits.get("cache_memory", memory_limit() // 4) // len(models))
     # Bind first: a bad address fails before any model is loaded.
     with closing(package.bound(server.host, server.port)) as address, ExitStack() as stack:
         engines: dict[str, Any] = {}
         variables: dict[str, Any] = {}
-        for spec in specs:
-            lm = load_model(spec.model, spec.draft, spec.adapters)
+        for name, flags, draft, adapters in models:
+            lm = load_model(flags, draft, adapters)
             if template.is_set:
-                variables[spec.name] = template_variables(template, lm, spec.name)
-            engines[spec.name] = onward.Engine(lm, **limits)
-            stack.callback(engines[spec.name].close, drain=False)
+                variables[name] = template_variables(template, lm, name)
+            engines[name] = onward.Engine(lm, **limits)
+            stack.callback(engines[name].close, drain=False)
             with waiting("reading weights …"):  # now, not in the first request
-                engines[spec.name].fingerprint_with(None)
+                engines[name].fingerprint_with(None)
         app = package.create_app(engines, dataclasses.replace(settings, variables=variables))
         package.log_to_stderr()
-        names = ", ".join(engines)
-        package.run(app, address, lambda url: note(f"{names} at {url}/v1 · Ctrl-C stops it"))
+        package.run(app, address, lambda url: note(f"{', '.join(names)} at {url}/v1 · Ctrl-C stops it"))
 
 
-@dataclass(frozen=True)
-class _Spec:
-    name: str
-    model: ModelFlags
-    draft: DraftFlags
-    adapters: AdapterFlags
-
-    @classmethod
-    def parse(cls, text: str, loading: LoadFlags, drafting: DraftFlags, adapting: AdapterFlags) -> "_Spec":
-        """Parse [NAME=]SOURCE[,OPTION=VALUE…]; other options come from the flags."""
-        first, *others = text.split(",")
-        name, equals, source = first.partition("=")
-        if not equals:
-            source = name
-        if not name or not source:
-            raise RequestError(f"--model takes [NAME=]SOURCE, such as small=Qwen/Qwen3-0.6B; got {text!r}")
-        options: dict[str, Any] = dataclasses.asdict(loading)
-        draft, adapters = drafting.draft, list(adapting.adapter or ())
-        known = {*options, "draft", "adapter"} - {"threads"}
-        for other in others:
-            option, equals, value = other.partition("=")
-            option = option.strip().replace("-", "_")
-            if not equals or option not in known:
-                names = ", ".join(sorted(known))
-                raise RequestError(f"--model {text}: after a comma comes OPTION=VALUE, with {names}; got {other!r}")
-            if option == "draft":
-                draft = value
-            elif option == "adapter":
-                adapters.append(value)
-            elif option not in ("max_seq_len", "pipeline"):
-                options[option] = Path(value) if option == "name_map" else value
-            elif value.isascii() and value.isdigit():
-                options[option] = int(value)
-            else:
-                raise RequestError(f"--model {text}: {option} must be an integer; got {value!r}")
-        return cls(name, ModelFlags(model=source, **options), DraftFlags(draft=draft), AdapterFlags(adapter=adapters))
+def _parse_model(
+    text: str, loading: LoadFlags, drafting: DraftFlags, adapting: AdapterFlags
+) -> tuple[str, ModelFlags, DraftFlags, AdapterFlags]:
+    """Parse [NAME=]SOURCE[,OPTION=VALUE…] as a name and flags; other options come from the given flags."""
+    first, *others = text.split(",")
+    name, equals, source = first.partition("=")
+    if not equals:
+        source = name
+    if not name or not source:
+        raise RequestError(f"--model takes [NAME=]SOURCE, such as small=Qwen/Qwen3-0.6B; got {text!r}")
+    options: dict[str, Any] = dataclasses.asdict(loading)
+    draft, adapters = drafting.draft, list(adapting.adapter or ())
+    known = {*options, "draft", "adapter"} - {"threads"}
+    for other in others:
+        option, equals, value = other.partition("=")
+        option = option.strip().replace("-", "_")
+        if not equals or option not in known:
+            names = ", ".join(sorted(known))
+            raise RequestError(f"--model {text}: after a comma comes OPTION=VALUE, with {names}; got {other!r}")
+        if option == "draft":
+            draft = value
+        elif option == "adapter":
+            adapters.append(value)
+        elif option not in ("max_seq_len", "pipeline"):
+            options[option] = Path(value) if option == "name_map" else value
+        elif value.isascii() and value.isdigit():
+            options[option] = int(value)
+        else:
+            raise RequestError(f"--model {text}: {option} must be an integer; got {value!r}")
+    return name, ModelFlags(model=source, **options), DraftFlags(draft=draft), AdapterFlags(adapter=adapters)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,11 +21,22 @@ _CLOSING = "</tool_call>"
 _KEYS = re.compile(rf"(?!.*{_KEY_END})\S(.*\S)?", re.DOTALL)
 
 
-class _AnyGlm(MessageFormat):
-    """Reads the layouts of both versions."""
+class Glm(MessageFormat):
+    """GLM-4.5: each mark is on its own line. Reads the layout of GLM-4.7, too."""
 
+    name = "glm"
     openers = ("<tool_call>",)
     marks = (_CLOSING, _KEY, _KEY_END, _VALUE, _VALUE_END)
+    syntax = CallSyntax(
+        "",
+        "\n",
+        _CLOSING,
+        "\n<tool_call>",
+        argument=ArgumentSyntax(_KEY, f"{_KEY_END}\n{_VALUE}", f"{_VALUE_END}\n", _KEYS),
+    )
+
+    def is_of(self, template: str) -> bool:
+        return _KEY in template and f"{_KEY_END}{_VALUE}" not in template
 
     def read_calls(self, opener: str, source: TextReader, message: MessageBuilder) -> Reading[bool]:
         yield from source.skip_space()
@@ -55,24 +66,7 @@ class _AnyGlm(MessageFormat):
 
 
 @final
-class Glm(_AnyGlm):
-    """GLM-4.5: each mark is on its own line."""
-
-    name = "glm"
-    syntax = CallSyntax(
-        "",
-        "\n",
-        _CLOSING,
-        "\n<tool_call>",
-        argument=ArgumentSyntax(_KEY, f"{_KEY_END}\n{_VALUE}", f"{_VALUE_END}\n", _KEYS),
-    )
-
-    def is_of(self, template: str) -> bool:
-        return _KEY in template and f"{_KEY_END}{_VALUE}" not in template
-
-
-@final
-class LaterGlm(_AnyGlm):
+class LaterGlm(Glm):
     """GLM-4.7: a call is one line."""
 
     name = "glm-4.7"

@@ -10,7 +10,7 @@ are content: the final one, and commentary to the user before calls.
 
 import re
 from collections.abc import Callable
-from typing import NamedTuple, final
+from typing import final
 
 from onward.chat.format import CallSyntax, MessageFormat
 from onward.chat.source import SPACE, MessageBuilder, Reading, TextReader
@@ -19,13 +19,6 @@ _START, _CHANNEL, _CONSTRAIN, _MESSAGE = "<|start|>", "<|channel|>", "<|constrai
 _ENDS = ("<|end|>", "<|return|>", "<|call|>")
 _TO, _FUNCTIONS = "to=", "functions."
 _WORD = re.compile(rf"[^{SPACE}<]*")
-
-
-class _Header(NamedTuple):
-    """The header of a message. recipient: empty for the user."""
-
-    channel: str
-    recipient: str
 
 
 @final
@@ -45,7 +38,7 @@ class Harmony(MessageFormat):
         return self.all_marks
 
     def read(self, source: TextReader, message: MessageBuilder, *, calls: bool, thinking: bool) -> Reading[None]:
-        header = _Header("analysis", "") if thinking else (yield from _read_header(source))
+        header = ("analysis", "") if thinking else (yield from _read_header(source))
         while (yield from source.until(_ENDS, _receiver(header, message, calls), is_cut=message.has_calls)) is not None:
             if not (yield from source.peek()):
                 return
@@ -54,18 +47,19 @@ class Harmony(MessageFormat):
                 return
 
 
-def _receiver(header: _Header | None, message: MessageBuilder, calls: bool) -> Callable[[str], object]:
+def _receiver(header: tuple[str, str] | None, message: MessageBuilder, calls: bool) -> Callable[[str], object]:
     """Return the function that takes the text of a message; without a header, it is content."""
-    if header is not None and calls and header.recipient.startswith(_FUNCTIONS):
-        message.call(header.recipient.removeprefix(_FUNCTIONS))
+    channel, recipient = header or ("", "")
+    if calls and recipient.startswith(_FUNCTIONS):
+        message.call(recipient.removeprefix(_FUNCTIONS))
         return message.arguments
-    text = message.content if header is None or header.channel != "analysis" else message.reasoning
+    text = message.reasoning if channel == "analysis" else message.content
     text.paragraph()
     return text.add
 
 
-def _read_header(source: TextReader) -> Reading[_Header | None]:
-    """Read a header through its message mark; if there is none, read nothing and return None."""
+def _read_header(source: TextReader) -> Reading[tuple[str, str] | None]:
+    """Read a header through its message mark, and return its channel and recipient; if there is none, read nothing."""
     source.mark()
     yield from source.skip_space()
     if (yield from source.skip(_START)):
@@ -75,7 +69,7 @@ def _read_header(source: TextReader) -> Reading[_Header | None]:
         yield from source.skip_space()
         if (yield from source.skip(_MESSAGE)):
             source.forget()
-            return _Header(channel, recipient)
+            return channel, recipient
         if (yield from source.skip(_CHANNEL)):
             channel = yield from source.word(_WORD)
         elif (yield from source.skip(_TO)):

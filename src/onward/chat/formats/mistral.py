@@ -15,12 +15,17 @@ _ID, _ARGUMENTS = "[CALL_ID]", "[ARGS]"
 _NAME = re.compile(r"[\w.-]*")
 
 
-class _AnyMistral(MessageFormat):
-    """Reads both formats."""
+class Mistral(MessageFormat):
+    """Calls are a list of objects. Reads the later format, too."""
 
+    name = "mistral"
     thinking = ("[THINK]", "[/THINK]")
     openers = ("[TOOL_CALLS]",)
     marks = (_ID, _ARGUMENTS)
+    syntax = CallSyntax('{"name": ', ', "arguments": ', "}", ", ", begin="[", end="]", quoted=True)
+
+    def is_of(self, template: str) -> bool:
+        return "[TOOL_CALLS]" in template and _ARGUMENTS not in template
 
     def read_calls(self, opener: str, source: TextReader, message: MessageBuilder) -> Reading[bool]:
         yield from source.skip_space()
@@ -41,18 +46,7 @@ class _AnyMistral(MessageFormat):
 
 
 @final
-class Mistral(_AnyMistral):
-    """Calls are a list of objects."""
-
-    name = "mistral"
-    syntax = CallSyntax('{"name": ', ', "arguments": ', "}", ", ", begin="[", end="]", quoted=True)
-
-    def is_of(self, template: str) -> bool:
-        return "[TOOL_CALLS]" in template and _ARGUMENTS not in template
-
-
-@final
-class LaterMistral(_AnyMistral):
+class LaterMistral(Mistral):
     """A call is a name, a mark and the arguments."""
 
     name = "mistral-args"

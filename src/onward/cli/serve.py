@@ -148,7 +148,7 @@ def _parse_model(
         option = option.strip().replace("-", "_")
         if not equals or option not in known:
             names = ", ".join(sorted(known))
-            raise RequestError(f"--model {text}: after a comma comes OPTION=VALUE, with {names}; got {other!r}")
+            raise RequestError(f"--model {text}: expected OPTION=VALUE, with one of {names}; got {other!r}")
         if option == "draft":
             draft = value
         elif option == "adapter":

@@ -147,7 +147,7 @@ def _remark(session: ChatSession, answer: ChatAnswer) -> str:
     """Return a note on an answer that is incomplete, empty or repeated; else an empty string."""
     completion = answer.completion
     if completion is None:
-        return "stopped; the chat keeps the text so far" if answer.text else "stopped; the message is not kept"
+        return "stopped; the text so far stays in the chat" if answer.text else "stopped; the message is not kept"
     if completion.finish_reason != "length":
         if answer.same_as_before:
             return "the same answer again; /set temperature 0.8 to sample others"

@@ -186,6 +186,12 @@ def _system(session: ChatSession, argument: str) -> str:
     return "no system message" if system is None else f"system message: {system}"
 
 
+def _retry(session: ChatSession, argument: str) -> Retry:
+    if not session.conversation.turns:
+        raise RequestError("nothing was asked yet")
+    return Retry()
+
+
 def _undo(session: ChatSession, argument: str) -> str:
     question, _ = session.undo()
     return f"removed {shortened(question, 60)!r} and its answer; {_used(session)}"
@@ -276,7 +282,7 @@ COMMANDS = {
     "/reset": SlashCommand("", "begin a new chat", _reset),
     "/system": SlashCommand("TEXT", "set ('-': remove) or show the system message", _system),
     "/set": SlashCommand("NAME X", "set an option ('-': to the model's default), or show options", _set),
-    "/retry": SlashCommand("", "answer the last question again", lambda session, argument: Retry()),
+    "/retry": SlashCommand("", "answer the last question again", _retry),
     "/undo": SlashCommand("", "remove the last question and its answer", _undo),
     "/stats": SlashCommand("", "show the length of the chat and the speed of the last answer", _stats),
     "/exit": SlashCommand("", "quit", lambda session, argument: None),

@@ -109,7 +109,6 @@ def _reader(
     model_name: str | None,
     max_new_tokens: int | None,
 ) -> "BodyReader":
-    """Load the model, in this process or in a replica."""
     from onward.language_model.request import needed_tokenizer
     from onward.protocols import BodyReader
 

@@ -240,7 +240,6 @@ def _set(session: ChatSession, argument: str) -> str:
 
 
 def _show_all(session: ChatSession) -> str:
-    """Return a line for each option in use, and the names of the others."""
     values, options = _values(session), _options()
     shown = {*_ALWAYS_SHOWN, *session.options, *session.variables}
     lines = {name: value for name, value in values.items() if name in shown or value != _shown(name, options[name])}

@@ -253,7 +253,7 @@ class Failing(MessageFormat):
     def is_of(self, template: str) -> bool:
         return False
 
-    def read_calls(self, opener: str, source: TextReader, written: MessageBuilder) -> Reading[bool]:
+    def read_calls(self, opener: str, source: TextReader, message: MessageBuilder) -> Reading[bool]:
         yield from source.peek()
         raise ValueError("no such call")
 

@@ -306,5 +306,5 @@ def test_parsed_arguments() -> None:
     assert ToolCall("1", "f", '{"a": "one\ntwo"}').parsed == {"a": "one\ntwo"}
     assert ToolCall("1", "f", '"{\\"a\\": 1}"').parsed == {"a": 1}
     for arguments in ("", "[1]", '{"a": [1', "null"):
-        with pytest.raises(RequestError, match="the arguments of 'f' are no JSON"):
+        with pytest.raises(RequestError, match=r"the arguments of 'f' are not (a )?JSON"):
             _ = ToolCall("1", "f", arguments).parsed

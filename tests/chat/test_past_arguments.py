@@ -70,7 +70,7 @@ def test_no_arguments_are_an_empty_object(kind: str, arguments: object) -> None:
 @pytest.mark.parametrize("kind", ["as JSON", "one by one"])
 def test_arguments_that_are_no_object_are_refused_with_their_place(kind: str, arguments: str) -> None:
     lm = lm_with(TEMPLATES[kind][0])
-    place = r"messages\[1\]\.tool_calls\[0\]\.function\.arguments must be an object in JSON; got "
+    place = r"messages\[1\]\.tool_calls\[0\]\.function\.arguments must be a JSON object; got "
     with pytest.raises(RequestError, match=place):
         lm.chat_prompt(past(arguments))
 

@@ -121,7 +121,7 @@ def test_choices() -> None:
 @pytest.mark.parametrize(
     ("choice", "error"),
     [
-        ("wether", "tool_choice names 'wether', and the tools are weather, clock"),
+        ("wether", "tool_choice names 'wether', but the tools are weather, clock"),
         ({"type": "function", "function": {"name": "f"}}, "tool_choice names 'f'"),
         ({"type": "function"}, 'tool_choice must be "auto", "none", "required", the name of a tool or'),
         (5, "tool_choice must be"),
@@ -134,7 +134,7 @@ def test_what_is_no_choice_is_named(choice: Any, error: str) -> None:
 
 def test_a_call_needs_tools() -> None:
     for choice in ("required", "weather"):
-        with pytest.raises(RequestError, match="wants a call, and there are no tools"):
+        with pytest.raises(RequestError, match="requires a call, but there are no tools"):
             read_tool_use([], choice)
     with pytest.raises(RequestError, match="parallel_tool_calls must be true or false; got 'no'"):
         read_tool_use(TOOLS, None, "no")

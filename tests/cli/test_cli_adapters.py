@@ -90,7 +90,7 @@ def test_eval_hands_the_first_to_the_harness(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--adapter", "poet"], "--adapter wants NAME=SOURCE, such as poet=my-adapter; got 'poet'"),
+        (["--adapter", "poet"], "--adapter takes NAME=SOURCE, such as poet=my-adapter; got 'poet'"),
         (["--adapter", "a=x", "--adapter", "a=y"], "--adapter gives the name 'a' twice"),
     ],
 )

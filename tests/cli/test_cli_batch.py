@@ -341,7 +341,7 @@ def test_results_that_find_no_room_are_one_line(cli: Cli, loaded: onward.Languag
         (("none.jsonl", "out.jsonl"), "'none.jsonl' cannot be read: No such file"),
         ((".", "notes.txt"), "'.' is a folder, but 'notes.txt' is not"),
         (("in.jsonl", "out.jsonl", "--replicas", "0"), "--replicas must be 1 or more"),
-        (("in.jsonl", "out.jsonl", "--address", "here:1"), "give --replicas, too"),
+        (("in.jsonl", "out.jsonl", "--address", "here:1"), "add --replicas"),
         (("in.jsonl", "in.jsonl"), "is the batch itself"),
         (("in.jsonl", "link.jsonl"), "is the batch itself"),
         (("in.jsonl", "no/folder/out.jsonl"), "cannot be written to"),

@@ -71,9 +71,9 @@ def test_every_command(cli: Cli, loaded: onward.LanguageModel) -> None:
     told = iter(result.out.splitlines())
     for wanted in (
         "1 question, ",
-        "forgot 1 question",
+        "removed 1 question",
         "0 questions, 0 of 1,024 tokens",
-        "took back 'Hello there!' and its answer",
+        "removed 'Hello there!' and its answer",
         "temperature 0.5",
         "system message: Be brief.",
         *COMMANDS,
@@ -158,7 +158,7 @@ def test_a_chat_that_the_template_refuses_is_not_adopted(session: ChatSession) -
     session.ask("Hello there!", ignore)
     before = session.conversation
     with pytest.raises(RequestError):
-        session.adopt(Conversation("\udcff"))
+        session.set_conversation(Conversation("\udcff"))
     assert session.conversation is before
 
 
@@ -206,7 +206,7 @@ class Lines:
 
 
 def test_an_interrupt_between_answers_ends_a_script_and_not_a_person(session: ChatSession) -> None:
-    assert converse(session, Lines(KeyboardInterrupt, "Hello there!"), on_terminal=True)
+    assert converse(session, Lines(KeyboardInterrupt, "Hello there!").read, on_terminal=True)
     assert len(session.conversation.turns) == 1
     with pytest.raises(KeyboardInterrupt):
-        converse(session, Lines(KeyboardInterrupt, "Hello there!"), on_terminal=False)
+        converse(session, Lines(KeyboardInterrupt, "Hello there!").read, on_terminal=False)

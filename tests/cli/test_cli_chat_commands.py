@@ -105,7 +105,7 @@ def test_a_retried_chat_is_kept_in_its_file(cli: Cli, loaded: onward.LanguageMod
     said = cli(*ask, input="Tell me a story.\n/retry\nAnd then?\n/undo\n")
     assert said.code == 0
     resumed = ChatSession(loaded, "demo", SAMPLED, Conversation())
-    resumed.keep_in(file)
+    resumed.open(file)
     ((question, answer),) = resumed.conversation.turns
     assert question == "Tell me a story."
     assert answer == loaded.chat([{"role": "user", "content": question}], **SAMPLED | {"seed": sample_seed(7, 1)}).text
@@ -150,7 +150,7 @@ def test_values_are_json_or_text(session: ChatSession, line: str, value: dict[st
         ("temperature warm", "temperature"),
         ("temperature -1", "temperature"),
         ("top_p 0", "top_p"),
-        ("n 3", "no option of a chat"),
+        ("n 3", "not an option of a chat"),
         ("enable_thinking false", "unknown option 'enable_thinking'"),
     ],
 )
@@ -171,7 +171,7 @@ def test_options_are_shown_as_they_hold(session: ChatSession, lm: onward.Languag
     assert run_command(session, "/set seed") == "seed 7"
     plain = ChatSession(lm, "demo", {}, Conversation())
     assert run_command(plain, "/set temperature") == f"temperature {lm.defaults.temperature}"
-    assert run_command(plain, "/set max_new_tokens") == "max_new_tokens what is left of the context"
+    assert run_command(plain, "/set max_new_tokens") == "max_new_tokens the rest of the context"
 
 
 # ── variables of the template ─────────────────────────────────────────────────────────────────────────────
@@ -195,8 +195,8 @@ def test_thinking_is_turned_off(cli: Cli, thinking: onward.LanguageModel) -> Non
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--chat", "--no-thinking"), "no switch for thinking, --no-thinking is for"),
-        (("--chat", "--thinking"), "no switch for thinking, --thinking is for"),
+        (("--chat", "--no-thinking"), "--no-thinking: the chat template of demo has no switch for thinking"),
+        (("--chat", "--thinking"), "--thinking: the chat template of demo has no switch for thinking"),
         (("--chat", "--template-option", "mood=sad"), "no variable 'mood'"),
         (("--chat", "--template-option", "mood"), "NAME=VALUE"),
         (("--no-thinking",), "add --chat"),

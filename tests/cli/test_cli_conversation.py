@@ -51,6 +51,6 @@ def test_a_session_whose_note_is_no_conversation_is_refused_and_not_overwritten(
     before = file.read_bytes()
     chat = ChatSession(lm, "demo", {}, Conversation())
     with pytest.raises(SessionError, match=f"damaged chat: .*{wanted}"):
-        chat.keep_in(file)
+        chat.open(file)
     assert chat.conversation == Conversation()
     assert file.read_bytes() == before

@@ -96,7 +96,7 @@ def test_every_fact_is_shown_and_in_the_json(cli: Cli) -> None:
 
 
 def test_a_context_past_the_models_is_remarked(cli: Cli, lm: onward.LanguageModel) -> None:
-    assert f"made for {lm.model.max_seq_len:,}" in cli("info", "demo", "--context", "100000").out
+    assert f"trained for {lm.model.max_seq_len:,}" in cli("info", "demo", "--context", "100000").out
 
 
 def test_long_facts_wrap_under_themselves_on_a_terminal_alone() -> None:

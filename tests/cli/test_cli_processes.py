@@ -153,7 +153,7 @@ def test_a_chat_on_a_terminal(tmp_path: Path, terminals: list[Terminal]) -> None
     terminal.expect("system message: Be brief.")
     terminal.expect(EDITING)
     terminal.type("\x03")
-    terminal.expect("Ctrl-D or /exit leaves")
+    terminal.expect("Ctrl-D or /exit quits")
     terminal.expect(EDITING)
     terminal.type("\x04")
     assert terminal.process.wait(timeout=60) == 0

@@ -44,7 +44,7 @@ def test_a_budget_of_bits_is_kept_and_what_each_matrix_costs_is_told(cli: Cli, t
     *matrices, last = written.out.splitlines()
     assert all("nats" in line for line in matrices)
     assert {line.split()[0].partition(".")[0] for line in matrices} == {"4", "8"}
-    bits = float(last.split(" bits a weight")[0].rpartition(" ")[2])
+    bits = float(last.split(" bits per weight")[0].rpartition(" ")[2])
     assert 5.3 < bits <= 5.5
     assert "int8 and iq4_nl" in last
     assert "int8 and iq4_nl" in cli("info", str(tmp_path / "mixed")).out
@@ -59,7 +59,7 @@ def test_a_budget_of_bits_is_kept_and_what_each_matrix_costs_is_told(cli: Cli, t
 def test_a_seed_without_texts_is_an_error(cli: Cli, tmp_path: Path) -> None:
     result = cli("quantize", "demo", str(tmp_path / "x"), "--seed", "3")
     assert (result.code, result.out) == (2, "")
-    assert "--seed is that of the texts of --calibrate" in result.err
+    assert "--seed is the seed of --calibrate" in result.err
     assert not (tmp_path / "x").exists()
 
 

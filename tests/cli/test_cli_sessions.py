@@ -68,7 +68,7 @@ def test_a_chat_goes_on_in_the_next_run(cli: Cli, loaded: onward.LanguageModel, 
     assert [part.code for part in parts] == [0] * len(QUESTIONS)
     assert "".join(part.out for part in parts) == whole
     chat = ChatSession(loaded, "demo", GREEDY, Conversation())
-    chat.keep_in(file)
+    chat.open(file)
     assert len(chat.conversation.turns) == len(QUESTIONS)
     last = chat.ask("Go on.", ignore).completion
     assert last is not None
@@ -89,7 +89,7 @@ def processed_before(chat: ChatSession, lm: onward.LanguageModel) -> int:
 def test_a_file_is_written_at_every_turn(lm: onward.LanguageModel, tmp_path: Path) -> None:
     file = tmp_path / "chat.session"
     chat = ChatSession(lm, "demo", GREEDY, Conversation())
-    chat.keep_in(file)
+    chat.open(file)
     assert processed(file) == 0
     seen = []
 
@@ -105,7 +105,7 @@ def test_a_file_is_written_at_every_turn(lm: onward.LanguageModel, tmp_path: Pat
             return line
 
     with pytest.raises(KeyboardInterrupt):
-        converse(chat, Lines(), on_terminal=False)
+        converse(chat, Lines().read, on_terminal=False)
     tokens = [count for count, _ in seen]
     assert 0 == tokens[0] < tokens[1] < tokens[2]
     assert tokens[3:] == [0, 0, 0], "what was reset is in the file no more"
@@ -126,7 +126,7 @@ def test_an_interrupted_answer_is_kept(cli: Cli, lm: onward.LanguageModel, loade
         patch.setattr("onward.cli.chat_session.follow", interrupted)
         assert cli("chat", *FLAGS, "--session", str(file), input="Tell me a story.").code == 130
     chat = ChatSession(lm, "demo", GREEDY, Conversation())
-    chat.keep_in(file)
+    chat.open(file)
     assert chat.conversation.turns == [("Tell me a story.", "".join(shown))]
     prompt = lm.chat_prompt(chat.conversation.messages("Go on."))
     assert processed(file) > len(lm.chat_prompt([{"role": "user", "content": "Tell me a story."}]))
@@ -162,7 +162,7 @@ def test_what_is_no_chat_is_refused_and_left_alone(
 
 def test_a_chat_that_cannot_be_kept_is_told_and_goes_on(lm: onward.LanguageModel, tmp_path: Path) -> None:
     chat = ChatSession(lm, "demo", GREEDY, Conversation())
-    chat.keep_in(tmp_path / "chat.session")
+    chat.open(tmp_path / "chat.session")
     with pytest.MonkeyPatch.context() as patch:
 
         def full(*arguments: object) -> None:
@@ -171,19 +171,19 @@ def test_a_chat_that_cannot_be_kept_is_told_and_goes_on(lm: onward.LanguageModel
         patch.setattr("os.fsync", full)
         chat.ask("Hello there!", ignore)
         with pytest.raises(SessionError, match="No space left on device"):
-            chat.keep()
+            chat.save()
         assert processed(tmp_path / "chat.session") == 0
     chat.ask("And then?", ignore)
-    chat.keep()
+    chat.save()
     assert processed(tmp_path / "chat.session") > 0
 
 
 def test_another_models_chat_is_refused(lm: onward.LanguageModel, tmp_path: Path) -> None:
     chat = ChatSession(lm, "demo", GREEDY, Conversation())
-    chat.keep_in(tmp_path / "chat.session")
+    chat.open(tmp_path / "chat.session")
     chat.ask("Hello there!", ignore)
-    chat.keep()
+    chat.save()
     other = ChatSession(onward.load("demo", quantize="int8"), "demo", GREEDY, Conversation())
     with pytest.raises(OnwardError, match="the session of another model"):
-        other.keep_in(tmp_path / "chat.session")
+        other.open(tmp_path / "chat.session")
     assert other.conversation == Conversation()

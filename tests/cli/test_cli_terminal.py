@@ -119,7 +119,7 @@ def test_the_history_is_its_owners(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_a_history_that_cannot_be_kept_is_a_warning(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.warns(OnwardWarning, match="history of this chat will not be kept"):
+    with pytest.warns(OnwardWarning, match="history of this chat will not be saved"):
         history = repl._history(tmp_path / "file" / "chat_history")
     assert isinstance(history, InMemoryHistory)
 

@@ -89,7 +89,7 @@ def test_a_time_limit_ends_a_text(cli: Cli, lm: onward.LanguageModel) -> None:
         (("--beams", "2", "-t", "1"), "leave out temperature"),
         (("--beams", "2", "--samples", "3"), "n is 3, but 2 beams find 2 texts"),
         (("--length-penalty", "2"), "would change nothing without a beam search"),
-        (("--logprobs", "2"), "logprobs are part of what --json prints: add it"),
+        (("--logprobs", "2"), "--logprobs and --prompt-logprobs need --json: add it"),
         (("--time-limit", "0"), "time_limit must be a number of seconds above 0"),
     ],
     ids=str,

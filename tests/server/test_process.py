@@ -146,7 +146,7 @@ def test_without_the_extra_an_error_names_it(monkeypatch: pytest.MonkeyPatch) ->
     [
         (("--model", "=demo"), "NAME="),
         (("--model", "a=demo,speed=9"), "OPTION=VALUE"),
-        (("demo", "--model", "demo"), "names of their own"),
+        (("demo", "--model", "demo"), "names must be unique"),
         (("demo", "--api-key-file", "/nonexistent"), "cannot be read"),
         (("demo", "--api-key", "a b"), "API key"),
         (("demo", "--host", "no.such.host.invalid"), "cannot listen"),

@@ -1,4 +1,4 @@
-"""Chat messages: reasoning and calls of tools as families of models write them, read while they come; tools."""
+"""Chats: templates, tools, and streaming parsers for the reasoning and tool calls of each model family."""
 
 from onward.chat.answer import AnswerFormat, MessageParser
 from onward.chat.conversation import template_messages

@@ -1,4 +1,4 @@
-"""How the answer to a chat is read."""
+"""Parse the answer to a chat."""
 
 import hashlib
 from array import array
@@ -13,18 +13,16 @@ from onward.errors import RequestError
 
 
 class MessageParser:
-    """Reads one answer as it comes.
+    """A streaming parser of one answer.
 
-    Text is held back as long as it may be the beginning of a mark, or of a call whose name is not known. A call whose
-    name cannot be read is content, its mark too, so nothing is lost. One that breaks off later stays a call, with the
-    arguments as far as they were written.
+    Text that may be the beginning of a mark, or of a call whose name is not complete, is held back. If a call's name
+    cannot be read, the call is content, including its mark. A call that is cut off later has incomplete arguments.
 
-    format: how the model writes.
-    new_id: the id of the call with an index.
-    tools: the names of the tools that were given, maybe each with the JSON schema of its arguments, by which formats
-        without JSON tell texts from numbers; empty where they are not known. None: no tools were given, and what
-        looks like a call is content.
-    thinking: whether the prompt has opened the reasoning already.
+    format: of the model's messages.
+    new_id: returns the id of the call at an index.
+    tools: the names of the request's tools, or a mapping from names to JSON schemas of their arguments, from which
+        formats without JSON tell strings from numbers; empty if unknown. None: no tools, and calls are content.
+    thinking: whether the prompt has already opened the reasoning.
     """
 
     def __init__(
@@ -35,52 +33,50 @@ class MessageParser:
         thinking: bool = False,
     ) -> None:
         self._source = source = TextReader()
-        self._written = MessageBuilder(new_id, lambda: source.place, tools or ())
-        self._reading = format.read(self._source, self._written, calls=tools is not None, thinking=thinking)
+        self._message = MessageBuilder(new_id, lambda: source.place, tools or ())
+        self._reading = format.read(source, self._message, calls=tools is not None, thinking=thinking)
         next(self._reading, None)
 
     def feed(self, text: str) -> None:
-        """Read on."""
         if text:
             self._source.add(text)
             next(self._reading, None)
 
     def finish(self) -> None:
-        """The text is over: what was held back is certain, too."""
+        """End the text, and release the rest of it."""
         self._source.end()
         next(self._reading, None)
-        self._written.content.end()
+        self._message.content.end()
 
     @property
     def reasoning_spans(self) -> Sequence[tuple[int, int]]:
-        """Where reasoning stands in the text that was fed, without its marks: (begin, end), in order."""
-        return self._written.reasoning.spans
+        """The spans of reasoning in the text, without marks: (begin, end), in order."""
+        return self._message.reasoning.spans
 
     def take(self) -> MessageDelta:
-        """What became certain since the last time."""
-        return self._written.take()
+        """Return what was parsed since the last call of `take`."""
+        return self._message.take()
 
 
 class Vocabulary(Protocol):
-    """What marks need of a tokenizer."""
+    """The methods of a tokenizer that find special tokens."""
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
 
     def decode(self, ids: Sequence[int]) -> str: ...
 
 
-# Names of tools, or each with the JSON schema of its arguments.
+# Names of tools, or names with the JSON schemas of their arguments.
 Tools: TypeAlias = tuple[str, ...] | Mapping[str, Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
 class AnswerFormat:
-    """How the answer to a request is read as a message.
+    """How to parse the answer to a request.
 
-    format: how the model writes. tools: those that may be called, by name, maybe each with the JSON schema of its
-    arguments; empty where they are not known, and None where there are none. thinking: whether the prompt ends in
-    opened reasoning; False where it ends in closed reasoning, None where it has none. marks: ids of special tokens, and
-    how each is written; a text does not have them.
+    format: of the model's messages. tools: as in `MessageParser`. thinking: True if the prompt ends with open
+    reasoning, False if it ends with closed reasoning, None if it has none. marks: ids of special tokens, which are not
+    in the text, and their texts.
     """
 
     format: MessageFormat
@@ -90,29 +86,26 @@ class AnswerFormat:
 
     @classmethod
     def of(cls, format: MessageFormat, vocabulary: Vocabulary, prompt: str, tools: Tools | None) -> "AnswerFormat":
-        """prompt: the conversation as text, up to where the answer begins."""
-        written = format.marks_of(calls=tools is not None)
-        marks = tuple((id, text) for text in written if (id := special_token(vocabulary, text)) is not None)
+        """Return how to parse the answer to `prompt`, the text of the conversation."""
+        texts = format.marks_of(calls=tools is not None)
+        marks = tuple((id, text) for text in texts if (id := special_token(vocabulary, text)) is not None)
         opening, closing = (prompt.rstrip().endswith(mark) for mark in format.thinking)
         return cls(format, tools, opening or (False if closing else None), marks)
 
     def parser(self, prompt: Sequence[int], seed: int | None) -> MessageParser:
-        """A parser for one text. The ids of its calls follow from the prompt and the seed."""
-        return MessageParser(self.format, _call_ids(self.format, prompt, seed), self.tools, self.thinking is True)
+        """Return a parser for one text. The ids of its calls are derived from the prompt and the seed."""
+
+        def new_id(index: int) -> str:
+            digest = hashlib.sha256(array("q", prompt).tobytes() + f"{seed} {index}".encode())
+            return self.format.call_id(digest.digest())
+
+        return MessageParser(self.format, new_id, self.tools, self.thinking is True)
 
 
 def special_token(vocabulary: Vocabulary, text: str) -> int | None:
-    """The id of the special token that is written like this; None where it is no such token."""
+    """Return the id of the special token with this text, or None."""
     try:
         ids = vocabulary.encode(text, add_special_tokens=False)
     except RequestError:
-        return None  # it lies past the model's vocabulary, so no answer has it
+        return None  # outside the model's vocabulary
     return ids[0] if len(ids) == 1 and not vocabulary.decode(ids) else None
-
-
-def _call_ids(format: MessageFormat, prompt: Sequence[int], seed: int | None) -> Callable[[int], str]:
-    def new_id(index: int) -> str:
-        digest = hashlib.sha256(array("q", prompt).tobytes() + f"{seed} {index}".encode())
-        return format.call_id(digest.digest())
-
-    return new_id

@@ -1,5 +1,4 @@
-"""Calls that are JSON objects with a name and arguments, as most families write them; and calls whose arguments stand
-each by itself between marks, and become JSON here."""
+"""Read calls that are JSON objects, and calls whose arguments are separate and become JSON here."""
 
 import json
 from collections.abc import Mapping
@@ -8,24 +7,24 @@ from typing import Any, NoReturn
 from onward.chat.source import MessageBuilder, Reading, TextReader, read_string, read_value
 from onward.schemas import kind_of, kinds_of
 
-# Llama calls them parameters.
+# "parameters" is Llama's name.
 _ARGUMENTS = ("arguments", "parameters")
 
 
-def read_call_object(source: TextReader, written: MessageBuilder, *, known: bool = False) -> Reading[bool]:
-    """Read {"name": …, "arguments": …}, its keys in any order; others are passed over.
+def read_call_object(source: TextReader, message: MessageBuilder, *, known: bool = False) -> Reading[bool]:
+    """Read {"name": …, "arguments": …} with keys in any order; other keys are ignored.
 
-    The call begins as soon as its name was read. From there on the text is its own, and the source never goes back.
+    The call begins once its name is read. From there on, the source is never rewound.
 
-    known: the name must be that of a tool that was given.
+    known: accept only names of the request's tools.
 
     Returns:
-        Whether there was a name. If not, the source stands anywhere.
+        Whether a name was read. If not, the position of the source is undefined.
     """
     if not (yield from source.skip("{")):
         return False
     name: str | None = None
-    early: list[str] = []  # arguments that stand before the name
+    early: list[str] = []  # arguments before the name
     has_arguments = False
     while True:
         yield from source.skip_space()
@@ -36,35 +35,35 @@ def read_call_object(source: TextReader, written: MessageBuilder, *, known: bool
         yield from source.skip_space()
         if key == "name" and name is None:
             name = yield from read_string(source)
-            if not name or (known and not written.knows(name)):
+            if not name or (known and not message.knows(name)):
                 return False
             source.forget()
-            written.call(name)
-            written.arguments("".join(early))
-            whole = True
+            message.call(name)
+            message.arguments("".join(early))
+            complete = True
         elif key in _ARGUMENTS and not has_arguments:
             has_arguments = True
-            whole = yield from read_value(source, early.append if name is None else written.arguments)
+            complete = yield from read_value(source, early.append if name is None else message.arguments)
         else:
-            whole = yield from read_value(source, len)
-        if not whole:
+            complete = yield from read_value(source, len)
+        if not complete:
             return name is not None
         yield from source.skip_space()
         if (yield from source.skip("}")):
             if name is not None and not has_arguments:
-                written.arguments("{}")
+                message.arguments("{}")
             return name is not None
         if not (yield from source.skip(",")):
             return name is not None
 
 
 def read_call_objects(
-    source: TextReader, written: MessageBuilder, separator: str = "", *, known: bool = False
+    source: TextReader, message: MessageBuilder, separator: str = "", *, known: bool = False
 ) -> Reading[bool]:
-    """Read one call after another, with spaces and a separator between them. known: as in `read_call_object`.
+    """Read calls with whitespace and a separator between them. known: as in `read_call_object`.
 
     Returns:
-        Whether there was one. What comes after the last whole call is unread, and so is what breaks a call off.
+        Whether there was a call. The text after the last complete call stays unread.
     """
     found = False
     while True:
@@ -73,7 +72,7 @@ def read_call_objects(
             return found
         if found:
             source.mark()
-        if not (yield from read_call_object(source, written, known=known)):
+        if not (yield from read_call_object(source, message, known=known)):
             if found:
                 source.rewind()
             return found
@@ -83,48 +82,47 @@ def read_call_objects(
             return True
 
 
-# What models write that were shown Python's words for the same.
-_WORDS = {"true": "true", "false": "false", "none": "null", "null": "null"}
+# Literals that models write, also Python's.
+_LITERALS = {"true": "true", "false": "false", "none": "null", "null": "null"}
 
 
 class Arguments:
-    """Writes the arguments of a call that has begun as one object of JSON, in the order in which they come.
+    """Writes the arguments of the last call as one JSON object, in their order.
 
-    schema: of that object. It tells what is text and what a number, a list or an object; where it does not, what reads
-    as JSON is JSON, and the rest is text.
+    schema: of that object. It tells strings from other values; if it does not, valid JSON is JSON, and all other text
+    is a string.
     """
 
-    def __init__(self, written: MessageBuilder, schema: Mapping[str, Any]) -> None:
-        self._written, self._schema = written, schema
+    def __init__(self, message: MessageBuilder, schema: Mapping[str, Any]) -> None:
+        self._message, self._schema = message, schema
         self._before = "{"
 
     def read(self, name: str, source: TextReader, ends: list[str]) -> Reading[bool]:
-        """Read a value up to and with one of `ends`. Text is handed on as it comes. Returns whether it is whole."""
-        self._written.arguments(f"{self._before}{_dumped(name)}: ")
+        """Read a value through one of `ends`, and stream strings; return whether the value is complete."""
+        self._message.arguments(f"{self._before}{_dumped(name)}: ")
         self._before = ", "
         kinds = kinds_of(self._schema.get("properties", {}).get(name, {}), self._schema)
         if kinds == {"string"}:
-            self._written.arguments('"')
+            self._message.arguments('"')
             found = yield from source.until(
-                ends, lambda text: self._written.arguments(_dumped(text)[1:-1]), is_cut=lambda: True
+                ends, lambda text: self._message.arguments(_dumped(text)[1:-1]), is_cut=lambda: True
             )
             if found is not None:
-                self._written.arguments('"')
+                self._message.arguments('"')
         else:
             parts: list[str] = []
             found = yield from source.until(ends, parts.append)
             if found is not None:
-                self._written.arguments(_as_json("".join(parts), kinds))
+                self._message.arguments(_as_json("".join(parts), kinds))
         return found is not None
 
     def end(self) -> None:
-        """No more follow."""
-        self._written.arguments("{}" if self._before == "{" else "}")
+        self._message.arguments("{}" if self._before == "{" else "}")
 
 
 def _as_json(text: str, kinds: set[str] | None) -> str:
-    """A value as JSON: as it was written, where that is JSON of one of these types, or else as text."""
-    value = _WORDS.get(text.strip().lower(), text.strip())
+    """Return a value as JSON: unchanged if it is JSON of one of these types, else as a string."""
+    value = _LITERALS.get(text.strip().lower(), text.strip())
     try:
         kind = kind_of(json.loads(value, parse_constant=_refuse))
     except (ValueError, RecursionError):
@@ -138,4 +136,4 @@ def _dumped(text: str) -> str:
 
 
 def _refuse(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")

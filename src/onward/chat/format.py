@@ -1,4 +1,4 @@
-"""`MessageFormat`: how a family of models writes reasoning and calls."""
+"""`MessageFormat`: the syntax of reasoning and calls of a model family."""
 
 import re
 import string
@@ -11,10 +11,10 @@ _LETTERS = string.ascii_letters + string.digits
 
 
 class ArgumentSyntax(NamedTuple):
-    """How an argument is written that stands by itself.
+    """The syntax of a separate argument.
 
-    before: before its name. middle: between its name and its value. after: after its value. names: the names that can
-    be read back.
+    before: text before its name. middle: between its name and value. after: after its value. names: the names that can
+    be parsed.
     """
 
     before: str
@@ -24,12 +24,12 @@ class ArgumentSyntax(NamedTuple):
 
 
 class CallSyntax(NamedTuple):
-    """How calls are written where they are constrained, after their opener.
+    """The syntax of constrained calls, after their opener.
 
-    before: before the name of a call. middle: between the name and the arguments. after: after the arguments.
-    between: between two calls; None where an answer has one at most. begin: before the first call. end: after the last.
-    quoted: the name is a string of JSON. argument: how each argument is written where it stands by itself; None where
-    the arguments are one object of JSON.
+    before: text before the name of a call. middle: between the name and the arguments. after: after the arguments.
+    between: between two calls; None if an answer has at most one. begin: before the first call. end: after the last.
+    quoted: whether the name is a JSON string. argument: the syntax of each argument; None if the arguments are one JSON
+    object.
     """
 
     before: str
@@ -43,15 +43,15 @@ class CallSyntax(NamedTuple):
 
 
 class MessageFormat(ABC):
-    """How a family of models writes its answers. To add one, write a file and a line in `FORMATS`.
+    """The syntax of a model family's answers. To add one, write a module and add it to `FORMATS`.
 
-    name: what `message_format=` calls it.
-    thinking: the marks around reasoning. after_thinking: what a model writes between reasoning and what follows it.
-    before_content: what stands before content; empty where content has no mark.
-    openers: marks that a call begins with, wherever it stands. No opener begins another.
+    name: for `message_format=`.
+    thinking: the marks around reasoning. after_thinking: the text between reasoning and the rest of the answer.
+    before_content: the mark before content, if any.
+    openers: marks that begin a call anywhere in an answer. No opener may be a prefix of another.
     bare: whether an answer may also begin with a call without an opener, which is then a JSON object.
-    syntax: how constrained calls are written; None where calls cannot be.
-    marks: other marks that calls have. A mark that is a special token is no part of the text, and is read all the same.
+    syntax: the syntax of constrained calls; None if calls cannot be constrained.
+    marks: other marks in calls. Marks may be special tokens, which are not in the text; they are parsed the same way.
     """
 
     name: ClassVar[str]
@@ -74,39 +74,39 @@ class MessageFormat(ABC):
 
     @property
     def all_marks(self) -> tuple[str, ...]:
-        """Everything that may be a token of its own."""
+        """All marks, which may be special tokens."""
         return (*self.thinking, *self.openers, *self.marks)
 
     def marks_of(self, *, calls: bool) -> tuple[str, ...]:
-        """What is read of an answer and may be a token of its own. calls: whether tools were given."""
+        """Return the marks to parse in an answer. calls: whether the request has tools."""
         return self.all_marks if calls else self.thinking
 
     @abstractmethod
     def is_of(self, template: str) -> bool:
-        """Whether a chat template, as text, is one of this family."""
+        """Whether a chat template, as text, belongs to this family."""
 
-    def read(self, source: TextReader, written: MessageBuilder, *, calls: bool, thinking: bool) -> Reading[None]:
-        """Read a whole answer: reasoning, then content with calls in it.
+    def read(self, source: TextReader, message: MessageBuilder, *, calls: bool, thinking: bool) -> Reading[None]:
+        """Read an answer: reasoning, then content and calls.
 
-        calls: whether tools were given; without them, what looks like a call is content. thinking: whether the prompt
-        has opened the reasoning already.
+        calls: whether the request has tools; without them, calls are content. thinking: whether the prompt has already
+        opened the reasoning.
         """
-        yield from self._read_reasoning(source, written, thinking)
+        yield from self._read_reasoning(source, message, thinking)
         if calls:
             source.mark()
-            if not (yield from self.read_start(source, written)):
+            if not (yield from self.read_start(source, message)):
                 source.rewind()
         openers = self.openers if calls else ()
-        while opener := (yield from source.until(openers, written.content.add, is_cut=written.has_calls)):
+        while opener := (yield from source.until(openers, message.content.add, is_cut=message.has_calls)):
             source.mark()
-            if not (yield from self.read_calls(opener, source, written)):
-                if written.has_calls() and source.is_over:  # the text was cut within another call
+            if not (yield from self.read_calls(opener, source, message)):
+                if message.has_calls() and source.is_over:  # the text is cut in another call
                     return
                 source.rewind()
-                written.content.add(opener)
+                message.content.add(opener)
 
-    def _read_reasoning(self, source: TextReader, written: MessageBuilder, thinking: bool) -> Reading[None]:
-        """A message may begin with reasoning, and nowhere else has it any."""
+    def _read_reasoning(self, source: TextReader, message: MessageBuilder, thinking: bool) -> Reading[None]:
+        """Read reasoning, which is only at the beginning of a message."""
         opening, closing = self.thinking
         source.mark()
         yield from source.skip_space()
@@ -114,28 +114,28 @@ class MessageFormat(ABC):
             source.rewind()
             return
         source.forget()
-        if (yield from source.until([closing], written.reasoning.add)) is not None:
-            written.content.mark()
+        if (yield from source.until([closing], message.reasoning.add)) is not None:
+            message.content.mark()
 
-    def read_start(self, source: TextReader, written: MessageBuilder) -> Reading[bool]:
-        """Read the calls that a message may begin with, without an opener. Returns whether there was one."""
+    def read_start(self, source: TextReader, message: MessageBuilder) -> Reading[bool]:
+        """Read calls without an opener at the beginning of a message; return whether there was one."""
         yield from ()
         return False
 
-    def read_calls(self, opener: str, source: TextReader, written: MessageBuilder) -> Reading[bool]:
-        """Read the calls that follow `opener`, which was read. Returns whether there was one."""
+    def read_calls(self, opener: str, source: TextReader, message: MessageBuilder) -> Reading[bool]:
+        """Read the calls after `opener`, which is already read; return whether there was one."""
         yield from ()
         return False
 
     def call_id(self, digest: bytes) -> str:
-        """The id of a call, made of 32 bytes that no other call has."""
+        """Return the id of a call, from 32 bytes that are unique to it."""
         return f"call_{letters(digest, 24)}"
 
 
 def letters(digest: bytes, count: int) -> str:
-    """So many letters and digits, made of bytes."""
-    number, written = int.from_bytes(digest), []
+    """Return `count` letters and digits derived from bytes."""
+    number, text = int.from_bytes(digest), ""
     for _ in range(count):
         number, digit = divmod(number, len(_LETTERS))
-        written.append(_LETTERS[digit])
-    return "".join(written)
+        text += _LETTERS[digit]
+    return text

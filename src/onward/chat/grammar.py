@@ -1,4 +1,4 @@
-"""Grammars of answers whose calls can be read, in Lark's syntax as llguidance has it."""
+"""Grammars for answers with calls, in llguidance's variant of Lark's syntax."""
 
 import json
 import re
@@ -11,9 +11,9 @@ from onward.chat.tools import Tool, ToolUse
 from onward.errors import RequestError
 from onward.schemas import SPACED, Spacing, alternatives, json_rules, kinds_of, lark_string, values_of
 
-# Where a schema has one of these, `properties` does not name all that there may be.
+# With one of these, a schema allows more than its `properties`.
 _OPEN = {"additionalProperties", "unevaluatedProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref", "if"}
-# What a schema may ask of a text.
+# Constraints on strings, which cannot be enforced on strings without quotes.
 _BARE_LIMITS = {"pattern", "format", "minLength", "maxLength"}
 _DEFINITIONS = ("$defs", "definitions")
 _ANY = "(?s:.*)"
@@ -21,10 +21,10 @@ _SPACE = r"[ \t\r\n]"
 
 
 class Content(NamedTuple):
-    """JSON that an answer without calls has to be.
+    """The JSON of an answer without calls.
 
-    rules: of the grammar; the first is called `content`. spacing: what stands between the tokens of that JSON.
-    is_expanded: its brackets and keys are rules, too, and no `%json`.
+    rules: of the grammar; the first is named `content`. spacing: the whitespace between the JSON's tokens.
+    is_expanded: whether its brackets and keys are rules too, instead of `%json`.
     """
 
     rules: Sequence[str]
@@ -32,81 +32,76 @@ class Content(NamedTuple):
     is_expanded: bool
 
 
-def answer_grammar(reading: AnswerFormat, use: ToolUse, ids: Mapping[str, int], content: Content | None = None) -> str:
-    """The grammar of the answers that `use` allows and `reading` reads.
+def answer_grammar(answer: AnswerFormat, use: ToolUse, ids: Mapping[str, int], content: Content | None = None) -> str:
+    """Return the grammar of the answers that `use` allows and `answer` parses.
 
-    An answer may begin with reasoning, unless the prompt has closed it. What follows are calls, where one has to come;
-    otherwise text, or calls with or without text before them. The arguments of a call follow the schema of its tool.
+    An answer may begin with reasoning, unless the prompt has closed it. If calls are required, they follow; otherwise
+    text, calls, or text and then calls. The arguments of a call conform to the schema of its tool.
 
-    ids: of the marks that grammars do not have as text. content: what an answer is that has no calls; such an answer is
-    either that or calls, with no text beside either.
+    ids: of the marks that are special tokens. content: of an answer without calls. If set, an answer is either that
+    content or calls, without other text.
 
     Raises:
-        RequestError: the format has no calls.
+        RequestError: the calls of this format cannot be constrained.
     """
-    format = reading.format
+    format = answer.format
     if format.syntax is None:
         raise RequestError(
-            "tool_choice, parallel_tool_calls and strict tools need to know how the model writes calls, and its chat "
-            "template does not tell: give the LanguageModel a message_format"
+            "tool_choice, parallel_tool_calls and strict tools need to know how the model writes calls, but its chat "
+            "template does not show it: set the LanguageModel's message_format"
         )
-    rules = (
-        ["start: answer"] if reading.thinking is False else [*_reasoning(format, ids, opened=bool(reading.thinking))]
-    )
-    opened = [f"{_written(opener, ids)} calls" for opener in format.openers]
+    rules = ["start: answer"]
+    if answer.thinking is not False:
+        rules = [f"start: {_thought(format, ids, opened=bool(answer.thinking))} answer", *_reasoning(format, ids)]
+    opened = [f"{_symbols(opener, ids)} calls" for opener in format.openers]
     if use.choice == "required":
         rules.append(f"answer: {'calls' if format.bare else opened[0]}")
     elif content is None:
         rules += _free(format, ids)
     else:
         bare = ["object"] if format.bare else []
-        rules.append(f"answer: {' | '.join([f'{_written(format.before_content, ids)} content', *bare, *opened])}")
+        rules.append(f"answer: {' | '.join([f'{_symbols(format.before_content, ids)} content', *bare, *opened])}")
         rules += [*content.rules, *(_call_objects(format.syntax, use, content) if format.bare else [])]
     return "\n".join([*rules, *_calls(format, format.syntax, use, ids)])
 
 
-def content_beginning(reading: AnswerFormat, ids: Mapping[str, int]) -> str:
-    """The rules of what stands before the content, `beginning` to its end; empty where nothing has to.
+def content_beginning(answer: AnswerFormat, ids: Mapping[str, int]) -> str:
+    """Return the rules of the text before the content, `beginning` first; empty if there is none.
 
-    That is the rest of reasoning that the prompt has opened, and the mark of the content. Where content has one,
-    reasoning may stand before it. ids: as in `answer_grammar`.
+    It is the rest of the reasoning that the prompt has opened, and the content's mark, if any, which may also have
+    reasoning before it. ids: as in `answer_grammar`.
     """
-    format, before = reading.format, reading.format.before_content
-    if not reading.thinking and not before:
+    format, before = answer.format, answer.format.before_content
+    if not answer.thinking and not before:
         return ""
-    if reading.thinking is False:
-        return f"beginning: {_written(before, ids)}"
-    thought = _thought(format, ids, opened=bool(reading.thinking))
-    return "\n".join([f"beginning: {thought} {_written(before, ids)}", *_to_the_end(format, ids)])
-
-
-def _reasoning(format: MessageFormat, ids: Mapping[str, int], *, opened: bool) -> Iterator[str]:
-    yield f"start: {_thought(format, ids, opened=opened)} answer"
-    yield from _to_the_end(format, ids)
+    if answer.thinking is False:
+        return f"beginning: {_symbols(before, ids)}"
+    thought = _thought(format, ids, opened=bool(answer.thinking))
+    return "\n".join([f"beginning: {thought} {_symbols(before, ids)}", *_reasoning(format, ids)])
 
 
 def _thought(format: MessageFormat, ids: Mapping[str, int], *, opened: bool) -> str:
-    return "reasoning" if opened else f"({_written(format.thinking[0], ids)} reasoning)?"
+    return "reasoning" if opened else f"({_symbols(format.thinking[0], ids)} reasoning)?"
 
 
-def _to_the_end(format: MessageFormat, ids: Mapping[str, int]) -> Iterator[str]:
+def _reasoning(format: MessageFormat, ids: Mapping[str, int]) -> Iterator[str]:
     thought = _ending("thought", format.thinking[1], ids)
-    after = _written(format.after_thinking, ids) or f"/{_SPACE}{{0,4}}/"
+    after = _symbols(format.after_thinking, ids) or f"/{_SPACE}{{0,4}}/"
     yield f"reasoning: {thought[0]} {after}"
     yield from thought[1:]
 
 
 def _free(format: MessageFormat, ids: Mapping[str, int]) -> Iterator[str]:
-    """Text has no opener. It does not begin with reasoning, nor with a brace where that begins calls.
+    """The rules of a free answer: text without an opener, reasoning or, if it begins calls, a brace at the beginning.
 
-    Where content has a mark of its own, it is either that or calls.
+    If content has a mark, the answer is either content or calls.
     """
     first = "|".join([_pattern(format.thinking[0]), *([r"\{"] if format.bare else [])])
     but = f" & ~/{_SPACE}*({first}){_ANY}/"
     befores = [_ending(f"before_{at}", opener, ids, but) for at, opener in enumerate(format.openers)]
     if format.before_content:
-        befores = [[_written(opener, ids)] for opener in format.openers]
-    text = f"{_written(format.before_content, ids)} TEXT"
+        befores = [[_symbols(opener, ids)] for opener in format.openers]
+    text = f"{_symbols(format.before_content, ids)} TEXT"
     answers = [text, *(["calls"] if format.bare else []), *(f"{before[0]} calls" for before in befores)]
     yield f"answer: {' | '.join(answers)}"
     yield f"TEXT: /{_ANY}/{but} & ~/{_ANY}({'|'.join(map(_pattern, format.openers))}){_ANY}/"
@@ -115,13 +110,13 @@ def _free(format: MessageFormat, ids: Mapping[str, int]) -> Iterator[str]:
 
 
 def _calls(format: MessageFormat, syntax: CallSyntax, use: ToolUse, ids: Mapping[str, int]) -> Iterator[str]:
-    more = f"({_written(syntax.between, ids)} call)*" if use.parallel and syntax.between is not None else ""
-    yield f"calls: {_written(syntax.begin, ids)} call {more} {_written(syntax.end, ids)}"
+    more = f"({_symbols(syntax.between, ids)} call)*" if use.parallel and syntax.between is not None else ""
+    yield f"calls: {_symbols(syntax.begin, ids)} call {more} {_symbols(syntax.end, ids)}"
     yield f"call: {' | '.join(f'call_{at}' for at in range(len(use.callable_tools)))}"
     for at, tool in enumerate(use.callable_tools):
         name = json.dumps(tool.name) if syntax.quoted else tool.name
         before = f"{syntax.before}{name}{syntax.middle}"
-        yield f"call_{at}: {_written(before, ids)} arguments_{at} {_written(syntax.after, ids)}"
+        yield f"call_{at}: {_symbols(before, ids)} arguments_{at} {_symbols(syntax.after, ids)}"
         if syntax.argument is None:
             yield from json_rules(f"arguments_{at}", arguments_schema(tool), SPACED, tool.place)
         else:
@@ -129,8 +124,7 @@ def _calls(format: MessageFormat, syntax: CallSyntax, use: ToolUse, ids: Mapping
 
 
 def _call_objects(syntax: CallSyntax, use: ToolUse, content: Content) -> Iterator[str]:
-    """The rules of a call without an opener, where an answer may also be other JSON. Both are made of the same tokens,
-    since a grammar reads a text token by token, and never goes back."""
+    """The rules of a call beside other JSON. Both have the same tokens, since parsing never backtracks."""
     keys = json.loads(f'{syntax.before}"name"{syntax.middle}{{}}{syntax.after}')
     yield f"object: {' | '.join(f'object_{at}' for at in range(len(use.callable_tools)))}"
     for at, tool in enumerate(use.callable_tools):
@@ -142,11 +136,11 @@ def _call_objects(syntax: CallSyntax, use: ToolUse, content: Content) -> Iterato
 
 
 def _arguments(rule: str, tool: Tool, syntax: ArgumentSyntax, ids: Mapping[str, int]) -> Iterator[str]:
-    """The arguments of a tool that stand each by itself, in the order of the schema."""
+    """The rules of separate arguments, in the order of the schema."""
     schema = tool.parameters
     if schema.get("additionalProperties") or (_OPEN - {"additionalProperties"}) & set(schema):
         raise RequestError(
-            f"{tool.place} has to name each argument in properties, for this model writes arguments one by one"
+            f"{tool.place} has to name each argument in properties, because this model writes arguments one by one"
         )
     parts = []
     for at, (name, of) in enumerate(schema.get("properties", {}).items()):
@@ -156,7 +150,7 @@ def _arguments(rule: str, tool: Tool, syntax: ArgumentSyntax, ids: Mapping[str, 
         if not syntax.names.fullmatch(name):
             raise RequestError(f"{place}: this model's calls cannot have an argument of this name: give it another")
         value, *rules = _value(f"{rule}_{at}", of, schema, syntax.after, ids, place)
-        parts.append(f"({_written(f'{syntax.before}{name}{syntax.middle}', ids)} {value}){'' if is_required else '?'}")
+        parts.append(f"({_symbols(f'{syntax.before}{name}{syntax.middle}', ids)} {value}){'' if is_required else '?'}")
         yield from rules
     yield f"{rule}: {' '.join(parts) or json.dumps('')}"
 
@@ -164,63 +158,57 @@ def _arguments(rule: str, tool: Tool, syntax: ArgumentSyntax, ids: Mapping[str, 
 def _value(
     rule: str, schema: Any, root: Mapping[str, Any], after: str, ids: Mapping[str, int], place: str
 ) -> list[str]:
-    """A value with what stands after it: what derives it, and then the rules for that. Text stands there as it is.
-
-    place: of the schema, for errors.
-    """
+    """Return the derivation of a value and the text after it, and then its rules. Strings have no quotes."""
     leaves = alternatives(schema, root)
     kinds = kinds_of(schema, root) or set()
     if "string" not in kinds or not kinds <= {"string", "null"}:
         if isinstance(schema, Mapping):
             schema = {**schema, **{key: root[key] for key in _DEFINITIONS if key in root}}
-        return [f"{rule} {_written(after, ids)}", *json_rules(rule, schema, SPACED, place)]
+        return [f"{rule} {_symbols(after, ids)}", *json_rules(rule, schema, SPACED, place)]
     listed = [values_of(leaf) for leaf in leaves]
     mark = after.strip()
     if None not in listed:
         texts = ["null" if value is None else value for values in listed for value in values or ()]
         if any(mark in text for text in texts):
             raise RequestError(f"{place}: this model's calls cannot have a value with {mark!r} in it: leave it out")
-        return [f"({' | '.join(_text(text, ids) for text in texts)}) {_written(after, ids)}"]
+        symbols = " | ".join(_symbols(text, ids) or '""' for text in texts)
+        return [f"({symbols}) {_symbols(after, ids)}"]
     if limits := {limit for leaf in leaves for limit in _BARE_LIMITS & set(leaf)}:
         raise RequestError(
             f"{place}: this model writes texts without quotes, so {min(limits)} cannot be enforced: leave it out"
         )
     space, _, rest = after.partition(mark)
-    # Readers end at the mark without its line break, too.
+    # The parser also accepts the mark without its line break.
     but = f" & ~/({_ANY}[^\\n])?{_pattern(mark)}{_ANY}/" if space else ""
     value, *rules = _ending(rule, space + mark, ids, but)
-    return [f"{value} {_written(rest, ids)}", *rules]
+    return [f"{value} {_symbols(rest, ids)}", *rules]
 
 
 def arguments_schema(tool: Tool) -> dict[str, Any]:
-    """The schema of a tool's arguments. Without a word on other properties it has none, for a tool takes none."""
+    """Return the schema of a tool's arguments, closed to other properties unless it allows them."""
     schema = dict(tool.parameters)
     closed = {"additionalProperties": False} if "properties" in schema and not _OPEN & set(schema) else {}
     return {"type": "object", **schema, **closed}
 
 
-def _text(text: str, ids: Mapping[str, int]) -> str:
-    return _written(text, ids) or '""'
-
-
 def _ending(name: str, mark: str, ids: Mapping[str, int], but: str = "") -> list[str]:
-    """Any text up to and with the first `mark`: what derives it, and then the rules for that. but: what it is not."""
-    if any(mark.startswith(special) for special in ids):  # no text has it
-        return [f"{name.upper()} {_written(mark, ids)}", f"{name.upper()}: /{_ANY}/{but}"]
+    """Return the derivation of any text through the first `mark`, and then its rules. but: a pattern to exclude."""
+    if any(mark.startswith(special) for special in ids):  # not in the text
+        return [f"{name.upper()} {_symbols(mark, ids)}", f"{name.upper()}: /{_ANY}/{but}"]
     return [name, f"{name}[lazy]: {name.upper()}", f"{name.upper()}: /{_ANY}{_pattern(mark)}/{but}"]
 
 
-def _written(text: str, ids: Mapping[str, int]) -> str:
-    """A text as symbols of a grammar, special tokens by their ids."""
+def _symbols(text: str, ids: Mapping[str, int]) -> str:
+    """Return a text as symbols of a grammar, with special tokens by id."""
     if not text:
         return ""
     for mark, id in ids.items():
         before, found, after = text.partition(mark)
         if found:
-            return f"{_written(before, ids)} <[{id}]> {_written(after, ids)}"
+            return f"{_symbols(before, ids)} <[{id}]> {_symbols(after, ids)}"
     return lark_string(text)
 
 
 def _pattern(text: str) -> str:
-    """A text in a regular expression between slashes."""
+    """Return a regular expression, for use between slashes, that matches a text."""
     return re.escape(text).replace("/", r"\/").replace("\\\n", r"\n")

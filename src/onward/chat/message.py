@@ -1,4 +1,4 @@
-"""What an assistant answers in a chat: its parts as they come, and the message that they add up to."""
+"""The answer of a chat: a message, and its deltas while it is streamed."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -10,10 +10,10 @@ from onward.util.text_input import TextError, parse_json
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A tool that the model calls.
+    """A call of a tool.
 
-    id: what the tool's result refers to. The same answer to the same prompt has the same ids.
-    name: of the tool. arguments: JSON, exactly as the model wrote it; cut where the text was cut.
+    id: to refer to from the tool's result; the same answer to the same prompt has the same ids.
+    name: of the tool. arguments: JSON, exactly as the model wrote it; incomplete if the text is.
     """
 
     id: str
@@ -22,7 +22,7 @@ class ToolCall:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the arguments are a JSON object, as `parsed` reads it."""
+        """Whether the arguments are a complete JSON object."""
         try:
             return isinstance(self.parsed, dict)
         except RequestError:
@@ -30,27 +30,27 @@ class ToolCall:
 
     @property
     def parsed(self) -> dict[str, Any]:
-        """The arguments by name. Strings may hold bare line breaks, which many models write.
+        """The arguments by name. Strings may contain bare line breaks, which many models write.
 
         Raises:
-            RequestError: they are no JSON object, which a call that was constrained or had strict tools always has.
+            RequestError: the arguments are not a JSON object; those of constrained calls and strict tools always are.
         """
         try:
             arguments = parse_json(self.arguments, strict=False)
-            if isinstance(arguments, str):  # some models write the object as text in JSON
+            if isinstance(arguments, str):  # some models write the object as a JSON string
                 arguments = parse_json(arguments, strict=False)
         except TextError as error:
-            raise RequestError(f"the arguments of {self.name!r} are no JSON ({error}): {self.arguments!r}") from error
+            raise RequestError(f"the arguments of {self.name!r} are not JSON ({error}): {self.arguments!r}") from error
         if not isinstance(arguments, dict):
-            raise RequestError(f"the arguments of {self.name!r} are no JSON object: {self.arguments!r}")
+            raise RequestError(f"the arguments of {self.name!r} are not a JSON object: {self.arguments!r}")
         return arguments
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCallDelta:
-    """What came of one call.
+    """A part of a call.
 
-    index: which of the message's calls it is. id, name: with the first delta of a call; None with the others.
+    index: of the call in the message. id, name: set in the first delta of a call, None in the others.
     arguments: the next characters.
     """
 
@@ -60,11 +60,11 @@ class ToolCallDelta:
     arguments: str = ""
 
 
-@dataclass(frozen=True, slots=True)  # there is one for every token
+@dataclass(frozen=True, slots=True)  # one per token
 class MessageDelta:
-    """What came of a message with a token: characters of its content, of its reasoning, and of its calls.
+    """A part of a message, from one token: characters of its content, its reasoning and its calls.
 
-    It is false where nothing came, for example while the text may be the beginning of a call.
+    It is false if it is empty, for example while the text may be the beginning of a call.
     """
 
     content: str = ""
@@ -77,11 +77,10 @@ class MessageDelta:
 
 @dataclass(frozen=True)
 class AssistantMessage:
-    """An answer in its parts. It may be appended to the messages of the next chat as it is.
+    """An answer. It can be appended to the messages of the next chat.
 
-    content: what is said; None where the message holds reasoning or calls alone.
-    reasoning: what was thought before; None where nothing was.
-    tool_calls: in order; empty where there are none.
+    content: the text; None if the message has only reasoning or calls.
+    reasoning: the text of the reasoning, or None. tool_calls: in order.
     """
 
     content: str | None
@@ -90,7 +89,7 @@ class AssistantMessage:
 
     @classmethod
     def of(cls, deltas: Iterable[MessageDelta]) -> "AssistantMessage":
-        """What deltas add up to."""
+        """Return the message that deltas add up to."""
         content, reasoning = [], []
         calls: list[tuple[str, str, list[str]]] = []
         for delta in deltas:
@@ -100,13 +99,13 @@ class AssistantMessage:
                 if call.id is not None and call.name is not None:
                     calls.append((call.id, call.name, []))
                 calls[call.index][2].append(call.arguments)
-        thought = "".join(reasoning) or None
+        thoughts = "".join(reasoning) or None
         tool_calls = tuple(ToolCall(id, name, "".join(parts)) for id, name, parts in calls)
-        said = "".join(content)
-        return cls(None if not said and (thought or tool_calls) else said, thought, tool_calls)
+        text = "".join(content)
+        return cls(None if not text and (thoughts or tool_calls) else text, thoughts, tool_calls)
 
     def to_dict(self) -> dict[str, Any]:
-        """The message in OpenAI's format, without keys that say nothing."""
+        """Return the message in OpenAI's format, without empty keys."""
         message: dict[str, Any] = {"role": "assistant", "content": self.content}
         if self.reasoning is not None:
             message["reasoning"] = self.reasoning

@@ -1,10 +1,9 @@
-"""Render messages as a prompt with the checkpoint's own Jinja template, in a sandbox.
+"""Render messages as a prompt with a checkpoint's Jinja template, in a sandbox.
 
-The environment offers what Hugging Face templates expect: trimmed blocks, `break` and `continue`, `tojson` that keeps
-characters as they are, `raise_exception`, `strftime_now`, `tools` and `documents` that are none unless given, and the
-`generation` block (which marks the answer for training and changes nothing here). The time is an argument; neither the
-locale nor the time zone of the machine changes how it is written. A template is a stranger's program: it gets copies of
-plain JSON values, and `onward.chat.template_sandbox` limits its access and its work.
+The environment has the features that Hugging Face templates expect: trimmed blocks, `break` and `continue`, `tojson`
+without escapes, `raise_exception`, `strftime_now`, `tools` and `documents` (none by default), and `generation` blocks,
+which only matter for training. The time is an argument, and is formatted independently of the machine's locale and time
+zone. Templates are untrusted: they get copies of plain JSON values, and `onward.chat.template_sandbox` limits them.
 """
 
 import datetime
@@ -25,33 +24,32 @@ from onward.errors import RequestError, TokenizerError, one_line
 from onward.util.text import described
 from onward.util.text_input import check_value
 
-# Variables that the checkpoint sets, not the chat.
+# Variables set by the checkpoint, not by the chat.
 _SPECIAL_TOKENS = frozenset(f"{kind}_token" for kind in ("bos", "eos", "pad", "unk", "sep", "cls", "mask"))
 
 # {"role": "user", "content": "…"}, and other keys that a template reads.
 Message = Mapping[str, Any]
 
-
-# Characters. The longest template in use has some 30,000.
-_LONGEST = 2**20
-_LONGEST_ERROR = 500
+# In characters. The longest template in use has about 30,000.
+_MAX_LENGTH = 2**20
+_MAX_ERROR_LENGTH = 500
 
 
 class ChatTemplate:
     """A compiled template.
 
-    source: its text. special_tokens: variables of the template, such as {"bos_token": "<s>"}. tool_source: the template
-    to use where `tools` are given; None for `source`. A template that cannot be read raises `TokenizerError`.
+    source: its text. special_tokens: variables of the template, such as {"bos_token": "<s>"}. tool_source: another
+    template for chats with `tools`. An invalid template raises `TokenizerError`.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], tool_source: str | None = None) -> None:
-        if (length := max(len(source), len(tool_source or ""))) > _LONGEST:
-            raise TokenizerError(f"the chat template has {length} characters, and {_LONGEST} are the most")
+        if (length := max(len(source), len(tool_source or ""))) > _MAX_LENGTH:
+            raise TokenizerError(f"the chat template has {length} characters; at most {_MAX_LENGTH} are allowed")
         extensions = [LoopControls, _GenerationBlock]
         environment = SandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = None  # known, and given with each chat
+        environment.globals["strftime_now"] = None  # defined here, and set for each chat
         environment.meter()
         try:
             with budgeted():
@@ -59,8 +57,8 @@ class ChatTemplate:
                 self._tool_template = self._template if tool_source is None else environment.from_string(tool_source)
                 sources = [source] if tool_source is None else [source, tool_source]
                 names = frozenset().union(*(find_undeclared_variables(environment.parse(each)) for each in sources))
-        except Exception as error:  # Jinja's errors, and those of Python's compiler for the code that Jinja writes
-            raise TokenizerError(f"the chat template cannot be read: {_brief(error)}") from error
+        except Exception as error:  # Jinja's errors, and the compiler's for Jinja's Python code
+            raise TokenizerError(f"the chat template cannot be read: {_message(error)}") from error
         self._special_tokens = dict(special_tokens)
         self._sources = (source, self._special_tokens, tool_source)
         self._settable = names - {"messages", "strftime_now"} | {"add_generation_prompt"}
@@ -70,25 +68,23 @@ class ChatTemplate:
         return described(self, f"reads {', '.join(sorted(self.variables)) or 'nothing'} beside the messages")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # What Jinja compiles belongs to this process; a copy compiles the source again.
+        # Compiled templates cannot be pickled; a copy compiles the source again.
         return type(self), self._sources
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """The text of the template, and that of the one for tools where it is another."""
+        """The text of the template, and of the one for tools, if any."""
         source, _, tool_source = self._sources
         return (source,) if tool_source is None else (source, tool_source)
 
     @property
     def variables(self) -> frozenset[str]:
-        """The variables that the template reads beside the messages and the special tokens: tools, enable_thinking …"""
+        """The variables that the template reads, except messages and special tokens: tools, enable_thinking, …"""
         return self._variables
 
     def check_variables(self, variables: Mapping[str, Any]) -> None:
-        """Raise `RequestError` for a variable that would change nothing: the template does not read it."""
-        unread = sorted(
-            str(name) for name, value in variables.items() if value is not None and name not in self._settable
-        )
+        """Raise `RequestError` for variables that the template does not read."""
+        unread = sorted(str(name) for name, value in variables.items() if not (value is None or name in self._settable))
         if unread:
             reads = ", ".join(sorted(self.variables)) or "no variables"
             raise RequestError(f"this model's chat template does not read {', '.join(unread)}; it reads {reads}")
@@ -102,19 +98,19 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         **variables: Any,
     ) -> str:
-        """The prompt of a conversation, up to where the answer begins.
+        """Render the prompt of a conversation.
 
         Args:
-            messages: each a mapping with a "role" and, usually, a "content"; JSON values throughout.
-            now: the time that `strftime_now` writes, in its own time zone; by default the present one in UTC.
-            add_generation_prompt: end with what opens the assistant's turn.
-            variables: for the template (such as tools, or enable_thinking); JSON values too.
+            messages: mappings with a "role" and, usually, a "content"; all values are JSON.
+            now: the time for `strftime_now`, in its own time zone; by default the current time in UTC.
+            add_generation_prompt: end with the beginning of the assistant's turn.
+            variables: of the template, such as tools or enable_thinking; JSON values.
 
         Raises:
             RequestError: no messages, a message without a role or with nothing else, a value that is not JSON, is
-                nested too deep or has a lone surrogate, a time that is no datetime, or messages that the template
-                refuses.
-            TokenizerError: the template does what the sandbox forbids, or more work than any conversation needs.
+                nested too deep or has a lone surrogate, a time that is not a datetime, or messages that the template
+                rejects.
+            TokenizerError: the template does something forbidden, or more work than any conversation needs.
         """
         check_value(messages, "messages")
         check_value(variables)
@@ -130,28 +126,27 @@ class ChatTemplate:
             with budgeted(context):
                 return template.render(context)
         except SecurityError as error:
-            raise TokenizerError(f"the chat template does what its sandbox forbids: {_brief(error)}") from error
-        except Exception as error:  # whatever a stranger's program may raise
-            raise RequestError(f"the chat template refuses these messages: {_brief(error)}") from error
+            raise TokenizerError(f"the chat template does what its sandbox forbids: {_message(error)}") from error
+        except Exception as error:  # an untrusted program may raise anything
+            raise RequestError(f"the chat template refuses these messages: {_message(error)}") from error
 
 
 def check_messages(messages: Sequence[Message]) -> None:
-    """Raise `RequestError` unless these are messages."""
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
         raise RequestError(f"messages must be a list such as [{{'role': 'user', 'content': 'Hi'}}]; got {messages!r}")
     for message in messages:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise RequestError(f"a message must be a mapping with a 'role'; got {message!r}")
         if len(message) == 1:
-            raise RequestError(f"a message must hold a 'content' beside its role; got {message!r}")
+            raise RequestError(f"a message must have a 'content' besides its role; got {message!r}")
 
 
-# A subclass (an enum, say) has methods of its own; these functions give the bare value.
+# Convert subclasses, such as enums, to plain values without their methods.
 _BARE: dict[type, Callable[[Any], Any]] = {str: str.__str__, int: int.__int__, float: float.__float__}
 
 
 def _plain(value: Any) -> Any:
-    """A copy in JSON's own types, since a template may call the methods of its variables."""
+    """Copy a value in plain JSON types, because a template may call the methods of its variables."""
     if value is None or isinstance(value, bool):
         return value
     for kind, bare in _BARE.items():
@@ -164,9 +159,9 @@ def _plain(value: Any) -> Any:
     raise RequestError(f"a chat template takes text, numbers, lists and mappings of them; got a {type(value).__name__}")
 
 
-def _brief(error: BaseException) -> str:
-    """An error's message on one line, cut to a length: a template may raise any text."""
-    return one_line(error)[:_LONGEST_ERROR]
+def _message(error: BaseException) -> str:
+    """Return an error's message as one short line: a template may raise any text."""
+    return one_line(error)[:_MAX_ERROR_LENGTH]
 
 
 def _to_json(
@@ -180,7 +175,7 @@ def _to_json(
     if indent is None:
         return encoder.encode(value)
     pieces = []
-    for piece in encoder.iterencode(value):  # indents can make the text far longer than the value
+    for piece in encoder.iterencode(value):  # indentation can make the text far longer than the value
         budget().spend(len(piece))
         pieces.append(piece)
     return "".join(pieces)
@@ -191,10 +186,9 @@ def _raise_exception(message: str) -> NoReturn:
 
 
 def _strftime_at(time: datetime.datetime) -> Callable[[str], str]:
-    """A plain function: a template could reach the attributes of a `partial`."""
-
+    # A function, not a `partial`: a template could reach its attributes.
     def strftime_now(layout: str) -> str:
-        if isinstance(layout, str) and len(layout) > _LONGEST_ERROR:
+        if isinstance(layout, str) and len(layout) > _MAX_ERROR_LENGTH:
             raise SecurityError(f"a date of {len(layout)} characters")
         return strftime(time, layout)
 
@@ -202,7 +196,7 @@ def _strftime_at(time: datetime.datetime) -> Callable[[str], str]:
 
 
 class _GenerationBlock(Extension):
-    """{% generation %} … {% endgeneration %}: its content, unchanged, in a scope of its own."""
+    """{% generation %} … {% endgeneration %}: the content in its own scope."""
 
     tags = {"generation"}  # noqa: RUF012 (Jinja's own class attribute)
 
@@ -216,15 +210,14 @@ _MONTHS = (
     *("January", "February", "March", "April", "May", "June"),
     *("July", "August", "September", "October", "November", "December"),
 )
-# Directives that stand for others in the C locale.
+# Directives that expand to others in the C locale.
 _LAYOUTS = {"c": "%a %b %e %H:%M:%S %Y", "x": "%m/%d/%y", "X": "%H:%M:%S", "r": "%I:%M:%S %p"}
-# A flag, E or O for a locale's own digits and eras, and a directive.
+# A flag, an optional E or O for the locale's alternative format, and a directive.
 _DIRECTIVE = re.compile("%([-_0^#]?)[EO]?(.)", re.DOTALL)
 
 
 def strftime(time: datetime.datetime, layout: str) -> str:
-    """`time.strftime(layout)` in the C locale, whatever the machine's locale and time zone. A time without a zone is
-    UTC."""
+    """Return `time.strftime(layout)` in the C locale. A time without a time zone is in UTC."""
     if time.tzinfo is None:
         time = time.replace(tzinfo=datetime.UTC)
     half = "PM" if time.hour >= 12 else "AM"

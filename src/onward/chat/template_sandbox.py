@@ -1,8 +1,8 @@
-"""Jinja's sandbox with a bound on work: what a template may touch, and how much it may do.
+"""A Jinja sandbox that also limits the work of a template.
 
-Jinja keeps a template from Python's insides, but not from `'x' * 10 ** 10`. Here each operation pays, before it runs,
-for the characters that it reads or makes: a count that is the same on every machine. A value is measured as the tree
-that Python walks: forty lists, each of which holds the one before twice, are forty objects and a text of terabytes.
+Jinja's sandbox protects Python's internals, but does not stop `'x' * 10 ** 10`. Here each operation is charged, before
+it runs, for the characters that it reads or makes; the count is the same on every machine. The size of a value counts
+shared parts each time: forty lists that each contain the previous one twice are forty objects, but terabytes as text.
 """
 
 import functools
@@ -21,39 +21,39 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
-# A prompt of a hundred pages costs a hundredth of this; a loop that only counts ends after two million turns.
+# A prompt of a hundred pages costs about 1% of this; an empty loop ends after two million iterations.
 _CHARACTERS = 2**24
-# A long conversation adds to the budget: each of its characters may be read this many times.
+# A long conversation enlarges the budget: each of its characters may be read this many times.
 _READINGS = 128
-# The cost of an object that is no text, and the fixed cost of an operation.
+# The cost of an object other than text, and the fixed cost of an operation.
 _OBJECT = 8
-# Arithmetic with longer numbers takes Python time that grows with the square of their length.
-_MOST_BITS = 2**16
+# The time of arithmetic grows with the square of the numbers' length.
+_MAX_BITS = 2**16
 
 _CONTAINERS = (dict, list, tuple, set, frozenset, KeysView, ValuesView, ItemsView)
 
 
 class TemplateBudget:
-    """The characters that one rendering has left."""
+    """The number of characters that one rendering may still use."""
 
     def __init__(self, inputs: Any = ()) -> None:
-        # Sizes of containers by id, each with the container to keep it alive. A template cannot change a container.
+        # Sizes of containers by id; keeps the containers alive. A template cannot modify them.
         self._sizes: dict[int, tuple[Any, int]] = {}
         self._left = 2**62
         self._left = self._whole = _CHARACTERS + _READINGS * self.size(inputs)
 
     def spend(self, characters: int) -> None:
-        """Take characters from the budget; raise `SecurityError` if it has not that many left."""
+        """Charge characters to the budget; raise `SecurityError` if it has too few left."""
         self._left -= characters + _OBJECT
         if self._left < 0:
             raise SecurityError(f"more work than any conversation needs, {self._whole} characters for this one")
 
     def size(self, value: Any) -> int:
-        """About how many characters a value has when written out. A container counts an item each time it holds it."""
+        """Return about how many characters a value has as text. A container counts each occurrence of an item."""
         if isinstance(value, str | bytes):
             return len(value) + _OBJECT
         if isinstance(value, int):
-            check_bits(value.bit_length())
+            _check_bits(value.bit_length())
             return _OBJECT
         if not isinstance(value, _CONTAINERS):
             return _OBJECT
@@ -67,29 +67,28 @@ class TemplateBudget:
 
 
 def width(value: Any) -> int:
-    """The characters of a text, or a fixed cost for each item of a container, whatever the items hold."""
+    """Return the length of a text, or a fixed cost per item of a container, without the items' sizes."""
     if isinstance(value, str | bytes):
         return len(value)
     return _OBJECT * len(value) if isinstance(value, (range, *_CONTAINERS)) else _OBJECT
 
 
-def check_bits(count: int) -> None:
-    """Raise `SecurityError` for a whole number of too many bits."""
-    if count > _MOST_BITS:
-        raise SecurityError(f"a number of {count} bits, and {_MOST_BITS} are the most")
+def _check_bits(count: int) -> None:
+    if count > _MAX_BITS:
+        raise SecurityError(f"a number of {count} bits; at most {_MAX_BITS} are allowed")
 
 
 _BUDGET: ContextVar[TemplateBudget] = ContextVar("budget of the template that is rendered")
 
 
 def budget() -> TemplateBudget:
-    """The budget of the template that this thread renders."""
+    """Return the budget of the current rendering."""
     return _BUDGET.get()
 
 
 @contextmanager
 def budgeted(inputs: Any = ()) -> Iterator[None]:
-    """Set a new budget within the block. `inputs` are the template's variables; they enlarge it."""
+    """Use a new budget in the block, enlarged for `inputs`, the template's variables."""
     token = _BUDGET.set(TemplateBudget(inputs))
     try:
         yield
@@ -97,37 +96,37 @@ def budgeted(inputs: Any = ()) -> Iterator[None]:
         _BUDGET.reset(token)
 
 
-# Filters that read nothing of the value, and those that read its items and not what these hold. All others, and all
-# methods, pay for the whole value and their arguments.
+# Filters that do not read the value, and filters that read only its items. All others, and all methods, are charged for
+# the whole value and their arguments.
 _INSTANT = {"length", "count", "first", "last", "default", "d"}
 _SHALLOW = {"attr", "list", "items", "reverse", "map", "select", "reject", "selectattr", "rejectattr"}
-# Filters and methods that can make much out of little: they pay for the value as often as their arguments are long.
+# Filters and methods with large results: charged for the value times the size of the arguments.
 _MULTIPLYING = {"join", "replace", "center", "ljust", "rjust", "zfill", "expandtabs", "translate", "to_bytes"}
 _MULTIPLYING |= {"indent", "batch", "slice", "round", "tojson"}
-# Filters that compare items, or write one on a line: a character of a text is an item too.
+# Filters that compare items or print each on a line; the items of a text are its characters.
 _BY_ITEM = {"sort", "dictsort", "groupby", "unique", "min", "max", "pprint", "title"}
-# Filters whose time grows with the square of the value's length.
+# Filters with quadratic time.
 _SQUARED = {"striptags", "urlize", "wordwrap", "sum"}
 
-# Each width and precision of a %-format follows one of these characters and flags. Other numbers that do cost little.
-# A scan ends before the next of these characters, so that all scans of a text are as long as the text.
+# The widths and precisions of a %-format, and some other numbers, which cost little. A scan stops before the next such
+# character, so all scans of a text take linear time.
 _PERCENT_WIDTHS = re.compile(r"[%).][-+ #0]*(\d+)")
 _DIGITS = re.compile(r"\d+")
 
 
 class SandboxedEnvironment(ImmutableSandboxedEnvironment):
-    """A sandboxed environment of Jinja, with its options. Compile and render templates within a `budgeted` block."""
+    """A sandboxed Jinja environment. Compile and render templates in a `budgeted` block."""
 
     intercepted_binops = frozenset(["+", "-", "*", "**", "//", "%"])
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options, finalize=functools.partial(_pay, "read"))
-        self.onward_pay = _pay  # `_Metered` inserts calls of it into a template
+        self.onward_pay = _pay  # `_Metered` inserts calls to it
         self.globals["lipsum"] = self.filters["random"] = _nothing_random
         self.globals["namespace"] = _Namespace
 
     def meter(self) -> None:
-        """Make the filters and tests pay. Call it when all of them are registered."""
+        """Charge filters and tests; call this after all of them are registered."""
         self.filters = {name: _metered_filter(name, function) for name, function in self.filters.items()}
         self.tests = {name: _metered_test(function) for name, function in self.tests.items()}
 
@@ -137,7 +136,7 @@ class SandboxedEnvironment(ImmutableSandboxedEnvironment):
         return super()._generate(metered, *rest, **options)
 
     def unsafe_undefined(self, obj: Any, attribute: str) -> NoReturn:
-        """Jinja prints a forbidden attribute as nothing; here it is an error at once."""
+        """Raise for a forbidden attribute, which Jinja would print as nothing."""
         raise SecurityError(f"access to attribute {attribute!r} of a {type(obj).__name__}")
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
@@ -145,7 +144,7 @@ class SandboxedEnvironment(ImmutableSandboxedEnvironment):
         if isinstance(left, int) and isinstance(right, int):
             if operator in ("*", "**"):
                 bits = left.bit_length(), right.bit_length() if operator == "*" else max(right, 0)
-                check_bits(sum(bits) if operator == "*" else bits[0] * bits[1])
+                _check_bits(sum(bits) if operator == "*" else bits[0] * bits[1])
             budget().spend(0)
         elif operator == "*":
             count = next((number for number in (left, right) if isinstance(number, int)), 1)
@@ -172,7 +171,7 @@ class SandboxedEnvironment(ImmutableSandboxedEnvironment):
 
         return formatted
 
-    def call(__self, __context: Context, __obj: Any, *args: Any, **options: Any) -> Any:  # noqa: N805 (as Jinja has it)
+    def call(__self, __context: Context, __obj: Any, *args: Any, **options: Any) -> Any:  # noqa: N805 (Jinja's names)
         if __obj is _pay:
             return _pay(*args)
         if isinstance(__obj, Macro):
@@ -184,11 +183,7 @@ class SandboxedEnvironment(ImmutableSandboxedEnvironment):
         return super().call(__context, __obj, *args, **options)
 
 
-# ── what an operation costs ───────────────────────────────────────────────────────────────────────────────────
-
-
-# What a template pays for by `_Metered`: a turn of a loop, characters of its own text, a value that is read as a
-# whole, a slice, and the search of an item in a container.
+# The operations that `_Metered` charges: an iteration, literal text, reading a value, a slice, a search in a container.
 _COSTS: dict[str, Callable[[Any], int]] = {
     "turn": lambda _: 0,
     "text": int,
@@ -204,12 +199,12 @@ def _pay(kind: str, value: Any) -> Any:
 
 
 def _factor(value: Any) -> int:
-    """How often an argument can make a text be repeated: a number counts as a length."""
+    """Return how often an argument can repeat a text; a number is a length."""
     return abs(value) if isinstance(value, int) else budget().size(value)
 
 
 def _spend_on(name: str, read: int, arguments: tuple[Any, ...]) -> None:
-    """Pay for a filter or a method that reads so many characters of its value."""
+    """Charge a filter or method that reads `read` characters of its value."""
     if name in _MULTIPLYING:
         budget().spend((read + 1) * (1 + sum(map(_factor, arguments))))
     else:
@@ -219,10 +214,9 @@ def _spend_on(name: str, read: int, arguments: tuple[Any, ...]) -> None:
 
 def _spend_on_percent(text: str, values: Any) -> None:
     widths = sum(map(int, _PERCENT_WIDTHS.findall(text)))
-    if "*" in text:  # any of the values may be a width
-        widths += sum(
-            abs(each) for each in (values if isinstance(values, tuple) else [values]) if isinstance(each, int)
-        )
+    if "*" in text:  # any value may be a width
+        each = values if isinstance(values, tuple) else (values,)
+        widths += sum(abs(value) for value in each if isinstance(value, int))
     budget().spend(len(text) + text.count("%") * budget().size(values) + widths)
 
 
@@ -235,7 +229,7 @@ def _spend_on_format(text: str, values: Any) -> None:
 
 
 def _metered_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    at = 1 if hasattr(function, "jinja_pass_arg") else 0  # Jinja puts its context in front
+    at = 1 if hasattr(function, "jinja_pass_arg") else 0  # Jinja passes its context first
 
     @functools.wraps(function)
     def run(*args: Any, **options: Any) -> Any:
@@ -245,7 +239,7 @@ def _metered_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
         elif name in _SHALLOW:
             budget().spend(width(value))
         else:
-            if isinstance(value, Iterator):  # its items have to be counted first
+            if isinstance(value, Iterator):  # to count its items
                 value = list(value)
                 args = (*args[:at], value, *rest)
             if name == "format":
@@ -276,7 +270,7 @@ def _metered_test(function: Any) -> Callable[..., Any]:
 
 
 class _Metered(NodeTransformer):
-    """Inserts calls into a template, by which its loops, texts and comparisons pay."""
+    """Inserts calls that charge for loops, texts and comparisons."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:  # noqa: N802
         self.generic_visit(node)
@@ -300,7 +294,7 @@ class _Metered(NodeTransformer):
     def visit_Compare(self, node: nodes.Compare) -> nodes.Node:  # noqa: N802
         self.generic_visit(node)
         if all(operand.op not in ("in", "notin") and isinstance(operand.expr, nodes.Const) for operand in node.ops):
-            return node  # no more is read than the constants have
+            return node  # reads no more than the constants
         node.expr = _paid("read", node.expr, node)
         for operand in node.ops:
             operand.expr = _paid("search" if operand.op in ("in", "notin") else "read", operand.expr, node)
@@ -325,15 +319,12 @@ def _paid(kind: str, value: nodes.Expr, at: nodes.Node) -> nodes.Expr:
     return call
 
 
-# ── what a template may call ──────────────────────────────────────────────────────────────────────────────────
-
-
 def _nothing_random(*args: Any, **options: Any) -> NoReturn:
-    raise SecurityError("lipsum and the filter random write text by chance, so the prompt would not be the same again")
+    raise SecurityError("lipsum and the filter random are not allowed: a prompt must be reproducible")
 
 
 class _Namespace(Namespace):
-    """Jinja's namespace, without names by which an object could pass for one of another class."""
+    """Jinja's namespace, without private names, which could disguise an object's class."""
 
     def __init__(self, /, *pairs: Any, **attributes: Any) -> None:
         super().__init__()
@@ -342,9 +333,9 @@ class _Namespace(Namespace):
 
     def __setitem__(self, name: str, value: Any) -> None:
         if name.startswith("_"):
-            raise SecurityError(f"a namespace takes no name that begins with an underscore; got {name!r}")
+            raise SecurityError(f"a namespace must not have names that begin with an underscore; got {name!r}")
         super().__setitem__(name, value)
 
     def __repr__(self) -> str:
-        """Its values do not appear: it may hold itself, or more than was measured."""
+        """Omit the values: they may be recursive, or larger than measured."""
         return "<Namespace>"

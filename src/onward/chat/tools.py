@@ -1,4 +1,4 @@
-"""Tools that a model may call, and which of them it has to."""
+"""Tools, and the choice of the tools that a model may or must call."""
 
 import enum
 import inspect
@@ -13,38 +13,34 @@ from onward.errors import RequestError
 from onward.schemas import check_schema, normalized
 
 _SCALARS: dict[Any, str] = {str: "string", int: "integer", float: "number", bool: "boolean", type(None): "null"}
-# A line of a docstring's "Args:", as Google's style has it: "name: words" or "name (type): words".
+# A line of an "Args:" section in Google style: "name: text" or "name (type): text".
 _ARGUMENT = re.compile(r"^(\w+)(?: *\([^)]*\))?: *(.+)$")
 _SECTION = re.compile(r"^(Args|Arguments|Parameters|Returns|Raises|Yields|Examples?|Notes?):$")
 
 
 def described_function(function: Callable[..., Any], at: str) -> dict[str, Any]:
-    """A function as {"name", "description", "parameters"}. at: its place, for errors.
-
-    Raises:
-        RequestError: a parameter that JSON has no type for, or that cannot be given by name.
-    """
+    """Describe a function as {"name", "description", "parameters"}. at: its place, for errors."""
     name = getattr(function, "__name__", type(function).__name__)
     try:
         signature = inspect.signature(function)
         hints = typing.get_type_hints(function)
-    except Exception as error:  # annotations are code of the caller's
+    except Exception as error:  # annotations are the caller's code
         raise RequestError(f"{at}: the signature of {name} cannot be read: {error}") from error
-    words, of_parameters = _read_docstring(inspect.getdoc(function) or "")
+    summary, descriptions = _read_docstring(inspect.getdoc(function) or "")
     properties: dict[str, Any] = {}
     for parameter in signature.parameters.values():
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             raise RequestError(f"{at}: {name} takes {parameter}, and a call gives its arguments by name")
         schema = _schema(hints.get(parameter.name, Any), f"{at}: {parameter.name} of {name}")
-        described = {"description": text} if (text := of_parameters.get(parameter.name)) else {}
-        properties[parameter.name] = schema | described
+        if text := descriptions.get(parameter.name):
+            schema["description"] = text
+        properties[parameter.name] = schema
     required = [each.name for each in signature.parameters.values() if each.default is each.empty]
     parameters = {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
-    return {"name": name, **({"description": words} if words else {}), "parameters": parameters}
+    return {"name": name, **({"description": summary} if summary else {}), "parameters": parameters}
 
 
 def _schema(kind: Any, at: str) -> dict[str, Any]:
-    """The JSON schema of a type."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if kind is Any:
         return {}
@@ -63,11 +59,11 @@ def _schema(kind: Any, at: str) -> dict[str, Any]:
             return {"type": "object"} | ({"additionalProperties": _schema(arguments[1], at)} if arguments else {})
         if issubclass(origin or kind, Collection):
             return {"type": "array"} | ({"items": _schema(arguments[0], at)} if arguments else {})
-    raise RequestError(f"{at} is of type {kind!r}, which JSON does not have: give the tool as a JSON schema")
+    raise RequestError(f"{at} is of type {kind!r}, which has no JSON schema: define the tool by a JSON schema")
 
 
 def _read_docstring(text: str) -> tuple[str, dict[str, str]]:
-    """The words before the first section, and those of each parameter."""
+    """Return the text before the first section, and the descriptions of the parameters."""
     words: list[str] = []
     parameters: dict[str, str] = {}
     section = last = ""
@@ -85,7 +81,7 @@ def _read_docstring(text: str) -> tuple[str, dict[str, str]]:
     return " ".join(" ".join(words).split()), parameters
 
 
-# An object in OpenAI's format, {"type": "function", "function": {…}}, or a function of the caller's own.
+# An object in OpenAI's format, {"type": "function", "function": {…}}, or a Python function.
 ToolLike: TypeAlias = Mapping[str, Any] | Callable[..., Any]
 # A name is short for {"type": "function", "function": {"name": …}}.
 ToolChoice: TypeAlias = str | Mapping[str, Any]
@@ -99,8 +95,8 @@ _SHAPE = "{'type': 'function', 'function': {'name': …, 'parameters': …}}"
 class Tool:
     """A function that a model may call.
 
-    parameters: the JSON schema of its arguments, an object. strict: the arguments of every call have to follow it.
-    given: in OpenAI's format, as chat templates read it. place: of the schema among the tools, for errors.
+    parameters: the JSON schema of its arguments, an object. strict: whether calls are constrained to it.
+    given: the tool in OpenAI's format, for chat templates. place: of the schema in the request, for errors.
     """
 
     name: str
@@ -110,24 +106,17 @@ class Tool:
     place: str = "parameters"
 
 
-def read_tools(tools: object) -> tuple[Tool, ...]:
-    """The tools that a caller gives, checked.
-
-    Raises:
-        RequestError: what is no tool, with its place; two tools of one name.
-    """
+def _read_tools(tools: object) -> tuple[Tool, ...]:
     if tools is None:
         return ()
     if isinstance(tools, str | bytes | Mapping) or not isinstance(tools, Sequence):
         raise RequestError(f"tools must be a list of {_SHAPE} or of functions; got {tools!r}")
-    read = tuple(_read_tool(tool, f"tools[{at}]") for at, tool in enumerate(tools))
+    checked = tuple(_read_tool(tool, f"tools[{at}]") for at, tool in enumerate(tools))
     first: dict[str, int] = {}
-    for at, tool in enumerate(read):
-        if first.setdefault(tool.name, at) != at:
-            raise RequestError(
-                f"tools[{at}] and tools[{first[tool.name]}] are called {tool.name!r}: give each its own name"
-            )
-    return read
+    for at, tool in enumerate(checked):
+        if (other := first.setdefault(tool.name, at)) != at:
+            raise RequestError(f"tools[{at}] and tools[{other}] are called {tool.name!r}: names must be unique")
+    return checked
 
 
 def _read_tool(tool: Any, at: str) -> Tool:
@@ -135,7 +124,7 @@ def _read_tool(tool: Any, at: str) -> Tool:
         tool = {"type": "function", "function": described_function(tool, at)}
     if not isinstance(tool, Mapping) or set(tool) != {"type", "function"}:
         raise RequestError(
-            f"{at} must be {_SHAPE} or a function; got {tool!r}. What a template reads in another shape goes into "
+            f"{at} must be {_SHAPE} or a function; got {tool!r}. Pass tools that the template reads in another form as "
             "template={'tools': …}"
         )
     function = tool["function"]
@@ -145,20 +134,16 @@ def _read_tool(tool: Any, at: str) -> Tool:
         raise RequestError(f"{at}.function must be an object with a name; got {function!r}")
     if unknown := [key for key in function if key not in _KEYS]:
         raise RequestError(f"{at}.function has an unknown key {unknown[0]!r}; its keys are {', '.join(_KEYS)}")
-    name, description = function.get("name"), function.get("description")
+    name, description, parameters, strict = (function.get(key) for key in _KEYS)
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise RequestError(
-            f"{at}.function.name must be 1 to 64 letters, digits, underscores, dots and dashes; got {name!r}"
-        )
+        raise RequestError(f"{at}.function.name must be 1 to 64 letters, digits, '_', '.' and '-'; got {name!r}")
     if not isinstance(description, str | None):
         raise RequestError(f"{at}.function.description must be a text; got {description!r}")
-    parameters = function.get("parameters")
     parameters = {"type": "object", "properties": {}} if parameters is None else parameters
-    if not isinstance(parameters, Mapping) or parameters.get("type", "object") != "object":
-        raise RequestError(f"{at}.function.parameters must be the JSON schema of an object; got {parameters!r}")
     place = f"{at}.function.parameters"
+    if not isinstance(parameters, Mapping) or parameters.get("type", "object") != "object":
+        raise RequestError(f"{place} must be the JSON schema of an object; got {parameters!r}")
     check_schema(parameters, place)
-    strict = function.get("strict")
     if not isinstance(strict, bool | None):
         raise RequestError(f"{at}.function.strict must be true or false; got {strict!r}")
     return Tool(name, normalized(parameters, place), bool(strict), tool, place)
@@ -166,10 +151,10 @@ def _read_tool(tool: Any, at: str) -> Tool:
 
 @dataclass(frozen=True)
 class ToolUse:
-    """Which tools a chat has, and how an answer may call them.
+    """The tools of a chat, and how an answer may call them.
 
-    tools: empty where there are none. choice: "auto" leaves it to the model, "none" allows no call, "required" wants
-    one at least. callable_tools: those that may be called. parallel: whether an answer may have several calls.
+    choice: "auto" leaves it to the model, "none" forbids calls, "required" requires at least one. callable_tools: the
+    tools that may be called. parallel: whether an answer may have more than one call.
     """
 
     tools: tuple[Tool, ...] = ()
@@ -179,19 +164,19 @@ class ToolUse:
 
     @property
     def is_constrained(self) -> bool:
-        """Whether the text has to be held to a grammar for this."""
+        """Whether this needs a grammar."""
         if not self.tools or self.choice == "none":
             return False
         return self.choice == "required" or not self.parallel or any(tool.strict for tool in self.tools)
 
 
 def read_tool_use(tools: object, choice: object = None, parallel: object = None) -> ToolUse:
-    """What a caller gives as `tools`, `tool_choice` and `parallel_tool_calls`, checked; None is not given.
+    """Check `tools`, `tool_choice` and `parallel_tool_calls` of a request; None means the default.
 
     Raises:
-        RequestError: a value that is none of these, or a choice of what is not among the tools.
+        RequestError: an invalid value or tool, with its place, two tools of one name, or an unknown tool as choice.
     """
-    read = read_tools(tools)
+    read = _read_tools(tools)
     if not isinstance(parallel, bool | None):
         raise RequestError(f"parallel_tool_calls must be true or false; got {parallel!r}")
     if choice is None or choice == "auto":
@@ -200,14 +185,14 @@ def read_tool_use(tools: object, choice: object = None, parallel: object = None)
         return ToolUse(read, "none")
     name = "" if choice == "required" else _chosen_name(choice)
     if not read:
-        raise RequestError(f"tool_choice {choice!r} wants a call, and there are no tools: give tools")
+        raise RequestError(f"tool_choice {choice!r} requires a call, but there are no tools: add tools")
     chosen = tuple(tool for tool in read if not name or tool.name == name)
     if not chosen:
         raise RequestError(
-            f"tool_choice names {name!r}, and the tools are {', '.join(tool.name for tool in read)}: choose one of "
+            f"tool_choice names {name!r}, but the tools are {', '.join(tool.name for tool in read)}: choose one of "
             'them, "auto", "none" or "required"'
         )
-    # A named tool is called once, as OpenAI's API does.
+    # A named tool is called once, as in OpenAI's API.
     return ToolUse(read, "required", chosen, parallel is not False and not name)
 
 

@@ -1,1 +1,1 @@
-"""The command line: text and JSON in and out, and nothing that the library does not do."""
+"""The command line interface, a thin layer over the library."""

@@ -1,4 +1,4 @@
-"""`onward batch`: requests in OpenAI's format in, results out, through an engine or over replicas."""
+"""`onward batch`: run a file of requests in OpenAI's batch format on an engine or on Ray replicas."""
 
 import asyncio
 import dataclasses
@@ -19,83 +19,86 @@ from onward.cli.terminal import count, note, waiting
 from onward.errors import RequestError
 
 if TYPE_CHECKING:
-    from onward.batches import Progress, Replica
+    from onward.batches import BatchJob, Progress, Replica
     from onward.protocols import BodyReader
 
-# The fewest lines that an engine has to choose from at a time, beside as many that are on their way.
-_FEWEST = 32
+# Minimum number of lines submitted to an engine at a time.
+_MIN_LINES = 32
 
 
 def batch(
     source: Annotated[
-        Path, typer.Argument(metavar="IN", help="The requests: a .jsonl or .parquet file, or a folder of them.")
+        Path, typer.Argument(metavar="IN", help="Requests: a .jsonl or .parquet file, or a folder of them.")
     ],
-    destination: Annotated[
-        Path, typer.Argument(metavar="OUT", help="Where the results go: a file or a folder, as IN is.")
-    ],
+    destination: Annotated[Path, typer.Argument(metavar="OUT", help="Results: a file or a folder, like IN.")],
     *,
-    replicas: int | None = flag("Serve over N replicas, on Ray: onward[cluster]."),
-    address: str | None = flag("A Ray cluster; else this machine alone.", metavar="HOST:PORT"),
+    replicas: int | None = flag("Run on N Ray replicas (requires onward[cluster])."),
+    address: str | None = flag("Ray cluster.", metavar="HOST:PORT", show_default="this machine"),
     engine: EngineFlags,
-    max_new_tokens: int | None = flag("Of lines without max_tokens; else the model's own.", "-n", group=LENGTH),
-    model_name: str | None = flag("Name of the model in lines; else that of --model.", group=MODEL, metavar="NAME"),
+    max_new_tokens: int | None = flag(
+        "Maximum number of tokens for lines without max_tokens.", "-n", group=LENGTH, show_default="the model's"
+    ),
+    model_name: str | None = flag(
+        "Model name in the requests.", group=MODEL, metavar="NAME", show_default="same as --model"
+    ),
     template: TemplateFlags,
     model: ModelFlags,
     drafting: DraftFlags,
     adapting: AdapterFlags,
 ) -> None:
-    """Serve a batch of requests in OpenAI's format, many at once.
+    """Run a batch of requests in OpenAI's format.
 
-    A line of IN is {"custom_id": …, "method": "POST", "url": …, "body": …};
-    the url is /v1/chat/completions or /v1/completions. OUT gets a result for
-    each, in the order of IN, once all are served. What is not served is
-    refused, and no other line fails with it; the code is then 2.
+    Each line of IN is {"custom_id": …, "method": "POST", "url": …,
+    "body": …} with the URL /v1/chat/completions or /v1/completions. OUT
+    gets one result per line, in the same order, once all lines are done.
+    A line that cannot be served becomes an error result and does not stop
+    the others; the exit code is then 2.
 
-    Results gather in OUT.parts. The same command again goes on where it was
-    stopped: lines that have a result are not served again, those that failed
-    are. A line's tokens are those that it has alone; without a seed, its
-    custom_id gives one.
+    Results are collected in OUT.parts. Run the same command again to resume:
+    finished lines are skipped and failed lines are retried. Each line gets
+    the same tokens as if it ran alone; without a seed, its custom_id
+    determines one.
     """
     with waiting("starting …"):
         from onward.batches import BatchInput, BatchJob, BatchResults, EngineReplica
     source, destination = expanded(source), expanded(destination)
     if replicas is None and address is not None:
-        raise RequestError("--address is of a cluster: give --replicas, too")
+        raise RequestError("--address selects a Ray cluster: add --replicas")
     if replicas is not None and replicas < 1:
         raise RequestError(f"--replicas must be 1 or more; got {replicas}")
     requests, limits = BatchInput(source), engine.limits()
-    most = max(_FEWEST, limits.get("max_sequences", _FEWEST))
+    chunk = max(_MIN_LINES, limits.get("max_sequences", _MIN_LINES))
 
-    def serve(start: "Callable[[], Replica]", **amounts: int) -> "Progress":
+    def serve(start: "Callable[[], Replica]", **sizes: int) -> "Progress":
         over = "" if replicas is None else f" over {count(replicas, 'replica')}"
         with waiting(f"serving {count(requests.count, 'line')}{over} …") as show:
 
             def show_progress(now: "Progress") -> None:
                 show(now.over / now.lines, f"{now.failed:,} failed" if now.failed else "")
 
-            job = BatchJob(requests, results, start, replicas or 1, show=show_progress, **amounts)
-            _run(job.run, job.progress)
+            job = BatchJob(requests, results, start, replicas or 1, show=show_progress, **sizes)
+            _run(job)
         return job.progress
 
+    if replicas is not None and model.threads is None and address is None:
+        model = dataclasses.replace(model, threads=max(1, usable_cores() // replicas))
+    make_reader = partial(_reader, model, drafting, adapting, template, model_name, max_new_tokens)
     with BatchResults(destination, requests) as results:
         if replicas is None:
-            reader = _reader(model, drafting, adapting, template, model_name, max_new_tokens)
-            with onward.Engine(reader.lm, **limits) as here:
-                replica = EngineReplica(here, reader)
-                progress = serve(lambda: replica, chunk=1, ahead=3 * most)
+            reader = make_reader()
+            with onward.Engine(reader.lm, **limits) as engine_here:
+                replica = EngineReplica(engine_here, reader)
+                progress = serve(lambda: replica, chunk=1, ahead=3 * chunk)
         else:
             from onward.batches.ray import RayReplica
             from onward.cluster.ray_session import connected
 
-            find(model.model)  # before replicas ask for it
-            if model.threads is None and address is None:
-                model = dataclasses.replace(model, threads=max(1, usable_cores() // replicas))
-            make = partial(_reader, model, drafting, adapting, template, model_name, max_new_tokens)
+            find(model.model)  # download it once, before the replicas start
             with connected(address, replicas):
-                progress = serve(partial(RayReplica, make, limits), chunk=most)
+                progress = serve(partial(RayReplica, make_reader, limits), chunk=chunk)
     if progress.failed:
-        at = f"{str(destination)!r} says why"
-        raise RequestError(f"{progress.failed} of {count(requests.count, 'line')} could not be served; {at}")
+        lines = count(requests.count, "line")
+        raise RequestError(f"{progress.failed} of {lines} could not be served; {str(destination)!r} says why")
 
 
 def _reader(
@@ -106,29 +109,28 @@ def _reader(
     model_name: str | None,
     max_new_tokens: int | None,
 ) -> "BodyReader":
-    """Load the model, here or in a replica."""
     from onward.language_model.request import needed_tokenizer
     from onward.protocols import BodyReader
 
     lm = load_model(model, drafting, adapting)
     needed_tokenizer(lm.tokenizer, "a batch")
     options: dict[str, Any] = {} if max_new_tokens is None else {"max_new_tokens": max_new_tokens}
-    lm.defaults.replace(**options)  # which checks them
+    lm.defaults.replace(**options)  # checks them
     return BodyReader(lm, model_name or model.model, options, template_variables(template, lm, model.model))
 
 
-def _run(run: Callable[[], Any], progress: "Progress") -> None:
-    """Run the job, and print a line: '40 lines: 12 done before, 27 served, 1 failed · 1,290 tokens in 8.1 s'."""
-    began = time.perf_counter()
+def _run(job: "BatchJob") -> None:
+    """Run the job and print '40 lines: 12 done before, 27 served, 1 failed · 1,290 tokens in 8.1 s'."""
+    progress, start = job.progress, time.perf_counter()
 
     def summary() -> str:
         before = f"{progress.done_before:,} done before, " if progress.done_before else ""
-        parts = f"{count(progress.lines, 'line')}: {before}{progress.served:,} served, {progress.failed:,} failed"
-        return f"{parts} · {count(progress.tokens, 'token')} in {time.perf_counter() - began:.1f} s"
+        lines = f"{count(progress.lines, 'line')}: {before}{progress.served:,} served, {progress.failed:,} failed"
+        return f"{lines} · {count(progress.tokens, 'token')} in {time.perf_counter() - start:.1f} s"
 
     try:
-        asyncio.run(run())
+        asyncio.run(job.run())
     except KeyboardInterrupt:
-        note(f"{summary()}; the same command goes on")
+        note(f"{summary()}; run the same command to resume")
         raise
     typer.echo(summary())

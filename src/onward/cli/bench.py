@@ -1,4 +1,4 @@
-"""`onward bench`: how fast a model runs on this machine, and how much of its limit that is."""
+"""`onward bench`: measure a model's speed on this machine, relative to the memory bandwidth."""
 
 import dataclasses
 import json
@@ -27,25 +27,21 @@ if TYPE_CHECKING:
 def bench(
     source: SourceArgument = None,
     *,
-    prompt_tokens: int = flag("Prompts of N random tokens.", default=128),
-    new_tokens: int = flag("Continue each by N tokens.", default=64),
-    rounds: int = flag("Medians over N prompts.", default=5),
-    profile: bool = flag("Print the time by kernel, too.", default=False),
+    prompt_tokens: int = flag("Length of the random prompts.", default=128),
+    new_tokens: int = flag("Number of tokens to generate per prompt.", default=64),
+    rounds: int = flag("Number of prompts; the results are medians.", default=5),
+    profile: bool = flag("Also print the time per kernel.", default=False),
     as_json: bool = flag("Print one JSON object.", "--json", default=False),
     model: ModelFlags,
 ) -> None:
-    """Measure tokens per second, beside the memory's speed.
+    """Measure prefill and decode speed.
 
-    Decoding one text reads all weights for every token, so no token can take
-    less than reading them does: that limit is measured between the runs.
+    Decoding a single text reads all weights for every token, so memory
+    bandwidth limits its speed. The bandwidth is measured between the runs.
     """
-    for name, value, least in (
-        ("prompt-tokens", prompt_tokens, 1),
-        ("new-tokens", new_tokens, 2),
-        ("rounds", rounds, 1),
-    ):
-        if value < least:
-            raise RequestError(f"--{name} must be {least} or more; got {value}")
+    for name, value, low in (("prompt-tokens", prompt_tokens, 1), ("new-tokens", new_tokens, 2), ("rounds", rounds, 1)):
+        if value < low:
+            raise RequestError(f"--{name} must be {low} or more; got {value}")
     model = with_source(model, source)
     lm = load_model(model)
     with waiting("measuring …"):
@@ -65,8 +61,8 @@ def bench(
         return
     print_sections(sections)
     for name, report in reports.items():
-        what = f"a token after {prompt_tokens}" if name == "token" else f"a prompt of {prompt_tokens}"
-        typer.echo(f"\n{typer.style(what, bold=True)}\n{report}")
+        title = f"a token after {prompt_tokens}" if name == "token" else f"a prompt of {prompt_tokens}"
+        typer.echo(f"\n{typer.style(title, bold=True)}\n{report}")
 
 
 def _model_facts(lm: "LanguageModel", flags: ModelFlags, report: "Report") -> list[Fact]:
@@ -84,32 +80,30 @@ def _speed_facts(lm: "LanguageModel", speed: "Speed", prompt: int, new: int) -> 
     prefill, token, bandwidth = map(statistics.median, (speed.prefill, speed.token, speed.bandwidth))
     weights, cache = bytes_per_token(lm, prompt + new // 2)
     fraction = (weights + cache) / token / bandwidth
-    limit = Fact("of_the_limit", round(fraction, 3), f"{fraction:.0%} of a plain read of those bytes")
-    if weights + cache <= last_level_cache_bytes():
-        limit = Fact("of_the_limit", round(fraction, 3), "in the processor's cache: memory is no limit")
+    in_cache = weights + cache <= last_level_cache_bytes()
+    share = "fits the processor's cache, no memory limit" if in_cache else f"{fraction:.0%} of a read of those bytes"
     return [
         Fact("prompt_tokens", prompt),
         Fact("new_tokens", new),
         Fact("rounds", len(speed.prefill)),
         Fact("read_bandwidth_gb_s", round(bandwidth / 1e9, 2), f"{bandwidth / 1e9:.1f} GB/s"),
-        Fact("first_request_s", round(speed.first, 4), f"{speed.first:.2f} s, programs made"),
+        Fact("first_request_s", round(speed.first, 4), f"{speed.first:.2f} s, with compilation"),
         Fact("prefill_tokens_s", round(prompt / prefill, 1), f"{prompt / prefill:,.0f} tokens/s"),
         Fact("decode_tokens_s", round(1 / token, 2), f"{1 / token:,.1f} tokens/s, {token * 1e3:.3g} ms each"),
         Fact("read_a_token_bytes", weights + cache, f"{in_bytes(weights)} of weights, {in_bytes(cache)} of cache"),
-        limit,
+        Fact("of_the_limit", round(fraction, 3), share),
     ]
 
 
-# Larger than any cache, small enough for any machine that holds a model.
+# Larger than any cache, and small compared to a model.
 _BUFFER_BYTES = 256 * 2**20
 
 
 @dataclass
 class Speed:
-    """Seconds, one entry a run; a decode run has one for each token.
+    """Measured times in seconds, per run or per decoded token, and bandwidths of memory reads in bytes per second.
 
-    first: of the first request, which makes the programs; it is not among the others.
-    bandwidth: bytes per second that the threads read from memory, measured between the runs.
+    first: the first request, which also compiles the programs and is not included in the others.
     """
 
     first: float
@@ -119,16 +113,12 @@ class Speed:
 
 
 def measure(lm: "LanguageModel", prompt_tokens: int, new_tokens: int, rounds: int) -> Speed:
-    """Random prompts of `prompt_tokens`, each continued greedily by `new_tokens`, 2 or more.
-
-    Raises:
-        ContextOverflowError: more tokens than the model's context.
-    """
+    """Time the greedy decoding of `new_tokens` (at least 2) after random prompts of `prompt_tokens`."""
     read = _reader()
 
     def run(seed: int) -> tuple[float, list[float]]:
-        draw = random.Random(seed)
-        prompt = [draw.randrange(lm.model.vocab_size) for _ in range(prompt_tokens)]
+        rng = random.Random(seed)
+        prompt = [rng.randrange(lm.model.vocab_size) for _ in range(prompt_tokens)]
         completion = lm.generate(prompt, max_new_tokens=new_tokens, temperature=0, ignore_eos=True)
         assert not isinstance(completion, list)
         timing = completion.timing
@@ -144,13 +134,13 @@ def measure(lm: "LanguageModel", prompt_tokens: int, new_tokens: int, rounds: in
 
 
 def _seconds(function: Callable[[], object]) -> float:
-    began = time.perf_counter()
+    start = time.perf_counter()
     function()
-    return time.perf_counter() - began
+    return time.perf_counter() - start
 
 
 def _reader() -> Callable[[], object]:
-    """Reads a buffer of written pages with the threads that the kernels run on."""
+    """Return a function that reads a buffer of initialized pages with the kernels' threads."""
     import torch
 
     from onward.ops.operator import usable_library
@@ -163,7 +153,7 @@ def _reader() -> Callable[[], object]:
 
 
 def bytes_per_token(lm: "LanguageModel", position: int) -> tuple[int, int]:
-    """(bytes of weights, bytes of cache) that the token at `position` reads."""
+    """Return the bytes of weights and of KV cache that decoding the token at `position` reads."""
     from torch import Tensor
     from torch.utils import _pytree as pytree
 

@@ -1,4 +1,4 @@
-"""`onward chat`: a conversation on a terminal, or line by line through a pipe."""
+"""`onward chat`: chat on a terminal, or line by line through a pipe."""
 
 import sys
 from collections.abc import Callable
@@ -23,34 +23,33 @@ from onward.cli.flags import (
 )
 from onward.cli.inputs import expanded
 from onward.cli.loading import load_model, template_variables
-from onward.cli.repl import COMMANDS, ChatInput, PipedInput, Retry, TerminalInput, run_command
+from onward.cli.repl import Retry, piped_input, run_command, terminal_input
 from onward.cli.terminal import TextWriter, columns, count, fitted, is_terminal, note, report, shortened, write
 from onward.errors import OnwardError
 
 if TYPE_CHECKING:
     from onward.language_model import Piece
 
-# Turns of a resumed chat that are shown again.
-_RECAP = 2
+_RECAP_TURNS = 2
 
 
 def chat(
     source: SourceArgument = None,
     *,
-    system: str | None = flag("The system message.", group=CHAT),
-    file: Path | None = flag("Continue the chat in FILE, and save it there.", "--session", group=CHAT),
+    system: str | None = flag("System message.", group=CHAT),
+    file: Path | None = flag("Resume the chat in FILE, and save it there.", "--session", group=CHAT),
     template: TemplateFlags,
     sampling: SamplingFlags,
     model: ModelFlags,
     drafting: DraftFlags,
     adapting: AdapterFlags,
 ) -> None:
-    """Talk with a model.
+    """Chat with a model.
 
-    Ctrl-C stops an answer, Ctrl-D leaves, /help lists the commands. Without
-    --max-new-tokens an answer may take what is left of the context. From a
-    pipe, every line is a message or a command. With --session FILE the chat
-    and what the model has computed of it are there again next time.
+    Ctrl-C stops an answer, Ctrl-D quits, /help lists the commands. Without
+    --max-new-tokens, an answer may use the rest of the context. In a pipe,
+    each line is a message or a command. --session FILE saves the chat and its
+    KV cache, and resumes both next time.
     """
     options = options_of(sampling) | adapting.first()
     model = with_source(model, source)
@@ -58,53 +57,49 @@ def chat(
     variables = template_variables(template, lm, model.model)
     session = ChatSession(lm, model.model, options, Conversation(), variables)
     if file is not None:
-        session.keep_in(expanded(file))
+        session.open(expanded(file))
     if system is not None:
-        session.adopt(Conversation(system, session.conversation.turns))
+        session.set_conversation(Conversation(system, session.conversation.turns))
     try:
-        _converse_here(session, model.model)
+        if is_terminal(sys.stdin) and is_terminal(sys.stdout):
+            note(f"{model.model}, a context of {session.context:,} tokens. /help lists the commands, Ctrl-D quits.")
+            if turns := len(session.conversation.turns):
+                note(f"resuming after {count(turns, 'question')} and the answers:")
+                note(recap(session.conversation, columns()))
+            converse(session, terminal_input(), on_terminal=True)
+        elif not converse(session, piped_input(), on_terminal=False):
+            raise typer.Exit(2)
     finally:
-        session.keep()
+        session.save()
 
 
-def _converse_here(session: ChatSession, model: str) -> None:
-    if is_terminal(sys.stdin) and is_terminal(sys.stdout):
-        note(f"{model}, a context of {session.context:,} tokens. /help lists the commands, Ctrl-D leaves.")
-        if turns := len(session.conversation.turns):
-            note(f"going on after {count(turns, 'question')} and the answers:")
-            note(recap(session.conversation, columns()))
-        converse(session, TerminalInput(COMMANDS), on_terminal=True)
-    elif not converse(session, PipedInput(), on_terminal=False):
-        raise typer.Exit(2)
-
-
-def converse(session: ChatSession, lines: ChatInput, *, on_terminal: bool) -> bool:
-    """Take lines to their end; returns whether all could be served. An error is told, and the chat goes on."""
-    all_served = True
+def converse(session: ChatSession, read: "Callable[[], str | None]", *, on_terminal: bool) -> bool:
+    """Run a chat until its input ends, and return whether it had no errors; an error does not end it."""
+    succeeded = True
     while True:
         try:
-            line = lines.read()
+            line = read()
             if line is None:
-                return all_served
+                return succeeded
             if line.startswith("/") and not line.startswith("//"):
                 reply = run_command(session, line)
                 if reply is None:
-                    return all_served
+                    return succeeded
                 if isinstance(reply, Retry):
                     _answer(session, session.retry, on_terminal)
                 else:
                     write(f"{fitted(reply)}\n")
             elif line.strip():
                 _answer(session, partial(session.ask, line.removeprefix("/")), on_terminal)
-            session.keep()
+            session.save()
         except OnwardError as error:
             report("error", str(error))
-            all_served = False
+            succeeded = False
         except KeyboardInterrupt:
-            # A script that is interrupted should end; a person has other ways to leave.
+            # An interrupt ends a script, but not an interactive chat.
             if not on_terminal:
                 raise
-            note("Ctrl-D or /exit leaves")
+            note("Ctrl-D or /exit quits")
 
 
 def _answer(session: ChatSession, ask: "Callable[[Callable[[Piece], None]], ChatAnswer]", on_terminal: bool) -> None:
@@ -112,7 +107,6 @@ def _answer(session: ChatSession, ask: "Callable[[Callable[[Piece], None]], Chat
     try:
         answer = ask(AnswerWriter(writer).write)
     finally:
-        # Also after an error in the midst of an answer, which is told on a line of its own.
         if not writer.at_line_start:
             write("\n")
     if answer.completion is None and not on_terminal:
@@ -122,41 +116,42 @@ def _answer(session: ChatSession, ask: "Callable[[Callable[[Piece], None]], Chat
 
 
 class AnswerWriter:
-    """Shows an answer as it comes. On a terminal reasoning is dim and without its marks; elsewhere text is as it is."""
+    """Print an answer as it streams. On a terminal, reasoning is dim and without its marks."""
 
     def __init__(self, writer: TextWriter) -> None:
         self._writer = writer
-        self._thinks = False
+        self._is_reasoning = False
 
     def write(self, piece: "Piece") -> None:
         delta = piece.message
         if delta is None or not self._writer.can_dim:
             self._writer.write(piece.text)
             return
-        self._thinks = self._thinks or bool(delta.reasoning)
+        self._is_reasoning |= bool(delta.reasoning)
         self._writer.write(delta.reasoning, dim=True)
-        if delta.content and self._thinks:
+        if delta.content and self._is_reasoning:
             self._writer.write("\n\n")
-            self._thinks = False
+            self._is_reasoning = False
         self._writer.write(delta.content)
 
 
 def recap(conversation: Conversation, width: int) -> str:
-    """The end of a conversation, a line or two for each message."""
+    """Return the last turns of a conversation, with one or two lines per message."""
     lines = []
-    for asked, answered in conversation.turns[-_RECAP:]:
-        lines += [shortened(f"> {asked}", width), shortened(answered, 2 * width - 20)]
+    for question, answer in conversation.turns[-_RECAP_TURNS:]:
+        lines += [shortened(f"> {question}", width), shortened(answer, 2 * width - 20)]
     return "\n".join(lines)
 
 
 def _remark(session: ChatSession, answer: ChatAnswer) -> str:
-    """What should be known of an answer that did not end by itself."""
-    if answer.completion is None:
-        return "stopped; what is shown stays in the chat" if answer.text else "stopped; the message is not kept"
-    if answer.completion.finish_reason != "length":
+    """Return a note on an answer that is incomplete, empty or repeated; else an empty string."""
+    completion = answer.completion
+    if completion is None:
+        return "stopped; the text so far stays in the chat" if answer.text else "stopped; the message is not kept"
+    if completion.finish_reason != "length":
         if answer.same_as_before:
-            return "the same answer again; /set temperature 0.8 lets others be drawn"
-        return "" if answer.text else "the model ended its answer before it began"
-    if not session.is_full(answer.completion):
-        return f"cut at {count(len(answer.completion.token_ids), 'token')}, as max_new_tokens says"
+            return "the same answer again; /set temperature 0.8 to sample others"
+        return "" if answer.text else "the model's answer is empty"
+    if completion.prompt_tokens + len(completion.token_ids) < session.context:
+        return f"cut at {count(len(completion.token_ids), 'token')} by max_new_tokens"
     return f"cut: the context of {session.context:,} tokens is full. /reset begins a new chat"

@@ -1,8 +1,4 @@
-"""A chat with a model: its conversation, its context, and one answer at a time.
-
-The part of the conversation that the model has processed stays in the cache of an `onward.Session`, so that a turn
-costs only its new tokens.
-"""
+"""The conversation of `onward chat` and its model; an `onward.Session` caches the processed tokens between turns."""
 
 import datetime
 import json
@@ -19,45 +15,39 @@ from onward.util.text_input import parse_request_json
 if TYPE_CHECKING:
     from onward.language_model import Completion, LanguageModel, Piece
 
-# The note of a saved session that has its conversation.
+# The session note that stores the conversation.
 _NOTE = "conversation"
 
 
 @dataclass
 class Conversation:
-    """The messages of a chat. turns: pairs of question and answer, after the system message."""
+    """The messages of a chat: a system message, then turns of (question, answer)."""
 
     system: str | None = None
     turns: list[tuple[str, str]] = field(default_factory=list)
 
     def messages(self, question: str | None = None) -> list[dict[str, str]]:
-        """For the chat template, with a new question at the end."""
-        said = [("system", self.system)] if self.system is not None else []
+        """Return the messages for the chat template, with a new question at the end."""
+        messages = [("system", self.system)] if self.system is not None else []
         for asked, answered in self.turns:
-            said += [("user", asked), ("assistant", answered)]
+            messages += [("user", asked), ("assistant", answered)]
         if question is not None:
-            said.append(("user", question))
-        return [{"role": role, "content": content} for role, content in said]
+            messages.append(("user", question))
+        return [{"role": role, "content": content} for role, content in messages]
 
     def to_json(self) -> str:
-        """An object with the system message, a string or null, and the turns, pairs of strings."""
         return json.dumps({"system": self.system, "turns": self.turns}, ensure_ascii=False)
 
     @classmethod
     def from_json(cls, text: str) -> "Conversation":
-        """Parse what `to_json` wrote.
-
-        Raises:
-            RequestError: it is something else.
-        """
         content = parse_request_json(text)
         if not isinstance(content, dict) or content.keys() != {"system", "turns"}:
-            raise RequestError("a conversation is an object with 'system' and 'turns'")
+            raise RequestError("a conversation must be an object with 'system' and 'turns'")
         system, turns = content["system"], content["turns"]
         if not (system is None or isinstance(system, str)):
-            raise RequestError("the system message of a conversation is a string or null")
+            raise RequestError("the system message of a conversation must be a string or null")
         if not (isinstance(turns, list) and all(map(_is_turn, turns))):
-            raise RequestError("the turns of a conversation are a list of pairs of strings")
+            raise RequestError("the turns of a conversation must be a list of pairs of strings")
         return cls(system, [(asked, answered) for asked, answered in turns])
 
 
@@ -67,8 +57,7 @@ def _is_turn(value: object) -> bool:
 
 @dataclass(frozen=True)
 class ChatAnswer:
-    """text: what was emitted, and stays in the conversation. completion: None for an answer that was interrupted.
-    same_as_before: of an answer that was asked for again."""
+    """The emitted text, and the completion, or None after an interrupt. same_as_before: a retry gave the same text."""
 
     text: str
     completion: "Completion | None"
@@ -78,9 +67,9 @@ class ChatAnswer:
 class ChatSession:
     """The state of `onward chat`.
 
-    lm: has a chat template. model: its name, for people. options: of every answer; without max_new_tokens an answer
-    may take what is left of the context. variables: of the chat template. last: the last answer that was not
-    interrupted. generated: tokens so far.
+    lm: a model with a chat template. model: its display name. options: of all answers; without max_new_tokens, an
+    answer may use the rest of the context. variables: of the chat template. last: the last answer that was not
+    interrupted. generated: number of tokens so far.
     """
 
     def __init__(
@@ -99,69 +88,53 @@ class ChatSession:
         self.options = dict(options)
         self.variables = dict(variables or {})
         self._retries = 0  # of the last question
-        self._now = datetime.datetime.now(datetime.UTC)  # when it began: a chat past midnight keeps its prompt
+        self._now = datetime.datetime.now(datetime.UTC)  # fixed, so that the prompt stays the same past midnight
         self._session = onward.Session(lm)
         self._file: Path | None = None
-        self._kept: tuple[str, int] | None = None
+        self._saved: tuple[str, int] | None = None
 
-    def keep_in(self, file: Path) -> None:
-        """Go on with the chat that `file` holds, if there is such a file, and have `keep` write it there.
-
-        Raises:
-            SessionError: it cannot be read or written, or is no chat with this model.
-        """
+    def open(self, file: Path) -> None:
+        """Resume the chat in `file`, if it exists, and `save` to it from now on."""
         if file.exists():
             session = onward.Session.load(file, self.lm)
             if _NOTE not in session.notes:
-                raise SessionError(f"{str(file)!r} is a session without a chat: `onward.Session.load` goes on with it")
+                raise SessionError(f"{str(file)!r} is a session without a chat: load it with `onward.Session.load`")
             try:
                 conversation = Conversation.from_json(session.notes[_NOTE])
             except RequestError as error:
                 raise SessionError(f"{str(file)!r} is a session with a damaged chat: {error}") from error
-            self.adopt(conversation)
+            self.set_conversation(conversation)
             self._session = session
         self._file = file
-        self.keep()
+        self.save()
 
-    def keep(self) -> None:
-        """Write the chat to its file, where it has one and was changed since.
-
-        Raises:
-            SessionError: it cannot be written; the file is as it was.
-        """
-        if self._file is None:
-            return
-        content = self.conversation.to_json()
-        state = (content, len(self._session.tokens))
-        if state != self._kept:
-            self._session.notes[_NOTE] = content
+    def save(self) -> None:
+        """Write the chat to its file, if it has one and the chat has changed; an error leaves the file unchanged."""
+        state = (self.conversation.to_json(), len(self._session.tokens))
+        if self._file is not None and state != self._saved:
+            self._session.notes[_NOTE] = state[0]
             self._session.save(self._file)
-            self._kept = state
+            self._saved = state
 
     @property
     def context(self) -> int:
-        """The most tokens a conversation may have."""
         length = self.lm.model.max_seq_len
-        assert length is not None, "checkpoints say how long their context is"
+        assert length is not None, "checkpoints have a context length"
         return length
 
     def tokens(self) -> int:
-        """How long the conversation is: the prompt of a next message, less its words."""
+        """Return the conversation's length in tokens: the prompt of an empty next message."""
         messages = self.conversation.messages("")
         return len(self.lm.chat_prompt(messages, self.variables, self._now)) if len(messages) > 1 else 0
 
     def reset(self) -> None:
-        """Begin anew, with the same system message; what was said is in no file that `keep` writes from now on."""
+        """Begin a new chat with the same system message. The next `save` drops the old one."""
         self.conversation = Conversation(self.conversation.system)
         self._now = datetime.datetime.now(datetime.UTC)
         self._session.truncate()
 
-    def adopt(self, conversation: Conversation) -> None:
-        """Go on with another conversation.
-
-        Raises:
-            RequestError: the chat template cannot render it; the conversation is as it was.
-        """
+    def set_conversation(self, conversation: Conversation) -> None:
+        """Replace the conversation, unless the chat template cannot render the new one."""
         before, self.conversation = self.conversation, conversation
         try:
             self.tokens()
@@ -170,29 +143,26 @@ class ChatSession:
             raise
 
     def ask(self, question: str, emit: "Callable[[Piece], None]") -> ChatAnswer:
-        """Answer a question, a piece at a time; both join the conversation.
+        """Stream the answer to a question, and add both to the conversation.
 
-        An answer that is interrupted joins it as far as it was emitted; if that is nothing, the conversation stays
-        as it was.
-
-        Raises:
-            ContextOverflowError: no room is left for an answer; the conversation is as it was.
+        After an interrupt, the conversation gets the text so far. If there is none, or no room for an answer, it is
+        unchanged.
         """
         self._retries = 0
         return self._answer(question, emit, {})
 
     def retry(self, emit: "Callable[[Piece], None]") -> ChatAnswer:
-        """Answer the last question again, in the place of the answer it has; with a seed, with one derived from it.
+        """Replace the last answer, with a seed derived from the session's, if any.
 
-        An answer that is interrupted before it began leaves the one that was there.
-
-        Raises:
-            RequestError: no question was asked yet. ContextOverflowError: as of `ask`.
+        After an interrupt before the first token, the old answer stays.
         """
+        from onward.sampling import sample_seed
+
         before = self.undo()
         self._retries += 1
+        seed = self.options.get("seed")
         try:
-            answer = self._answer(before[0], emit, self._seed_of_retry())
+            answer = self._answer(before[0], emit, {} if seed is None else {"seed": sample_seed(seed, self._retries)})
         except BaseException:
             self.conversation.turns.append(before)
             raise
@@ -201,20 +171,10 @@ class ChatSession:
         return replace(answer, same_as_before=answer.text == before[1])
 
     def undo(self) -> tuple[str, str]:
-        """Take back the last question and its answer; returns them.
-
-        Raises:
-            RequestError: there is none.
-        """
+        """Remove and return the last question and answer; raise `RequestError` if there is none."""
         if not self.conversation.turns:
             raise RequestError("nothing was asked yet")
         return self.conversation.turns.pop()
-
-    def _seed_of_retry(self) -> dict[str, int]:
-        from onward.sampling import sample_seed
-
-        seed = self.options.get("seed")
-        return {} if seed is None else {"seed": sample_seed(seed, self._retries)}
 
     def _answer(self, question: str, emit: "Callable[[Piece], None]", changes: Mapping[str, Any]) -> ChatAnswer:
         messages = self.conversation.messages(question)
@@ -225,8 +185,8 @@ class ChatSession:
                 f"not sent: with this message the chat is {len(prompt):,} tokens long, and the context holds "
                 f"{self.context:,}. /reset begins a new chat; a shorter message may fit"
             )
-        most = self.options.get("max_new_tokens")
-        options = {**self.options, **changes, "max_new_tokens": room if most is None else min(room, most)}
+        limit = self.options.get("max_new_tokens")
+        options = {**self.options, **changes, "max_new_tokens": room if limit is None else min(room, limit)}
         shown: list[str] = []
 
         def show(piece: "Piece") -> None:
@@ -245,8 +205,3 @@ class ChatSession:
             self.conversation.turns.append((question, text))
         self.last = completion or self.last
         return ChatAnswer(text, completion)
-
-    def is_full(self, completion: "Completion") -> bool:
-        """Whether an answer ended because the context did."""
-        used = completion.prompt_tokens + len(completion.token_ids)
-        return completion.finish_reason == "length" and used >= self.context

@@ -1,4 +1,4 @@
-"""`onward convert` and `onward quantize`: a checkpoint in another format, or in 8 or 4 bits."""
+"""`onward convert` and `onward quantize`: write a checkpoint in another format, or with fewer bits."""
 
 import sys
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from onward.cli.flags import flag
+from onward.cli.flags import DTYPES, flag
 from onward.cli.inputs import expanded, expanded_source
 from onward.cli.terminal import is_terminal, waiting
 from onward.errors import RequestError
@@ -14,73 +14,69 @@ from onward.errors import RequestError
 if TYPE_CHECKING:
     from onward.quantization import TensorReport
 
-_DTYPES = ("bfloat16", "float16", "float32")
-
 
 def convert(
-    source: Annotated[str, typer.Argument(metavar="SOURCE", help="A folder, a GGUF file, a hub id, or 'demo'.")],
-    destination: Annotated[
-        Path, typer.Argument(metavar="DESTINATION", help="A folder or a .gguf file that is absent.")
-    ],
+    source: Annotated[str, typer.Argument(metavar="SOURCE", help="Model folder, GGUF file, hub id or 'demo'.")],
+    destination: Annotated[Path, typer.Argument(metavar="DESTINATION", help="New folder or .gguf file.")],
     *,
     to: str = flag("safetensors or gguf.", default=..., metavar="FORMAT", show_default=False),
-    dtype: str | None = flag(f"Of the weights: {', '.join(_DTYPES)}.", metavar="NAME"),
+    dtype: str | None = flag(f"Weight type: {', '.join(DTYPES)}.", metavar="NAME"),
 ) -> None:
     """Convert a checkpoint to safetensors or GGUF.
 
-    What is written stands for the same numbers, or it is refused. safetensors
-    are floats: quantized weights become float32, unless --dtype is given.
-    GGUF holds floats, int4 (as Q4_0) and iq4_nl, of Llama, Mistral, Mixtral, Qwen,
-    Phi-3, OLMo, EXAONE, Granite, SmolLM3 and Seed-OSS with byte-level tokenizers.
+    The conversion is exact, or it is refused. safetensors files contain
+    floats: quantized weights become float32, unless --dtype is given. GGUF
+    files contain floats, int4 (as Q4_0) or iq4_nl. Supported for GGUF: Llama,
+    Mistral, Mixtral, Qwen, Phi-3, OLMo, EXAONE, Granite, SmolLM3 and Seed-OSS
+    with byte-level tokenizers.
     """
-    if dtype not in (None, *_DTYPES):
-        raise RequestError(f"--dtype is one of {', '.join(_DTYPES)}; got {dtype!r}")
+    if dtype not in (None, *DTYPES):
+        raise RequestError(f"--dtype must be one of {', '.join(DTYPES)}; got {dtype!r}")
     with waiting("starting …"):
         import torch
 
         from onward.checkpoint.convert import convert as convert_checkpoint
     with waiting(f"converting {source} …"):
-        written = convert_checkpoint(
+        output = convert_checkpoint(
             expanded_source(source),
             expanded(destination),
             to,
             dtype=None if dtype is None else getattr(torch, dtype),
             show_downloads=is_terminal(sys.stderr),
         )
-    files = [written] if written.is_file() else [file for file in written.rglob("*") if file.is_file()]
-    typer.echo(f"{sum(file.stat().st_size for file in files) / 1e6:,.1f} MB in {to}: {destination}")
+    size = sum(file.stat().st_size for file in (output, *output.rglob("*")) if file.is_file())
+    typer.echo(f"{size / 1e6:,.1f} MB in {to}: {destination}")
 
 
 def quantize(
-    source: Annotated[str, typer.Argument(metavar="SOURCE", help="A folder, a hub id, or the bundled 'demo'.")],
-    destination: Annotated[Path, typer.Argument(metavar="DESTINATION", help="A folder that is absent or empty.")],
+    source: Annotated[str, typer.Argument(metavar="SOURCE", help="Model folder, hub id or 'demo'.")],
+    destination: Annotated[Path, typer.Argument(metavar="DESTINATION", help="New or empty folder.")],
     *,
-    format: str | None = flag("int8 (the default), int4 or iq4_nl.", metavar="NAME", show_default=False),
-    bits: float | None = flag("At most X bits a weight: int8 where it gains most."),
-    calibrate: bool = flag("Fewer errors in as many bytes, in minutes: see above.", default=False),
-    seed: int | None = flag("Seed of the texts of --calibrate; 0 by default.", min=0),
+    format: str | None = flag("int8, int4 or iq4_nl.", metavar="NAME", show_default="int8"),
+    bits: float | None = flag("Mix int8 and iq4_nl to at most X bits per weight."),
+    calibrate: bool = flag("Reduce output errors with GPTQ; takes minutes.", default=False),
+    seed: int | None = flag("Random seed of the calibration texts.", min=0, show_default="0"),
 ) -> None:
-    """Write a checkpoint's weights in 8 or 4 bits.
+    """Quantize a checkpoint to 8 or 4 bits.
 
-    Every command takes the folder as --model. Printed is each matrix with its
-    bits and its error: the root mean square of the change, relative to the
-    weights'.
+    Every command accepts the new folder as --model. For each matrix, its bits
+    and its relative root mean square error are printed.
 
-    With --calibrate the model first writes texts, and the weights are rounded
-    for small errors on these (GPTQ). There is then the error of each matrix's
-    outputs on them, too, and that of the weights becomes larger.
+    --calibrate generates texts with the model and rounds the weights to
+    minimize the output errors on them (GPTQ). The output errors are printed,
+    too; the weight errors increase.
 
-    int4 and iq4_nl take 4.5 bits. iq4_nl, whose numbers are denser near 0,
-    errs less; int4 is a little faster.
+    int4 and iq4_nl take 4.5 bits per weight. iq4_nl, whose levels are denser
+    near 0, is more accurate; int4 is slightly faster.
 
-    With --bits, what each matrix costs in iq4_nl is measured: the divergence
-    of the model from what it was, in nats a token. Those that cost most for
-    their size get int8, as far as the bits go.
+    --bits measures how much each matrix matters: the divergence of the model
+    (in nats per token) with that matrix in iq4_nl. Matrices with the highest
+    cost for their size get int8, within the limit.
     """
     if format is not None and bits is not None:
-        raise RequestError("--bits chooses among the formats itself: leave out --format")
+        raise RequestError("--bits chooses the formats itself: leave out --format")
     if seed is not None and not calibrate:
-        raise RequestError("--seed is that of the texts of --calibrate: give that too, or leave out --seed")
+        raise RequestError("--seed is the seed of --calibrate: add --calibrate, or leave out --seed")
     with waiting("starting …"):
         from onward.language_model import Calibration, quantize_folder
 
@@ -97,11 +93,11 @@ def quantize(
     size = sum(report.nbytes for report in reports)
     bits = 8 * size / sum(rows * inputs for rows, inputs in (report.shape for report in reports))
     formats = " and ".join(sorted({report.format for report in reports}))
-    sizes = f"{len(reports)} matrices, {size / 1e6:,.1f} MB in {formats}, {bits:.2f} bits a weight"
+    sizes = f"{len(reports)} matrices, {size / 1e6:,.1f} MB in {formats}, {bits:.2f} bits per weight"
     typer.echo(f"{sizes}: {destination}")
     nearest = sum(report.relative_output_error is None for report in reports)
     if calibrate and nearest:
-        typer.echo(f"{nearest} of them rounded to nearest: tables of their own, and experts that got too few tokens")
+        typer.echo(f"{nearest} of them rounded to nearest: separate tables, and experts with too few tokens")
 
 
 def _show(report: "TensorReport") -> None:

@@ -1,4 +1,4 @@
-"""`onward score` and `onward eval`: a text's perplexity, and the tasks of lm-evaluation-harness."""
+"""`onward score` and `onward eval`: perplexity, and tasks of lm-evaluation-harness."""
 
 import json
 from pathlib import Path
@@ -15,28 +15,27 @@ from onward.errors import RequestError
 
 def score(
     text: Annotated[
-        str | None, typer.Argument(metavar="TEXT", help="The text; '-' or none reads standard input.")
+        str | None, typer.Argument(metavar="TEXT", help="Text to score; standard input by default or for '-'.")
     ] = None,
     *,
     file: Path | None = flag("Read the text from FILE.", "-f"),
-    ids: bool = flag("The text is token ids.", default=False),
-    stride: int | None = flag("For a text longer than the context: windows N tokens apart."),
+    ids: bool = flag("Read the text as token ids.", default=False),
+    stride: int | None = flag("Score a text longer than the context in windows N tokens apart."),
     as_json: bool = flag("Print one JSON object.", "--json", default=False),
     model: ModelFlags,
     adapting: AdapterFlags,
 ) -> None:
-    """Print a text's perplexity under a model.
+    """Compute the perplexity of a text.
 
-    The first token is given: nothing predicts it, and it counts for nothing.
-    The log-likelihood is the sum of the others' logprobs, in nats; the
-    perplexity is exp of its mean, with the sign turned.
+    The log-likelihood is the sum of the tokens' logprobs, in nats; the
+    perplexity is exp(-mean logprob). The first token is not scored.
 
-    With --stride N windows as long as the context, each N tokens after the
-    one before, score what is new in them: every token once, given at least
-    context - N tokens before it. A smaller N is nearer the truth and slower.
+    --stride N scores the text in windows as long as the context, each N
+    tokens after the previous one. Every token is scored once, with at least
+    context - N tokens before it. A smaller N is more accurate and slower.
     """
-    written = read_prompt(text, file)
-    prompt = parse_ids(written) if ids else written
+    content = read_prompt(text, file)
+    prompt = parse_ids(content) if ids else content
     lm = load_model(model, adapting=adapting)
     with waiting("scoring …"):
         score = lm.score(prompt, stride=stride, adapter=adapting.first().get("adapter"))
@@ -52,21 +51,21 @@ def score(
 
 
 def evaluate(
-    tasks: Annotated[list[str], typer.Argument(metavar="TASK", help="Names of tasks and groups, such as arc_easy.")],
+    tasks: Annotated[list[str], typer.Argument(metavar="TASK", help="Tasks or groups, such as arc_easy.")],
     *,
-    include: Path | None = flag("Tasks of your own: a folder of YAML files.", metavar="FOLDER"),
-    shots: int | None = flag("Examples before each prompt; else the task's own.", min=0),
-    limit: int | None = flag("The first N documents of each task alone.", min=1),
-    chat: bool = flag("Write prompts with the chat template.", default=False),
-    batch_size: int = flag("Prompts that are completed together.", default=8, min=1),
+    include: Path | None = flag("Folder of YAML files with your own tasks.", metavar="FOLDER"),
+    shots: int | None = flag("Number of examples in each prompt.", min=0, show_default="the task's"),
+    limit: int | None = flag("Use only the first N documents of each task.", min=1),
+    chat: bool = flag("Apply the chat template to the prompts.", default=False),
+    batch_size: int = flag("Number of prompts per batch.", default=8, min=1),
     as_json: bool = flag("Print one JSON object.", "--json", default=False),
     model: ModelFlags,
     adapting: AdapterFlags,
 ) -> None:
-    """Measure a model with lm-evaluation-harness.
+    """Evaluate a model with lm-evaluation-harness.
 
-    The harness has hundreds of tasks and fetches their data from the hub.
-    Its numbers are those of its own class for transformers. It comes with
+    The harness has hundreds of tasks and downloads their data from the hub.
+    The results match those of its own transformers backend. Install it with
     pip install 'onward[eval]'.
     """
     harness = _harness()

@@ -1,4 +1,4 @@
-"""`onward generate`: one prompt in, its continuation out."""
+"""`onward generate`: continue a prompt."""
 
 import datetime
 import json
@@ -33,16 +33,14 @@ if TYPE_CHECKING:
 
 def generate(
     prompt: Annotated[
-        str | None, typer.Argument(metavar="PROMPT", help="The prompt; '-' or none reads standard input.")
+        str | None, typer.Argument(metavar="PROMPT", help="Prompt; standard input by default or for '-'.")
     ] = None,
     *,
     file: Path | None = flag("Read the prompt from FILE.", "-f", group=PROMPT),
-    chat: bool = flag("Send the prompt as a user's message of a chat.", default=False, group=CHAT),
-    system: str | None = flag("The system message of that chat.", group=CHAT),
-    ids: bool = flag("Prompt and output are token ids.", default=False, group=PROMPT),
-    as_json: bool = flag(
-        "Print one JSON object: texts, tokens, seeds, timing …", "--json", default=False, group=OUTPUT
-    ),
+    chat: bool = flag("Send the prompt as a chat message.", default=False, group=CHAT),
+    system: str | None = flag("System message for --chat.", group=CHAT),
+    ids: bool = flag("Read and print token ids instead of text.", default=False, group=PROMPT),
+    as_json: bool = flag("Print a JSON object: texts, tokens, timing, …", "--json", default=False, group=OUTPUT),
     template: TemplateFlags,
     sampling: SamplingFlags,
     texts: GenerateFlags,
@@ -50,63 +48,60 @@ def generate(
     drafting: DraftFlags,
     adapting: AdapterFlags,
 ) -> None:
-    """Continue a prompt, and print the text as it comes.
+    """Generate text from a prompt.
 
-    The prompt is the argument, a file or standard input; one newline at the
-    end of the latter two is dropped. Into a pipe goes the text and nothing
-    else. Options not given are the model's own. Several texts, and those of
-    beams, are printed when all are finished.
+    The prompt is an argument, a file or standard input; one trailing newline
+    of the latter two is dropped. Standard output gets only the text, as it is
+    generated; with --samples or --beams, once it is complete. Other options
+    default to the model's generation config.
 
-    For files of prompts, a line each, there is onward batch.
+    To run a file of prompts, use onward batch.
     """
     if system is not None and not chat:
-        raise RequestError("--system is the system message of a chat: add --chat")
+        raise RequestError("--system is for a chat: add --chat")
     if template.is_set and not chat:
         raise RequestError("--no-thinking, --thinking and --template-option are for a chat: add --chat")
     if chat and ids:
-        raise RequestError("--chat writes a text around the prompt, --ids takes it as ids: give one of them")
+        raise RequestError("--chat takes a text, and --ids takes token ids: give one of them")
     text = read_prompt(prompt, file)
-    continued = parse_ids(text) if ids else text
+    ids_or_text = parse_ids(text) if ids else text
     options = options_of(sampling, texts) | adapting.first()
     if not as_json and (texts.logprobs is not None or texts.prompt_logprobs is not None):
-        raise RequestError("logprobs are part of what --json prints: add it")
+        raise RequestError("--logprobs and --prompt-logprobs need --json: add it")
     if drafting.draft is not None and (texts.beams or 1) > 1:
         raise RequestError("beams cannot use a draft: give --beams or --draft")
     lm = load_model(model, drafting, adapting)
     variables = template_variables(template, lm, model.model) if chat else {}
     now = datetime.datetime.now(datetime.UTC)
-    start = lm.chat_prompt(_messages(text, system), variables, now) if chat else continued
+    messages = [] if system is None else [{"role": "system", "content": system}]
+    messages.append({"role": "user", "content": text})
     as_ids = ids or lm.tokenizer is None
     if not as_json and lm.defaults.replace(**options).rows == 1:
+        start = lm.chat_prompt(messages, variables, now) if chat else ids_or_text
         _print_stream(lm.stream(start, **options), as_ids=as_ids)
         return
     if chat:
-        request = lm.chat_request(_messages(text, system), template=variables, now=now, **options)
+        request = lm.chat_request(messages, template=variables, now=now, **options)
     else:
-        request = lm.request(start, **options)
+        request = lm.request(ids_or_text, **options)
     with waiting("generating …"):
         completion = lm.generate(request)
     if as_json:
         fields = json_fields(completion, request.prompt, lm.tokenizer)
-        # Bytes, for JSON is UTF-8 whatever the terminal's encoding.
+        # Bytes: JSON is UTF-8, whatever the terminal's encoding.
         typer.echo(json.dumps(fields, ensure_ascii=False).encode())
     else:
         _print_texts(completion.choices, as_ids=as_ids)
 
 
-def _messages(text: str, system: str | None) -> list[dict[str, str]]:
-    first = [] if system is None else [{"role": "system", "content": system}]
-    return [*first, {"role": "user", "content": text}]
-
-
 def _print_stream(stream: "Generator[Piece, None, Completion]", *, as_ids: bool) -> None:
     writer = TextWriter()
-    before = ""
+    separator = ""
 
     def emit(piece: "Piece") -> None:
-        nonlocal before
-        writer.write(f"{before}{piece.token_id}" if as_ids else piece.text)
-        before = " "
+        nonlocal separator
+        writer.write(f"{separator}{piece.token_id}" if as_ids else piece.text)
+        separator = " "
 
     try:
         completion = follow(stream, emit)

@@ -1,4 +1,4 @@
-"""`onward info`: the machine, and the memory that a checkpoint takes of it."""
+"""`onward info`: the machine, and a checkpoint's architecture and memory use."""
 
 import dataclasses
 import json
@@ -10,12 +10,12 @@ import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
 
 from onward import __version__
-from onward.cli.flags import flag
+from onward.cli.flags import SourceArgument, flag
 from onward.cli.loading import find
 from onward.cli.terminal import is_terminal, waiting
 from onward.errors import RequestError
@@ -27,8 +27,7 @@ if TYPE_CHECKING:
 
 
 class Fact(NamedTuple):
-    """name: of the JSON field; people see spaces in it and no unit, which is part of the value. value: for JSON.
-    shown: for people, if it differs from the value."""
+    """A JSON field and value. Text output drops the name's unit, and prints `shown` instead of the value if set."""
 
     name: str
     value: Any
@@ -40,7 +39,7 @@ Sections = Mapping[str, Sequence[Fact]]
 _LABEL_WIDTH = 20
 _UNITS = "_(bytes|gb_s|tokens_s|s)$"
 
-# Instructions that kernels for low precision use, by their names in /proc/cpuinfo.
+# Instruction sets for low-precision kernels, by their names in /proc/cpuinfo.
 _INSTRUCTIONS = [
     *["avx2", "fma", "f16c", "avx_vnni"],
     *["avx512f", "avx512bw", "avx512vl", "avx512_vnni", "avx512_bf16", "avx512_fp16"],
@@ -50,25 +49,23 @@ _INSTRUCTIONS = [
 
 
 def info(
-    source: Annotated[
-        str | None, typer.Argument(metavar="SOURCE", help="A folder, a hub id, or the bundled 'demo'.")
-    ] = None,
+    source: SourceArgument = None,
     *,
-    model: str | None = flag("The same as SOURCE, as elsewhere.", "-m", metavar="SOURCE"),
-    context: int | None = flag("Memory for N positions; else the model's context."),
-    batch: int = flag("Memory for N texts at once.", default=1),
+    model: str | None = flag("The same as SOURCE.", "-m", metavar="SOURCE"),
+    context: int | None = flag("Context length to compute the memory for.", show_default="the model's"),
+    batch: int = flag("Batch size to compute the memory for.", default=1),
     as_json: bool = flag("Print one JSON object.", "--json", default=False),
 ) -> None:
-    """Show the machine and, of a SOURCE, what the checkpoint holds.
+    """Show the machine and, with SOURCE, a model's architecture and memory use.
 
-    Memory is that of weights and cache. The weights are not loaded; those of
-    a hub id are downloaded if they are not there yet.
+    Memory is computed for the weights and the KV cache. The weights are not
+    loaded; a hub id is downloaded if needed.
     """
     if source is not None and model is not None:
         raise RequestError(f"the model is named twice, {source!r} and --model {model}: give one")
     source = model if source is None else source
     if source is None and (context is not None or batch != 1):
-        raise RequestError("--context and --batch ask for the memory of a model: name its SOURCE too")
+        raise RequestError("--context and --batch are for the memory of a model: add its SOURCE")
     with waiting("looking …"):
         sections = {"machine": machine_facts(), "kernels": kernel_facts(), "software": _software_facts()}
     if source is not None:
@@ -94,14 +91,14 @@ def print_sections(sections: Sections) -> None:
 
 
 def as_lines(sections: Sections, width: int | None) -> list[str]:
-    """Lines of at most `width` columns; of any length for None."""
+    """Return the sections as lines of at most `width` columns; None: of any length."""
     lines: list[str] = []
     for section, facts in sections.items():
         lines += [*([""] if lines else []), section]
         for fact in facts:
             name = re.sub(_UNITS, "", fact.name).replace("_", " ")
             label = f"  {name:<{_LABEL_WIDTH - 2}}"
-            # Paths are cut nowhere: a terminal lets one be copied whole.
+            # Paths stay whole, so that they can be copied.
             lines += textwrap.wrap(
                 _shown(fact),
                 width or sys.maxsize,
@@ -126,7 +123,6 @@ def _shown(fact: Fact) -> str:
 
 
 def machine_facts() -> list[Fact]:
-    """The processor and its memory."""
     from onward.native.machine import machine_memory, system_fields
 
     cpuinfo = system_fields("/proc/cpuinfo")
@@ -142,21 +138,19 @@ def machine_facts() -> list[Fact]:
 
 
 def usable_cores() -> int:
-    """The number of cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def kernel_facts() -> list[Fact]:
-    """The form of the ops that runs on the CPU."""
     from onward import native, ops
 
     built = native.built_isas()
     if not built:
-        form = "torch's operators: no native library was built (install again where there is a C++ compiler)"
+        form = "torch's operators: no native library was built (reinstall with a C++ compiler)"
         return [Fact("form", "definition", form)]
     choice = ops.choice()
     return [
-        Fact("form", choice.form, None if choice.form == "native" else "torch's operators, as ONWARD_OPS or _ISA asks"),
+        Fact("form", choice.form, None if choice.form == "native" else "torch's operators, set by ONWARD_OPS or _ISA"),
         Fact("instruction_set", choice.isa),
         Fact("built", built),
         Fact("usable", native.available_isas()),
@@ -165,7 +159,6 @@ def kernel_facts() -> list[Fact]:
 
 
 def _software_facts() -> list[Fact]:
-    """The versions of Onward, Python and PyTorch, and the devices that PyTorch finds."""
     import torch
 
     devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
@@ -180,7 +173,7 @@ def _software_facts() -> list[Fact]:
 
 
 class CheckpointSummary:
-    """A checkpoint, read as `onward.load` reads it, except the weights, which are mapped and not read."""
+    """A checkpoint opened as `onward.load` does, with its weights mapped but not read."""
 
     def __init__(self, path: Path) -> None:
         import torch
@@ -225,13 +218,13 @@ class CheckpointSummary:
         ]
 
     def memory_facts(self, context: int | None, batch: int) -> list[Fact]:
-        """Of the weights and of a cache for `batch` rows of `context` positions (the model's own by default)."""
+        """Memory of the weights and of a KV cache for `batch` rows of `context` positions (default: the model's)."""
         trained = self._config.max_position_embeddings
         positions = trained if context is None else context
         for name, value in (("--context", positions), ("--batch", batch)):
             if value < 1:
                 raise RequestError(f"{name} must be 1 or more; got {value}")
-        beyond = f" (the model was made for {trained:,})" if positions > trained else ""
+        beyond = f" (the model was trained for {trained:,})" if positions > trained else ""
         weights, cache = self._model.nbytes, self._cache_bytes(positions, batch)
         return [
             Fact("context", positions, f"{positions:,}{beyond}"),
@@ -261,10 +254,7 @@ class CheckpointSummary:
             folder.generation_config, folder.eos, has_text=tokenizer is not None, folder=folder.path
         )
         sampling = _sampling(defaults)
-        brief = [
-            f"{name} of {len(value)}" if isinstance(value, list | tuple) else f"{name} {value}"
-            for name, value in sampling.items()
-        ]
+        brief = [f"{k} of {len(v)}" if isinstance(v, list | tuple) else f"{k} {v}" for k, v in sampling.items()]
         return [
             Fact("tokenizer_size", None if tokenizer is None else tokenizer.vocab_size),
             Fact("chat_template", folder.chat_template is not None),
@@ -274,18 +264,18 @@ class CheckpointSummary:
 
 
 def _sampling(defaults: "GenerateOptions") -> dict[str, object]:
-    """The options that differ from Onward's own; the temperature always, eos has a line of its own."""
+    """The temperature, and the options that differ from Onward's defaults; eos has its own line."""
     values = {field.name: (getattr(defaults, field.name), field.default) for field in dataclasses.fields(defaults)}
     changed = {name: value for name, (value, own) in values.items() if value != own and name != "eos"}
     shown: dict[str, object] = {"temperature": defaults.temperature} | changed
-    if "logit_bias" in shown:  # JSON has no infinity: null bans
+    if "logit_bias" in shown:  # JSON has no infinity: null stands for a ban
         bias = dict(defaults.logit_bias)
         shown["logit_bias"] = [[token, None if value == float("-inf") else value] for token, value in bias.items()]
     return shown
 
 
 def _architecture_facts(config: "Architecture") -> list[Fact]:
-    """Facts that a family's layers lack are left out; one that differs between layers lists its values."""
+    """Facts about the layers; a value that differs between layers is listed."""
     from onward.cache import StateShape
 
     mixers = [getattr(layer.mixer, "attention", layer.mixer) for layer in config.layers]
@@ -313,20 +303,15 @@ def _values(name: str, parts: Sequence[Any], field: str) -> list[Fact]:
 
 def _windows(windows: Sequence[int | None]) -> str:
     sizes = [size for size in windows if size is not None]
-    if not sizes:
-        return "none"
-    return f"{', '.join(f'{size:,}' for size in sorted(set(sizes)))} in {len(sizes)} of {len(windows)} layers"
+    distinct = ", ".join(f"{size:,}" for size in sorted(set(sizes)))
+    return f"{distinct} in {len(sizes)} of {len(windows)} layers" if sizes else "none"
 
 
 def _ropes(mixers: Sequence[Any]) -> list[Fact]:
-    """The schedules, each once, in order of layers."""
-    ropes = dict.fromkeys(rope for mixer in mixers if (rope := getattr(mixer, "rope", None)) is not None)
-    if not ropes:
-        return []
     values, texts = [], []
-    for rope in ropes:
+    for rope in dict.fromkeys(rope for mixer in mixers if (rope := getattr(mixer, "rope", None)) is not None):
         scaling = rope.scaling
         values.append({"kind": scaling.kind, "base": rope.base, "factor": scaling.factor})
         scaled = f", {scaling.kind} x {scaling.factor:g} from {scaling.original_max_position:,}"
         texts.append(f"base {rope.base:,.0f}{'' if scaling.kind == 'default' else scaled}")
-    return [Fact("rope", values[0] if len(values) == 1 else values, "; ".join(texts))]
+    return [Fact("rope", values[0] if len(values) == 1 else values, "; ".join(texts))] if values else []

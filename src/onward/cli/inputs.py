@@ -1,4 +1,4 @@
-"""Prompts from the argument, a file or standard input; and completions as JSON."""
+"""Prompts from an argument, a file or standard input, and completions as JSON."""
 
 import dataclasses
 import math
@@ -21,52 +21,43 @@ if TYPE_CHECKING:
 
 
 def read_prompt(argument: str | None, file: Path | None) -> str:
-    """The prompt as text.
-
-    The newline that editors and `echo` put at the very end of a file or of standard input is dropped, so that the
-    same words give the same prompt wherever they come from.
-
-    Raises:
-        RequestError: there is no prompt, there are two, or the prompt is not UTF-8.
-    """
+    """Return the prompt as text, without the final newline that editors and `echo` add to a file or standard input."""
     from_input = "-" in (argument, str(file))
     if argument is not None and file is not None:
         raise RequestError("the prompt is given twice, as an argument and with --file: give one")
     if argument is not None and not from_input:
         return argument
     if file is not None and not from_input:
-        return _without_last_newline(_read(file, "prompt file", f"the prompt in {file}"))
-    if not from_input and (sys.stdin is None or is_terminal(sys.stdin)):
+        text = _read(file, "prompt file", f"the prompt in {file}")
+    elif not from_input and (sys.stdin is None or is_terminal(sys.stdin)):
         raise RequestError("no prompt: give one as an argument, with --file FILE, or on standard input")
-    return _without_last_newline(_standard_input("the prompt in standard input"))
+    else:
+        text = _standard_input("the prompt in standard input")
+    return text.removesuffix("\n").removesuffix("\r") if text.endswith("\n") else text
 
 
 def read_text(file: Path) -> str:
-    """The content of a file that a flag names; '-' is standard input.
-
-    Raises:
-        RequestError: it cannot be read as UTF-8.
-    """
+    """Read a file, or standard input for '-'; raise `RequestError` if it cannot be read as UTF-8."""
     return _standard_input("standard input") if str(file) == "-" else _read(file, "file", repr(str(file)))
 
 
 def parse_ids(text: str) -> list[int]:
-    """Token ids with spaces, commas or the brackets of a list around them."""
+    """Parse token ids, separated by spaces or written as a list."""
     words = re.sub(r"[\[\],]", " ", text).split()
     try:
         return [int(word) for word in words]
     except ValueError:
         wrong = next(word for word in words if not re.fullmatch(r"[+-]?\d+", word))
-        raise RequestError(f"with --ids the prompt is token ids such as '1 2 3'; got {wrong!r}") from None
+        raise RequestError(f"--ids takes token ids such as '1 2 3'; got {wrong!r}") from None
 
 
 def expanded(file: Path) -> Path:
-    """With ~ as the shell would have it; where that user is unknown, the name as it stands."""
+    """Expand ~ as the shell does; the path of an unknown user stays as it is."""
     return Path(os.path.expanduser(file))
 
 
 def expanded_source(source: str) -> str:
-    """A model's source with ~ as the shell would have it, for `--model=~/x`, which shells leave alone."""
+    """Expand ~ in a model source: shells do not in `--model=~/x`."""
     return os.path.expanduser(source) if source.startswith("~") else source
 
 
@@ -79,7 +70,7 @@ def _read(file: Path, what: str, where: str) -> str:
 
 def _standard_input(where: str) -> str:
     if sys.stdin is None:
-        raise RequestError("standard input is closed, and the prompt was to come from there")
+        raise RequestError("standard input is closed, and the prompt was to be read from it")
     return _decoded(sys.stdin.buffer.read(), where)
 
 
@@ -90,42 +81,30 @@ def _decoded(content: bytes, where: str) -> str:
         raise RequestError(f"{where} is not UTF-8 text: {error}") from error
 
 
-def _without_last_newline(text: str) -> str:
-    return text.removesuffix("\n").removesuffix("\r") if text.endswith("\n") else text
-
-
 def json_fields(completion: "Completion", prompt: Sequence[int], tokenizer: "Tokenizer | None") -> dict[str, Any]:
-    """All texts of a prompt, `choices`, each with its tokens; the first one's text stands beside them.
+    """Return a completion as a JSON object: the first text, and `choices` with all texts and their tokens.
 
-    The same fields whatever was asked for, but for the `message` of a chat, and those of logprobs: `logprob` and `top`
-    of a token, and `prompt`, the prompt's tokens. Without a tokenizer tokens have no text.
+    Only a chat has a `message`. With logprobs, tokens have `logprob` and `top`, and `prompt` has the prompt's tokens.
+    Without a tokenizer, tokens have no text.
     """
-    fields: dict[str, Any] = {
-        "text": completion.text,
-        "prompt_tokens": completion.prompt_tokens,
-        "cached_tokens": completion.cached_tokens,
-    }
+    fields: dict[str, Any] = {name: getattr(completion, name) for name in ("text", "prompt_tokens", "cached_tokens")}
     if completion.prompt_logprobs is not None:
         fields["prompt"] = _tokens(prompt, completion.prompt_logprobs, (), tokenizer)
     return fields | {"choices": [_choice(one, prompt, tokenizer) for one in completion.choices]}
 
 
 def _choice(completion: "Completion", prompt: Sequence[int], tokenizer: "Tokenizer | None") -> dict[str, Any]:
-    draft, laps = completion.speculation, completion.timing.per_token_ms
+    draft, timing = completion.speculation, completion.timing
+    steps = timing.per_token_ms
     return {
         "text": completion.text,
         **({} if completion.message is None else {"message": completion.message.to_dict()}),
         "tokens": _tokens(completion.token_ids, completion.logprobs, prompt, tokenizer),
-        "finish_reason": completion.finish_reason,
-        "stopped_by": completion.stopped_by,
-        "seed": completion.seed,
-        "score": completion.score,
+        **{name: getattr(completion, name) for name in ("finish_reason", "stopped_by", "seed", "score")},
         "timing": {
-            "prefill_ms": completion.timing.prefill_ms,
-            "total_ms": completion.timing.total_ms,
-            "tokens_per_second": completion.timing.tokens_per_second,
-            "median_ms_per_token": statistics.median(laps) if laps else None,
-            "worst_ms_per_token": max(laps, default=None),
+            **{name: getattr(timing, name) for name in ("prefill_ms", "total_ms", "tokens_per_second")},
+            "median_ms_per_token": statistics.median(steps) if steps else None,
+            "worst_ms_per_token": max(steps, default=None),
         },
         "speculation": None if draft is None else dataclasses.asdict(draft),
     }
@@ -137,7 +116,7 @@ def _tokens(
     before: Sequence[int],
     tokenizer: "Tokenizer | None",
 ) -> list[dict[str, Any]]:
-    """Ids with their texts, which add up to the whole: a character of several tokens is in the last of them."""
+    """Return ids with their texts, which concatenate to the whole: the last token of a character has all of it."""
     from onward.tokenizer.text_stream import token_texts
 
     texts = None if tokenizer is None else token_texts(ids, logprobs, before, tokenizer)
@@ -156,5 +135,5 @@ def _tokens(
 
 
 def finite(value: float) -> float | None:
-    """JSON knows no infinity."""
+    """Return None for NaN and infinities, which JSON does not have."""
     return value if math.isfinite(value) else None

@@ -1,4 +1,4 @@
-"""`onward`: the commands, and what happens to an error."""
+"""The `onward` program: its commands, and its exit codes and errors."""
 
 import errno
 import os
@@ -7,7 +7,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from io import TextIOWrapper
-from typing import Annotated, Any, NoReturn, TextIO
+from typing import Annotated, Any, NoReturn
 
 import typer
 from typer.main import get_command
@@ -26,15 +26,15 @@ from onward.cli.terminal import is_terminal, report
 from onward.errors import OnwardError, OnwardWarning
 from onward.util.option_names import REMOVED, meant
 
-# Typer carries a click of its own since 0.2x; this is the one name for its usage errors that old and new share.
+# Typer bundles click since 0.2x; old and new versions share only this name for click's usage errors.
 _UsageError: Any = typer.BadParameter.__base__
 
 _INTERRUPTED = 130
 
-# Options of Python whose flags are called otherwise.
+# Python options whose flags have another name.
 _FLAGS = {"n": "samples", "num_return_sequences": "samples", "bad_words": "bad_word"}
 
-# What a full disk, a lost terminal or a closed descriptor say to what is printed.
+# Errors from printing to a full disk, a lost terminal or a closed descriptor.
 _NOT_WRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF}
 
 app = typer.Typer(
@@ -44,8 +44,8 @@ app = typer.Typer(
 )
 
 
-def _print_version(is_asked: bool) -> None:
-    if is_asked:
+def _print_version(requested: bool) -> None:
+    if requested:
         typer.echo(f"onward {__version__}")
         raise typer.Exit
 
@@ -59,8 +59,8 @@ def onward(
 ) -> None:
     """Generate text from autoregressive transformers.
 
-    Models are folders in the Hugging Face layout, hub ids such as
-    Qwen/Qwen3-0.6B, or "demo", the small one that comes with the package.
+    A model is a folder in the Hugging Face layout, a hub id such as
+    Qwen/Qwen3-0.6B, or "demo", a small model bundled with the package.
     """
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
@@ -85,88 +85,78 @@ for _function, _example in (
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run a command line and return its exit code.
 
-    An `OnwardError`, a usage error or a standard output that takes nothing becomes one line on stderr and code 2, an
-    interrupt code 130. Anything else is a defect and keeps its traceback.
+    An `OnwardError`, a usage error or an unwritable standard output prints one line to stderr and returns 2; an
+    interrupt returns 130. Any other exception is a bug and keeps its traceback.
     """
     if sys.stdout is None:
-        return _fail("standard output is closed, and nothing could be printed: redirect it to /dev/null instead")
+        report("error", "standard output is closed, and nothing could be printed: redirect it to /dev/null instead")
+        return 2
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("default", OnwardWarning)
             _show_warnings_as_lines()
             code = get_command(app).main(arguments, prog_name="onward", standalone_mode=False)
         if code == _INTERRUPTED and is_terminal(sys.stderr):
-            typer.echo(err=True)  # after the ^C that the terminal wrote wherever the cursor was
+            typer.echo(err=True)  # ends the line where the terminal printed ^C
         return code if isinstance(code, int) else 0
     except OnwardError as error:
-        return _fail(str(error))
+        message = str(error)
     except _UsageError as error:
         at = error.ctx.command_path if error.ctx else "onward"
-        return _fail(f"{_usage_message(error)} (see {at} --help)")
+        message = f"{_usage_message(error)} (see {at} --help)"
     except OSError as error:
-        # What opens files names them; this is a stream's.
+        # An error without a file name comes from a stream.
         if error.filename is not None or error.errno not in _NOT_WRITABLE:
             raise
-        return _fail(f"standard output cannot be written: {error.strerror}")
+        message = f"standard output cannot be written: {error.strerror}"
     except typer.Abort as abort:
-        # What older Typers make of an interrupt, and all of them of an EOFError, which is none.
+        # Old versions of Typer abort on an interrupt; all of them abort on EOFError, which is not one.
         if isinstance(abort.__cause__, EOFError):
             raise abort.__cause__ from None
         return _INTERRUPTED
+    report("error", message)
+    return 2
 
 
 def _usage_message(error: Any) -> str:
-    """A usage error as one line. For an option that does not exist, the one that was probably meant."""
-    asked = getattr(error, "option_name", None)  # of click's NoSuchOption
-    if not isinstance(asked, str) or not asked.startswith("--") or error.ctx is None:
+    """Return a usage error as one line, with a suggestion for an unknown option."""
+    option = getattr(error, "option_name", None)  # click's NoSuchOption
+    if not isinstance(option, str) or not option.startswith("--") or error.ctx is None:
         return str(error.format_message())
     parameters = error.ctx.command.params
     flags = {flag.lstrip("-").replace("-", "_") for each in parameters for flag in each.opts if flag.startswith("--")}
-    name = asked.lstrip("-").replace("-", "_")
+    name = option.lstrip("-").replace("-", "_")
     if name in REMOVED:
-        return f"no such option: {asked}; {REMOVED[name]}"
+        return f"no such option: {option}; {REMOVED[name]}"
     hint = meant(_FLAGS.get(name, name), flags) or ""
-    # A hint may explain itself: "max_new_tokens (it does not count the prompt)".
+    # A hint may contain an explanation: "max_new_tokens (it does not count the prompt)".
     alike = sorted(flag for flag in flags if name in flag.split("_")) or re.findall(r"^\w+", hint)
     question = f". Did you mean {' or '.join('--' + each.replace('_', '-') for each in alike)}?" if alike else ""
-    return f"no such option: {asked}{question}"
+    return f"no such option: {option}{question}"
 
 
 def main() -> NoReturn:
-    """The entry point of the `onward` script."""
     if isinstance(sys.stdout, TextIOWrapper):
-        # A character that the terminal's encoding lacks must not end the program.
+        # Escape characters that the terminal's encoding lacks, instead of failing.
         sys.stdout.reconfigure(errors="backslashreplace")
     code = run()
     if sys.stdout is not None:
         try:
             sys.stdout.flush()
         except OSError:
-            # What is left would be tried again as Python ends, with a traceback.
+            # Python would flush the rest at exit, and print a traceback.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             code = code or 2
     sys.exit(code)
 
 
-def _fail(message: str) -> int:
-    report("error", message)
-    return 2
-
-
 def _show_warnings_as_lines() -> None:
     show_others = warnings.showwarning
 
-    def show(
-        message: Warning | str,
-        category: type[Warning],
-        filename: str,
-        lineno: int,
-        file: TextIO | None = None,
-        line: str | None = None,
-    ) -> None:
+    def show(message: Warning | str, category: type[Warning], *place: Any, **named: Any) -> None:
         if issubclass(category, OnwardWarning):
             report("warning", str(message))
         else:
-            show_others(message, category, filename, lineno, file, line)
+            show_others(message, category, *place, **named)
 
     warnings.showwarning = show

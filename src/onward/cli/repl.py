@@ -1,14 +1,13 @@
-"""The lines of a chat: where they come from, and the commands among them, which begin with a slash."""
+"""The input of a chat: lines from a terminal or a pipe, and the commands that begin with a slash."""
 
-import dataclasses
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from onward.cli.chat_session import ChatSession, Conversation
 from onward.cli.loading import as_json_or_text
@@ -22,40 +21,29 @@ if TYPE_CHECKING:
 
 _KEYS = """\
   //TEXT         send TEXT with one slash in front
-  Alt+Enter      begin a new line; so does Enter after a backslash
-  Ctrl-C         stop the answer (what is shown stays), or clear the line
-  Ctrl-D         leave"""
+  Alt+Enter      begin a new line; also Enter after a backslash
+  Ctrl-C         stop the answer (the text so far stays), or clear the line
+  Ctrl-D         quit"""
 
-# Commands of other programs that write a chat to a file and read it.
-_PERSISTENCE = ("/save", "/load")
-
-# Options of several texts, of reports, and those that only code can give well.
-_NOT_OF_A_CHAT = {
+# Options for multiple texts, reports or callers in Python.
+_UNAVAILABLE = {
     *("n", "beams", "length_penalty", "early_stopping", "logprobs", "prompt_logprobs"),
     *("draft", "stop_when", "cancel", "logit_bias"),
     *("json_schema", "regex", "grammar", "choice", "constraint"),
 }
 _ALWAYS_SHOWN = ("temperature", "top_k", "top_p", "min_p", "max_new_tokens", "seed")
-_OF_TEXTS = ("stop", "bad_words")
-# What stands for the model's own value.
+_TEXT_OPTIONS = ("stop", "bad_words")
+# Values that reset an option to the model's.
 _DEFAULT = ("-", "default")
 
 
-class ChatInput(Protocol):
-    def read(self) -> str | None:
-        """The next message or command, perhaps of several lines; None at the end."""
-        ...
+def piped_input() -> Callable[[], str | None]:
+    """Return a reader of messages from standard input, or None at its end; a backslash at a line's end continues it."""
+    lines: Iterator[bytes] = iter(sys.stdin.buffer) if sys.stdin is not None else iter(())
 
-
-class PipedInput:
-    """Lines of standard input; one that ends in a backslash continues in the next."""
-
-    def __init__(self) -> None:
-        self._lines: Iterator[bytes] = iter(sys.stdin.buffer) if sys.stdin is not None else iter(())
-
-    def read(self) -> str | None:
+    def read() -> str | None:
         parts: list[bytes] = []
-        for line in self._lines:
+        for line in lines:
             line = line.removesuffix(b"\n").removesuffix(b"\r")
             parts.append(line.removesuffix(b"\\"))
             if not line.endswith(b"\\"):
@@ -67,36 +55,37 @@ class PipedInput:
         except UnicodeDecodeError as error:
             raise RequestError(f"a line of standard input is not UTF-8 text: byte {error.start}") from error
 
+    return read
 
-class TerminalInput:
-    """A line editor: history, several lines, completion of the commands.
 
-    Raises KeyboardInterrupt for a Ctrl-C on an empty line; on another it clears the line.
+def terminal_input() -> Callable[[], str | None]:
+    """Return a line editor with history, multiple lines and completion of commands.
+
+    Ctrl-C clears the line; on an empty line it raises KeyboardInterrupt.
     """
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.completion import WordCompleter
 
-    def __init__(self, commands: Iterable[str]) -> None:
-        from prompt_toolkit import PromptSession
-        from prompt_toolkit.completion import WordCompleter
+    session: PromptSession[str] = PromptSession(
+        [("bold", "> ")],
+        multiline=True,
+        prompt_continuation="  ",
+        key_bindings=_key_bindings(),
+        history=_history(state_folder() / "chat_history"),
+        completer=WordCompleter(list(COMMANDS), sentence=True),
+        complete_while_typing=False,
+    )
 
-        self._session: PromptSession[str] = PromptSession(
-            [("bold", "> ")],
-            multiline=True,
-            prompt_continuation="  ",
-            key_bindings=_key_bindings(),
-            history=_history(state_folder() / "chat_history"),
-            completer=WordCompleter(list(commands), sentence=True),
-            complete_while_typing=False,
-        )
-
-    def read(self) -> str | None:
+    def read() -> str | None:
         try:
-            return self._session.prompt()
+            return session.prompt()
         except EOFError:
             return None
 
+    return read
+
 
 def state_folder() -> Path:
-    """The folder for state that is neither configuration nor cache."""
     if os.name == "nt":
         return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local") / "onward"
     return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "onward"
@@ -131,27 +120,26 @@ def _key_bindings() -> "KeyBindings":
 
 
 def _history(file: Path) -> "History":
-    """In `file`, which only its owner can read; in memory alone, with a warning, if it cannot be written."""
+    """A history in `file`, readable only by its owner; if it is not writable, warn and keep it in memory."""
     from prompt_toolkit.history import FileHistory, InMemoryHistory
 
     try:
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         os.close(os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600))
     except OSError as error:
-        warn(f"the history of this chat will not be kept: {file} cannot be written ({error.strerror or error})")
+        warn(f"the history of this chat will not be saved: {file} cannot be written ({error.strerror or error})")
         return InMemoryHistory()
 
     class ForgivingHistory(FileHistory):
         def store_string(self, string: str) -> None:
-            # A disk that is full by now must not end a chat.
-            with suppress(OSError):
+            with suppress(OSError):  # a full disk must not end the chat
                 super().store_string(string)
 
     return ForgivingHistory(file)
 
 
 class SlashCommand(NamedTuple):
-    """argument: its name in /help, "" for none. run: does it, and returns the text to print, or None to leave."""
+    """A command. argument: its name in /help, or "". run: returns the text to print, a `Retry`, or None to quit."""
 
     argument: str
     help: str
@@ -159,26 +147,22 @@ class SlashCommand(NamedTuple):
 
 
 class Retry:
-    """Returned by a command after which the last question is answered again."""
+    """The result of a command that asks for another answer to the last question."""
 
 
 def run_command(session: ChatSession, line: str) -> str | Retry | None:
-    """Run a line that begins with a slash; returns the text to print, a `Retry`, or None to leave.
-
-    Raises:
-        RequestError: an unknown command, or one that cannot be done.
-    """
+    """Run a line that begins with a slash; return the text to print, a `Retry`, or None to quit."""
     name, argument = [*line.strip().split(maxsplit=1), ""][:2]
     command = COMMANDS.get(name)
     if command is None:
         near = get_close_matches(name, COMMANDS, n=1)
         hint = f"did you mean {near[0]}? " if near else ""
-        hint = "`onward chat --session FILE` keeps a chat and continues it; " if name in _PERSISTENCE else hint
+        hint = "`onward chat --session FILE` saves and resumes a chat; " if name in ("/save", "/load") else hint
         raise RequestError(
-            f"unknown command {name}: {hint}/help lists them; a message that begins with a slash is sent with two"
+            f"unknown command {name}: {hint}/help lists the commands, and // begins a message with a slash"
         )
     if argument and not command.argument:
-        raise RequestError(f"{name} takes nothing after it; got {argument!r}")
+        raise RequestError(f"{name} takes no argument; got {argument!r}")
     return command.run(session, argument)
 
 
@@ -190,27 +174,27 @@ def _help(session: ChatSession, argument: str) -> str:
 def _reset(session: ChatSession, argument: str) -> str:
     turns = len(session.conversation.turns)
     session.reset()
-    kept = "; the system message stays" if session.conversation.system is not None else ""
-    return f"forgot {count(turns, 'question')} and the answers{kept}"
+    system = "; the system message stays" if session.conversation.system is not None else ""
+    return f"removed {count(turns, 'question')} and the answers{system}"
 
 
 def _system(session: ChatSession, argument: str) -> str:
     if argument:
         system = None if argument == "-" else argument
-        session.adopt(Conversation(system, session.conversation.turns))
+        session.set_conversation(Conversation(system, session.conversation.turns))
     system = session.conversation.system
     return "no system message" if system is None else f"system message: {system}"
 
 
 def _retry(session: ChatSession, argument: str) -> Retry:
     if not session.conversation.turns:
-        raise RequestError("/retry answers the last question again, and nothing was asked yet")
+        raise RequestError("nothing was asked yet")
     return Retry()
 
 
 def _undo(session: ChatSession, argument: str) -> str:
     question, _ = session.undo()
-    return f"took back {shortened(question, 60)!r} and its answer; {_used(session)}"
+    return f"removed {shortened(question, 60)!r} and its answer; {_used(session)}"
 
 
 def _stats(session: ChatSession, argument: str) -> str:
@@ -232,35 +216,30 @@ def _used(session: ChatSession) -> str:
 
 
 def _set(session: ChatSession, argument: str) -> str:
-    """Set an option or a variable of the chat template, or show it, or all.
-
-    Raises:
-        RequestError: an unknown name, or a value outside its range; nothing is changed.
-    """
+    """Set or show an option or a variable of the chat template, or show all of them. An error changes nothing."""
     name, text = [*argument.split(maxsplit=1), "", ""][:2]
     if not name:
         return _show_all(session)
     name = name.replace("-", "_")
     options, template = _options(), sorted(_variables(session))
-    if name in _NOT_OF_A_CHAT:
-        raise RequestError(f"{name} is no option of a chat; those are {', '.join([*options, *template])}")
+    if name in _UNAVAILABLE:
+        raise RequestError(f"{name} is not an option of a chat; the options are {', '.join([*options, *template])}")
     check_option_names([name], [*options, *template])
     if text:
-        value = text if name in _OF_TEXTS and not text.startswith("[") else as_json_or_text(name, text)
+        value = text if name in _TEXT_OPTIONS and not text.startswith("[") else as_json_or_text(name, text)
         current = session.options if name in options else session.variables
         changed = {key: old for key, old in current.items() if key != name}
         if text not in _DEFAULT:
             changed[name] = value
         if name in options:
-            session.lm.defaults.replace(**changed)  # which checks them
+            session.lm.defaults.replace(**changed)  # checks them
             session.options = changed
         else:
             session.variables = changed
-    return f"{name} {_values(session).get(name, 'as the chat template has it')}"
+    return f"{name} {_values(session).get(name, 'as in the chat template')}"
 
 
 def _show_all(session: ChatSession) -> str:
-    """A line for each option that changes an answer, and the names of the others."""
     values, options = _values(session), _options()
     shown = {*_ALWAYS_SHOWN, *session.options, *session.variables}
     lines = {name: value for name, value in values.items() if name in shown or value != _shown(name, options[name])}
@@ -271,12 +250,9 @@ def _show_all(session: ChatSession) -> str:
 
 
 def _options() -> dict[str, Any]:
-    """The options of a chat, with Onward's own values."""
     from onward.language_model import GenerateOptions
 
-    neutral = GenerateOptions()
-    names = [field.name for field in dataclasses.fields(neutral) if field.name not in _NOT_OF_A_CHAT]
-    return {name: getattr(neutral, name) for name in names}
+    return {name: value for name, value in vars(GenerateOptions()).items() if name not in _UNAVAILABLE}
 
 
 def _variables(session: ChatSession) -> frozenset[str]:
@@ -285,29 +261,28 @@ def _variables(session: ChatSession) -> frozenset[str]:
 
 
 def _values(session: ChatSession) -> dict[str, str]:
-    """The options and variables of the next answer."""
     options = session.lm.defaults.replace(**session.options)
     values = {name: _shown(name, getattr(options, name)) for name in _options()}
     if session.options.get("max_new_tokens") is None:
-        values["max_new_tokens"] = "what is left of the context"
+        values["max_new_tokens"] = "the rest of the context"
     return values | {name: json.dumps(value, ensure_ascii=False) for name, value in session.variables.items()}
 
 
 def _shown(name: str, value: Any) -> str:
     if value is None:
-        return "a fresh one each time" if name == "seed" else "none"
+        return "a new one each time" if name == "seed" else "none"
     if isinstance(value, tuple):
         return json.dumps(value, ensure_ascii=False) if value else "none"
     return json.dumps(value)
 
 
 COMMANDS = {
-    "/help": SlashCommand("", "show this", _help),
+    "/help": SlashCommand("", "show this help", _help),
     "/reset": SlashCommand("", "begin a new chat", _reset),
-    "/system": SlashCommand("TEXT", "set the system message ('-' removes it), or show it", _system),
-    "/set": SlashCommand("NAME X", "set an option ('-': the model's own), or show it, or all", _set),
+    "/system": SlashCommand("TEXT", "set ('-': remove) or show the system message", _system),
+    "/set": SlashCommand("NAME X", "set an option ('-': to the model's default), or show options", _set),
     "/retry": SlashCommand("", "answer the last question again", _retry),
-    "/undo": SlashCommand("", "take back the last question and its answer", _undo),
-    "/stats": SlashCommand("", "how long the chat is, and how fast the last answer was", _stats),
-    "/exit": SlashCommand("", "leave", lambda session, argument: None),
+    "/undo": SlashCommand("", "remove the last question and its answer", _undo),
+    "/stats": SlashCommand("", "show the length of the chat and the speed of the last answer", _stats),
+    "/exit": SlashCommand("", "quit", lambda session, argument: None),
 }

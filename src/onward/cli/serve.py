@@ -1,4 +1,4 @@
-"""`onward serve` and `onward deploy`: OpenAI's protocol over HTTP, from one process or from replicas on Ray."""
+"""`onward serve` and `onward deploy`: an OpenAI-compatible HTTP server, in one process or with Ray replicas."""
 
 import dataclasses
 from contextlib import ExitStack, closing
@@ -19,40 +19,35 @@ from onward.cli.flags import (
     TemplateFlags,
     flag,
 )
-from onward.cli.inputs import expanded, expanded_source
-from onward.cli.loading import find, importing, load_model, template_variables
+from onward.cli.inputs import expanded
+from onward.cli.loading import find, importing, load_model, load_options, template_variables
 from onward.cli.terminal import count, note, waiting
 from onward.errors import RequestError, warn
 from onward.util.text_input import TextError, read_text_file
 
-# Names of this machine that no other site's page can have.
+# Host names of this machine that another site cannot use.
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerFlags:
-    """Where a server listens, and whom it serves how."""
+    """The HTTP settings of a server."""
 
-    host: str = flag("Address to listen on; 0.0.0.0: all.", default="127.0.0.1", metavar="NAME")
-    port: int = flag("0 takes a free one.", default=8000, min=0, max=65535)
-    api_key: list[str] | None = flag("Ask for this key.", metavar="KEY", envvar="ONWARD_API_KEY")
-    api_key_file: Path | None = flag("Ask for one of these keys, a line each.")
-    drain: float = flag("Time for running requests after SIGTERM.", default=30.0, metavar="SECONDS")
-    keep_alive: float = flag("Silence after which a stream gets a comment.", default=10.0, metavar="SECONDS")
-    idempotency_seconds: float = flag("How long an Idempotency-Key is remembered.", default=600.0, metavar="SECONDS")
-    max_body: float = flag("Maximum size of a request in MiB.", default=8.0, metavar="MIB")
-    max_requests: int = flag("Maximum number of requests at once, waiting ones too.", default=4096)
-    allow_origin: list[str] | None = flag("Let this site's pages call; * for any.", metavar="URL")
-    allow_host: list[str] | None = flag("Answer to this name (Host) too.", metavar="NAME")
-    access_log: bool = flag("A line of JSON on stderr for each request.", default=True)
-    log_prompts: bool = flag("Write the requests' bodies into those lines.", default=False)
+    host: str = flag("Address to listen on; 0.0.0.0: all interfaces.", default="127.0.0.1", metavar="NAME")
+    port: int = flag("Port to listen on; 0: any free port.", default=8000, min=0, max=65535)
+    api_key: list[str] | None = flag("Require this API key.", metavar="KEY", envvar="ONWARD_API_KEY")
+    api_key_file: Path | None = flag("Require one of the API keys in FILE, one per line.")
+    drain: float = flag("Time for running requests to finish after SIGTERM.", default=30.0, metavar="SECONDS")
+    keep_alive: float = flag("Interval of keep-alive comments in idle streams.", default=10.0, metavar="SECONDS")
+    idempotency_seconds: float = flag("Lifetime of an Idempotency-Key.", default=600.0, metavar="SECONDS")
+    max_body: float = flag("Maximum size of a request body in MiB.", default=8.0, metavar="MIB")
+    max_requests: int = flag("Maximum number of running and waiting requests.", default=4096)
+    allow_origin: list[str] | None = flag("Allow CORS requests from this origin; *: any.", metavar="URL")
+    allow_host: list[str] | None = flag("Accept this Host header.", metavar="NAME")
+    access_log: bool = flag("Log each request to stderr as JSON.", default=True)
+    log_prompts: bool = flag("Include request bodies in the access log.", default=False)
 
-    def keys(self) -> tuple[str, ...]:
-        """All API keys.
-
-        Raises:
-            RequestError: the file cannot be read, or has none.
-        """
+    def _keys(self) -> tuple[str, ...]:
         keys = list(self.api_key or ())
         if self.api_key_file is not None:
             try:
@@ -60,34 +55,25 @@ class ServerFlags:
             except (OSError, TextError) as error:
                 reason = getattr(error, "strerror", None) or error
                 raise RequestError(f"the keys in {str(self.api_key_file)!r} cannot be read: {reason}") from error
-            of_file = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
-            if not of_file:
-                raise RequestError(f"there is no key in {str(self.api_key_file)!r}: write one on each line")
-            keys += of_file
+            file_keys = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+            if not file_keys:
+                raise RequestError(f"there is no key in {str(self.api_key_file)!r}: write one per line")
+            keys += file_keys
         return tuple(dict.fromkeys(keys))
 
     def settings(self) -> dict[str, Any]:
-        """As keyword arguments of `onward.server.Settings`.
-
-        Raises:
-            RequestError: no keys in the file of keys.
-        """
-        keys, names = self.keys(), tuple(self.allow_host or ())
+        """Return the keyword arguments of `onward.server.Settings`."""
+        keys, names = self._keys(), tuple(self.allow_host or ())
         is_local = self.host in _LOOPBACK
         if not is_local and not keys:
-            warn(f"anybody who reaches {self.host} may use this server: ask for a key with --api-key-file")
-        return {
+            warn(f"anyone who can reach {self.host} can use this server: require a key with --api-key-file")
+        same = ("max_requests", "keep_alive", "idempotency_seconds", "drain", "access_log", "log_prompts")
+        return {name: getattr(self, name) for name in same} | {
             "api_keys": keys,
             "max_body": int(self.max_body * 2**20),
-            "max_requests": self.max_requests,
-            "keep_alive": self.keep_alive,
-            "idempotency_seconds": self.idempotency_seconds,
-            "drain": self.drain,
             "cors_origins": tuple(self.allow_origin or ()),
-            # A server of this machine alone, without keys, has only its names; others have any, or those given.
+            # A local server without keys accepts only local names; others accept any name, or those of --allow-host.
             "hosts": (*_LOOPBACK, *names) if is_local and not keys else names,
-            "access_log": self.access_log,
-            "log_prompts": self.log_prompts,
         }
 
 
@@ -95,121 +81,104 @@ def serve(
     source: SourceArgument = None,
     *,
     model: list[str] | None = flag(
-        "A model under a name; after commas options of its own, such as SOURCE,quantize=int8.",
-        "-m",
-        group=MODEL,
-        metavar="[NAME=]SOURCE",
+        "Serve SOURCE as NAME; append options as SOURCE,quantize=int8,….", "-m", group=MODEL, metavar="[NAME=]SOURCE"
     ),
     server: ServerFlags,
     engine: ServerEngineFlags,
-    max_new_tokens: int | None = flag("Of requests without max_tokens; else what fits.", "-n", group=LENGTH),
+    max_new_tokens: int | None = flag(
+        "Maximum number of tokens for requests without max_tokens.", "-n", group=LENGTH, show_default="what fits"
+    ),
     template: TemplateFlags,
     loading: LoadFlags,
     drafting: DraftFlags,
     adapting: AdapterFlags,
 ) -> None:
-    """Serve models over HTTP as OpenAI's API does.
+    """Serve models through an OpenAI-compatible HTTP API.
 
-    Chats, completions and responses, whole or as streams, for any number of
-    clients at once: each gets the text that it would get alone. The name of
-    an adapter calls the model with it. What is not served is refused by its
-    name. SIGTERM ends it when running requests have ended; a second one at
-    once.
+    The server supports chat completions, completions and responses, with or
+    without streaming. Requests are batched, and each gets the same text as if
+    it ran alone. An adapter is served as a model of its name. Unsupported
+    fields are rejected by name. SIGTERM stops the server after the running
+    requests; a second SIGTERM stops it immediately.
     """
-    specs = [_Spec.parse(text, loading, drafting, adapting) for text in ([source] if source else []) + (model or [])]
-    specs = specs or [_Spec.parse("demo", loading, drafting, adapting)]
-    if len({spec.name for spec in specs}) < len(specs):
-        raise RequestError(f"models need names of their own; got {', '.join(spec.name for spec in specs)}")
+    texts = [*([source] if source else []), *(model or [])] or ["demo"]
+    models = [_parse_model(text, loading, drafting, adapting) for text in texts]
+    names = [name for name, *_ in models]
+    if len(set(names)) < len(names):
+        raise RequestError(f"model names must be unique; got {', '.join(names)}")
     limits = engine.limits()
     package = _server_package()
     settings = package.Settings(max_new_tokens=max_new_tokens, **server.settings())
-    if len(specs) > 1:
-        limits["cache_memory"] = _share(limits.get("cache_memory"), len(specs))
-    # What is wrong with the address is told before models are loaded for nothing.
+    if len(models) > 1:
+        from onward.native.machine import memory_limit
+
+        limits["cache_memory"] = max(1, limits.get("cache_memory", memory_limit() // 4) // len(models))
+    # Bind first: a bad address fails before any model is loaded.
     with closing(package.bound(server.host, server.port)) as address, ExitStack() as stack:
         engines: dict[str, Any] = {}
         variables: dict[str, Any] = {}
-        for spec in specs:
-            lm = load_model(spec.model, spec.draft, spec.adapters)
+        for name, flags, draft, adapters in models:
+            lm = load_model(flags, draft, adapters)
             if template.is_set:
-                variables[spec.name] = template_variables(template, lm, spec.name)
-            engines[spec.name] = onward.Engine(lm, **limits)
-            stack.callback(engines[spec.name].close, drain=False)
-            with waiting("reading weights …"):  # now, and not before the first token of the first stream
-                engines[spec.name].fingerprint_with(None)
+                variables[name] = template_variables(template, lm, name)
+            engines[name] = onward.Engine(lm, **limits)
+            stack.callback(engines[name].close, drain=False)
+            with waiting("reading weights …"):  # now, not in the first request
+                engines[name].fingerprint_with(None)
         app = package.create_app(engines, dataclasses.replace(settings, variables=variables))
         package.log_to_stderr()
-        names = ", ".join(engines)
-        package.run(app, address, lambda url: note(f"{names} at {url}/v1 · Ctrl-C ends it"))
+        package.run(app, address, lambda url: note(f"{', '.join(names)} at {url}/v1 · Ctrl-C stops it"))
 
 
-@dataclass(frozen=True)
-class _Spec:
-    """A model to serve."""
-
-    name: str
-    model: ModelFlags
-    draft: DraftFlags
-    adapters: AdapterFlags
-
-    @classmethod
-    def parse(cls, text: str, loading: LoadFlags, drafting: DraftFlags, adapting: AdapterFlags) -> "_Spec":
-        """[NAME=]SOURCE[,OPTION=VALUE…]; what it leaves open is as the flags have it.
-
-        Raises:
-            RequestError: no source, an unknown option, a value of a wrong type.
-        """
-        first, *others = text.split(",")
-        name, equals, source = first.partition("=")
-        if not equals:
-            source = name
-        if not name or not source:
-            raise RequestError(f"--model wants [NAME=]SOURCE, such as small=Qwen/Qwen3-0.6B; got {text!r}")
-        options: dict[str, Any] = dataclasses.asdict(loading)
-        draft, adapters = drafting.draft, list(adapting.adapter or ())
-        for other in others:
-            option, equals, value = other.partition("=")
-            option = option.strip().replace("-", "_")
-            if not equals or option not in {*options, "draft", "adapter"} - {"threads"}:
-                known = ", ".join(sorted({*options, "draft", "adapter"} - {"threads"}))
-                raise RequestError(f"--model {text}: after a comma comes OPTION=VALUE, of {known}; got {other!r}")
-            if option == "draft":
-                draft = value
-            elif option == "adapter":
-                adapters.append(value)
-            elif option in ("max_seq_len", "pipeline"):
-                if not value.isascii() or not value.isdigit():
-                    raise RequestError(f"--model {text}: {option} must be a whole number; got {value!r}")
-                options[option] = int(value)
-            else:
-                options[option] = Path(value) if option == "name_map" else value
-        return cls(name, ModelFlags(model=source, **options), DraftFlags(draft=draft), AdapterFlags(adapter=adapters))
-
-
-def _share(cache_memory: int | None, count: int) -> int:
-    """Bytes of cache for each of several engines. cache_memory: for all of them; None for a quarter of the memory."""
-    from onward.native.machine import memory_limit
-
-    return max(1, (memory_limit() // 4 if cache_memory is None else cache_memory) // count)
+def _parse_model(
+    text: str, loading: LoadFlags, drafting: DraftFlags, adapting: AdapterFlags
+) -> tuple[str, ModelFlags, DraftFlags, AdapterFlags]:
+    """Parse [NAME=]SOURCE[,OPTION=VALUE…] as a name and flags; other options come from the given flags."""
+    first, *others = text.split(",")
+    name, equals, source = first.partition("=")
+    if not equals:
+        source = name
+    if not name or not source:
+        raise RequestError(f"--model takes [NAME=]SOURCE, such as small=Qwen/Qwen3-0.6B; got {text!r}")
+    options: dict[str, Any] = dataclasses.asdict(loading)
+    draft, adapters = drafting.draft, list(adapting.adapter or ())
+    known = {*options, "draft", "adapter"} - {"threads"}
+    for other in others:
+        option, equals, value = other.partition("=")
+        option = option.strip().replace("-", "_")
+        if not equals or option not in known:
+            names = ", ".join(sorted(known))
+            raise RequestError(f"--model {text}: expected OPTION=VALUE, with one of {names}; got {other!r}")
+        if option == "draft":
+            draft = value
+        elif option == "adapter":
+            adapters.append(value)
+        elif option not in ("max_seq_len", "pipeline"):
+            options[option] = Path(value) if option == "name_map" else value
+        elif value.isascii() and value.isdigit():
+            options[option] = int(value)
+        else:
+            raise RequestError(f"--model {text}: {option} must be an integer; got {value!r}")
+    return name, ModelFlags(model=source, **options), DraftFlags(draft=draft), AdapterFlags(adapter=adapters)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaFlags:
-    """How many replicas there are, and where."""
+    """The number of replicas, and their placement."""
 
     replicas: int = flag("Number of replicas.", "-r", default=2, min=1)
-    max_replicas: int | None = flag("Up to N replicas when requests wait.")
-    address: str | None = flag("A Ray cluster, or auto; else this machine alone.", metavar="HOST:PORT")
-    cpus: float = flag("CPUs of a replica with all its ranks, in Ray's accounts.", default=1.0, metavar="N")
-    affinity: bool = flag("Send prompts that begin alike to one replica, for its cache.", default=True)
-    attempts: int = flag("How often a request is tried when replicas are lost.", default=3)
-    silence: float = flag("Time after which a silent replica counts as lost.", default=5.0, metavar="SECONDS")
+    max_replicas: int | None = flag("Scale up to N replicas while requests wait.")
+    address: str | None = flag("Ray cluster, or auto.", metavar="HOST:PORT", show_default="this machine")
+    cpus: float = flag("CPUs that Ray reserves per replica, for all its ranks.", default=1.0, metavar="N")
+    affinity: bool = flag("Route prompts with a common prefix to the same replica.", default=True)
+    attempts: int = flag("Number of attempts per request when replicas are lost.", default=3)
+    silence: float = flag("Time without a heartbeat until a replica is lost.", default=5.0, metavar="SECONDS")
 
 
 def deploy(
     source: SourceArgument = None,
     *,
-    name: str | None = flag("Name of the model in requests; else the source.", metavar="NAME"),
+    name: str | None = flag("Model name in requests.", metavar="NAME", show_default="the source"),
     replicas: ReplicaFlags,
     server: ServerFlags,
     engine: ServerEngineFlags,
@@ -217,41 +186,31 @@ def deploy(
     drafting: DraftFlags,
     adapting: AdapterFlags,
 ) -> None:
-    """Serve a model from several processes or machines, on Ray.
+    """Serve a model with several replicas on Ray.
 
-    As serve, and when a replica dies, hangs or leaves in the middle of a
-    text, another one goes on with it: clients get every token once, and the
-    bits that they would have got. Ctrl-C ends it.
+    Like serve, on one or more machines. If a replica dies, hangs or is
+    removed during a request, another replica continues it: the client gets
+    every token exactly once, and the same text. Ctrl-C stops it.
     """
     with importing("a cluster needs", "cluster"):
         import onward.cluster.launch as package
     chosen = source or "demo"
-    load = {key: value for key, value in dataclasses.asdict(loading).items() if value is not None}
-    threads = load.pop("threads", None)
-    if "name_map" in load:
-        load["name_map"] = str(expanded(load["name_map"]))
-    if "merge" in load:
-        load["merge"] = expanded_source(load["merge"])
-    if drafting.draft is not None:
-        load["draft"] = expanded_source(drafting.draft)
-    if adapters := adapting.sources():
-        load["adapters"] = {adapter: expanded_source(where) for adapter, where in adapters.items()}
     options = package.DeployOptions(
         source=str(find(chosen)) if replicas.address is None else chosen,
         name=name or chosen,
-        load=load,
+        load=load_options(loading, drafting, adapting),
         engine=engine.limits(),
         settings=server.settings(),
         replicas=replicas.replicas,
         max_replicas=replicas.max_replicas,
         cpus=replicas.cpus,
-        threads=threads,
+        threads=loading.threads,
         retries={"attempts": replicas.attempts, "silence": replicas.silence},
         affinity=replicas.affinity,
     )
     package.log_to_stderr()
     with package.running(options, server.host, server.port, replicas.address) as url:
-        note(f"{options.name} at {url}/v1 · {count(options.replicas, 'replica')} · Ctrl-C ends it")
+        note(f"{options.name} at {url}/v1 · {count(options.replicas, 'replica')} · Ctrl-C stops it")
         package.until_signal()
 
 

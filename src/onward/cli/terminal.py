@@ -1,4 +1,4 @@
-"""Output: spinners and dim notes on a terminal, text as it is generated, and text made safe to show."""
+"""Terminal output: streamed text, notes, errors and spinners; control characters are made visible."""
 
 import os
 import re
@@ -8,65 +8,59 @@ import textwrap
 import threading
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
-from typing import IO, TYPE_CHECKING, Protocol
+from typing import IO, TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from onward.language_model import Completion, Piece
 
-# Control characters, which untrained models emit and terminals obey, as the pictures that Unicode has for them.
+# Unicode pictures for control characters: untrained models emit them, and a terminal would obey them.
 _PICTURES = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"} | {0x7F: 0x2421}
 _PICTURES |= dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
 
 _BAR_WIDTH = 20
-# "Faint", and neither faint nor bold, of ECMA-48.
-_DIM, _NO_LONGER_DIM = "\x1b[2m", "\x1b[22m"
+_DIM, _NORMAL = "\x1b[2m", "\x1b[22m"  # ECMA-48
 
-# The first column of a line of a table.
+# The first column of a table row.
 _LABEL = re.compile(r" +\S.*? {2,}(?=\S)")
 
 
 def is_terminal(stream: IO[str] | None) -> bool:
-    """Whether `stream` is one; a closed standard stream is None."""
+    """Whether a stream is a terminal; a closed standard stream is None."""
     return stream is not None and stream.isatty()
 
 
 def write(text: str) -> None:
-    """Text to stdout as it comes: exactly itself into a pipe, without live control characters on a terminal."""
+    """Write and flush text to stdout: unchanged to a pipe, with visible control characters to a terminal."""
     sys.stdout.write(text.translate(_PICTURES) if sys.stdout.isatty() else text)
     sys.stdout.flush()
 
 
 class TextWriter:
-    """Text to stdout, a piece at a time, as `write` does.
-
-    can_dim: whether the terminal can dim text.
-    """
+    """Write text to stdout in pieces, as `write` does. can_dim: whether the terminal supports dim text."""
 
     def __init__(self) -> None:
         self._last = "\n"
         self.can_dim = is_terminal(sys.stdout) and os.environ.get("TERM") != "dumb"
 
     def write(self, text: str, *, dim: bool = False) -> None:
-        """dim: dim the text, where the terminal can."""
         self._last = text[-1:] or self._last
         if dim and text and self.can_dim:
-            sys.stdout.write(f"{_DIM}{text.translate(_PICTURES)}{_NO_LONGER_DIM}")
+            sys.stdout.write(f"{_DIM}{text.translate(_PICTURES)}{_NORMAL}")
             sys.stdout.flush()
         else:
             write(text)
 
     @property
     def at_line_start(self) -> bool:
-        """Whether the text so far ends a line, or there is none."""
+        """Whether the text so far is empty or ends with a newline."""
         return self._last == "\n"
 
     def end_line(self) -> None:
-        """On a terminal, leave the cursor at the start of a line."""
         end_line(self._last)
 
 
 def columns() -> int:
-    """The width of the terminal as it is now; 80 where it does not say."""
+    """Return the current width of the terminal, or 80 if it is unknown."""
     try:
         return os.get_terminal_size(sys.stdout.fileno()).columns or 80
     except (OSError, ValueError):
@@ -74,7 +68,7 @@ def columns() -> int:
 
 
 def fitted(text: str) -> str:
-    """Lines for stdout; on a terminal those that are too long go on below their second column, if they have one."""
+    """Wrap lines to the terminal's width; table rows continue below their second column."""
     if not is_terminal(sys.stdout):
         return text
     lines = []
@@ -88,16 +82,13 @@ def fitted(text: str) -> str:
 def _filled(line: str, width: int, indent: str = "") -> str:
     if len(line) <= width:
         return line
-    # Names of files are cut nowhere: a terminal lets one be copied whole.
-    wrapper = textwrap.TextWrapper(
-        width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False, drop_whitespace=True
-    )
-    wrapper.replace_whitespace = False
-    return wrapper.fill(line)
+    # Paths stay whole, so that they can be copied.
+    options: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False, "replace_whitespace": False}
+    return textwrap.fill(line, width, subsequent_indent=indent, **options)
 
 
 def shortened(text: str, width: int) -> str:
-    """The text on one line of `width` columns at most, with … where it was cut."""
+    """Return the text as one line of at most `width` columns, cut with an ellipsis."""
     from wcwidth import wcswidth
 
     line = " ".join(text.split()).translate(_PICTURES)
@@ -109,15 +100,15 @@ def shortened(text: str, width: int) -> str:
 
 
 def end_line(shown: str) -> None:
-    """On a terminal, leave the cursor at the start of a line after `shown`."""
+    """On a terminal, end the line of the text `shown`."""
     if sys.stdout.isatty() and not shown.endswith("\n"):
         sys.stdout.write("\n")
         sys.stdout.flush()
 
 
 def report(kind: str, text: str) -> None:
-    """A line on stderr that is an "error" or a "warning"."""
-    if sys.stderr is not None:  # which print would take for standard output
+    """Print an "error" or a "warning" as one line to stderr."""
+    if sys.stderr is not None:  # print would fall back to standard output
         with suppress(OSError):
             line = f"{kind}: {' '.join(text.split())}"
             width = shutil.get_terminal_size().columns
@@ -125,7 +116,7 @@ def report(kind: str, text: str) -> None:
 
 
 def note(text: str) -> None:
-    """A line on stderr, dim on a terminal."""
+    """Print a line to stderr, dim on a terminal."""
     if sys.stderr is None:
         return
     from rich.console import Console
@@ -140,11 +131,10 @@ class Show(Protocol):
 
 
 @contextmanager
-def waiting(what: str, *, delay_s: float = 0.2) -> Iterator[Show]:
-    """A spinner on stderr while the block runs, once it has run for `delay_s`; nothing where that is no terminal.
+def waiting(message: str, *, delay_s: float = 0.2) -> Iterator[Show]:
+    """Show a spinner on stderr while the block runs, after `delay_s`, if it is a terminal.
 
-    The block may call what it is given with the fraction that is done, from 0 to 1: a bar then stands beside, and
-    `counts` after it.
+    Yields a function that adds a progress bar: it takes the completed fraction, from 0 to 1, and a text after the bar.
     """
     if not is_terminal(sys.stderr):
         yield lambda fraction, counts="": None
@@ -152,26 +142,25 @@ def waiting(what: str, *, delay_s: float = 0.2) -> Iterator[Show]:
     from rich.console import Console
     from rich.markup import escape
 
-    status = Console(stderr=True).status(escape(what))
+    status = Console(stderr=True).status(escape(message))
     timer = threading.Timer(delay_s, status.start)
     timer.start()
 
     def show(fraction: float, counts: str = "") -> None:
         filled = round(fraction * _BAR_WIDTH)
         bar = f"{'━' * filled}[dim]{'─' * (_BAR_WIDTH - filled)}[/dim] {fraction:4.0%}"
-        status.update(f"{escape(what)} {bar} {escape(counts)}".rstrip())
+        status.update(f"{escape(message)} {bar} {escape(counts)}".rstrip())
 
     try:
         yield show
     finally:
         timer.cancel()
-        # A start under way must be over before it can be undone.
-        timer.join()
+        timer.join()  # a start in progress must finish before the stop
         status.stop()
 
 
 def follow(stream: "Generator[Piece, None, Completion]", emit: "Callable[[Piece], None]") -> "Completion":
-    """Hand every piece to `emit` as it comes; a spinner turns until the first one is there."""
+    """Pass each piece to `emit`, and show a spinner until the first one."""
     try:
         with waiting("reading the prompt …"):
             piece = next(stream)
@@ -184,7 +173,7 @@ def follow(stream: "Generator[Piece, None, Completion]", emit: "Callable[[Piece]
 
 
 def summary(completion: "Completion") -> str:
-    """Such as '64 tokens (cut) · 250 tok/s · prefill 5 in 12 ms · seed 7', which fits 80 columns with any seed."""
+    """Return '64 tokens (cut) · 250 tok/s · prefill 5 in 12 ms · seed 7'; it fits 80 columns with any seed."""
     timing = completion.timing
     parts = [
         count(len(completion.token_ids), "token") + (" (cut)" if completion.finish_reason == "length" else ""),

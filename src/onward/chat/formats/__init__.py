@@ -1,4 +1,4 @@
-"""The formats that there are, and which of them a model writes."""
+"""The message formats, by name and by chat template."""
 
 from typing import final
 
@@ -20,26 +20,22 @@ class Plain(MessageFormat):
         return True
 
 
-# By name. A model's is the first that its chat template is of.
+# By name. A model uses the first that matches its chat template.
 FORMATS: dict[str, MessageFormat] = {
     format.name: format
     for format in (Hermes(), Qwen3Coder(), Glm(), LaterGlm(), Harmony(), LaterMistral(), Mistral(), Llama3(), Plain())
 }
 
 
-def checked_format(given: str | MessageFormat | None) -> MessageFormat | None:
-    """The format of that name.
-
-    Raises:
-        RequestError: there is none.
-    """
-    if given is None or isinstance(given, MessageFormat):
-        return given
-    if not isinstance(given, str) or given not in FORMATS:
-        raise RequestError(f"message_format must be one of {', '.join(FORMATS)}, or a MessageFormat; got {given!r}")
-    return FORMATS[given]
+def checked_format(format: str | MessageFormat | None) -> MessageFormat | None:
+    """Return the format of a name; raise `RequestError` if there is none."""
+    if format is None or isinstance(format, MessageFormat):
+        return format
+    if not isinstance(format, str) or format not in FORMATS:
+        raise RequestError(f"message_format must be one of {', '.join(FORMATS)}, or a MessageFormat; got {format!r}")
+    return FORMATS[format]
 
 
 def format_of(template: str) -> MessageFormat:
-    """The format that a chat template's text is of."""
+    """Return the format of a chat template, from its text."""
     return next(format for format in FORMATS.values() if format.is_of(template))

@@ -17,27 +17,37 @@ from onward.chat.source import MessageBuilder, Reading, TextReader
 _NAME = re.compile(r"[\w.-]*")
 _KEY, _KEY_END, _VALUE, _VALUE_END = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
 _CLOSING = "</tool_call>"
-# Spaces around a key lay it out.
+# Whitespace around a key is layout.
 _KEYS = re.compile(rf"(?!.*{_KEY_END})\S(.*\S)?", re.DOTALL)
 
 
-class _AnyGlm(MessageFormat):
-    """Reads both ways of laying a call out; a model of either is told by its template."""
+class Glm(MessageFormat):
+    """GLM-4.5: each mark is on its own line. Reads the layout of GLM-4.7, too."""
 
+    name = "glm"
     openers = ("<tool_call>",)
     marks = (_CLOSING, _KEY, _KEY_END, _VALUE, _VALUE_END)
+    syntax = CallSyntax(
+        "",
+        "\n",
+        _CLOSING,
+        "\n<tool_call>",
+        argument=ArgumentSyntax(_KEY, f"{_KEY_END}\n{_VALUE}", f"{_VALUE_END}\n", _KEYS),
+    )
 
-    def read_calls(self, opener: str, source: TextReader, written: MessageBuilder) -> Reading[bool]:
-        name: list[str] = []
+    def is_of(self, template: str) -> bool:
+        return _KEY in template and f"{_KEY_END}{_VALUE}" not in template
+
+    def read_calls(self, opener: str, source: TextReader, message: MessageBuilder) -> Reading[bool]:
         yield from source.skip_space()
-        yield from source.take(_NAME, name.append)
+        name = yield from source.word(_NAME)
         yield from source.skip_space()
-        # A name alone is a call, too: of a function without parameters.
+        # A call of a function without parameters is only a name.
         if not name or (yield from source.peek()) != "<":
             return False
         source.forget()
-        written.call("".join(name))
-        arguments = Arguments(written, written.schema("".join(name)))
+        message.call(name)
+        arguments = Arguments(message, message.schema(name))
         while (yield from source.skip(_KEY)):
             key: list[str] = []
             whole = (yield from source.until([_KEY_END], key.append)) is not None
@@ -56,25 +66,8 @@ class _AnyGlm(MessageFormat):
 
 
 @final
-class Glm(_AnyGlm):
-    """Every mark has a line of its own."""
-
-    name = "glm"
-    syntax = CallSyntax(
-        "",
-        "\n",
-        _CLOSING,
-        "\n<tool_call>",
-        argument=ArgumentSyntax(_KEY, f"{_KEY_END}\n{_VALUE}", f"{_VALUE_END}\n", _KEYS),
-    )
-
-    def is_of(self, template: str) -> bool:
-        return _KEY in template and f"{_KEY_END}{_VALUE}" not in template
-
-
-@final
-class LaterGlm(_AnyGlm):
-    """A call is one line, as GLM-4.7 writes it."""
+class LaterGlm(Glm):
+    """GLM-4.7: a call is one line."""
 
     name = "glm-4.7"
     syntax = CallSyntax(

@@ -1,16 +1,16 @@
-"""Harmony, the format of gpt-oss: an answer is several messages, each with a channel and maybe a recipient.
+"""Harmony, the format of gpt-oss: an answer is several messages, each with a channel and an optional recipient.
 
 <|channel|>analysis<|message|>Oslo?<|end|>
 <|start|>assistant<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city": "Oslo"}<|call|>
 <|start|>assistant<|channel|>final<|message|>It rains.<|return|>
 
-The prompt ends with `<|start|>assistant`. Analysis is reasoning. A message to a function is a call. Everything else is
-content: the final message, and what a commentary tells the user before calls.
+The prompt ends with `<|start|>assistant`. Analysis is reasoning. A message to a function is a call. All other messages
+are content: the final one, and commentary to the user before calls.
 """
 
 import re
 from collections.abc import Callable
-from typing import NamedTuple, final
+from typing import final
 
 from onward.chat.format import CallSyntax, MessageFormat
 from onward.chat.source import SPACE, MessageBuilder, Reading, TextReader
@@ -19,13 +19,6 @@ _START, _CHANNEL, _CONSTRAIN, _MESSAGE = "<|start|>", "<|channel|>", "<|constrai
 _ENDS = ("<|end|>", "<|return|>", "<|call|>")
 _TO, _FUNCTIONS = "to=", "functions."
 _WORD = re.compile(rf"[^{SPACE}<]*")
-
-
-class _Header(NamedTuple):
-    """Of a message. recipient: empty where it goes to the user."""
-
-    channel: str
-    recipient: str
 
 
 @final
@@ -44,48 +37,43 @@ class Harmony(MessageFormat):
     def marks_of(self, *, calls: bool) -> tuple[str, ...]:
         return self.all_marks
 
-    def read(self, source: TextReader, written: MessageBuilder, *, calls: bool, thinking: bool) -> Reading[None]:
-        header = _Header("analysis", "") if thinking else (yield from _read_header(source))
-        while (yield from source.until(_ENDS, _receiver(header, written, calls), is_cut=written.has_calls)) is not None:
+    def read(self, source: TextReader, message: MessageBuilder, *, calls: bool, thinking: bool) -> Reading[None]:
+        header = ("analysis", "") if thinking else (yield from _read_header(source))
+        while (yield from source.until(_ENDS, _receiver(header, message, calls), is_cut=message.has_calls)) is not None:
             if not (yield from source.peek()):
                 return
             header = yield from _read_header(source)
-            if header is None and written.has_calls() and source.is_over:  # the text was cut within a header
+            if header is None and message.has_calls() and source.is_over:  # the text is cut in a header
                 return
 
 
-def _receiver(header: _Header | None, written: MessageBuilder, calls: bool) -> Callable[[str], object]:
-    """What takes the text of a message. One without a header is content."""
-    if header is not None and calls and header.recipient.startswith(_FUNCTIONS):
-        written.call(header.recipient.removeprefix(_FUNCTIONS))
-        return written.arguments
-    words = written.content if header is None or header.channel != "analysis" else written.reasoning
-    words.paragraph()
-    return words.add
+def _receiver(header: tuple[str, str] | None, message: MessageBuilder, calls: bool) -> Callable[[str], object]:
+    """Return the function that takes the text of a message; without a header, it is content."""
+    channel, recipient = header or ("", "")
+    if calls and recipient.startswith(_FUNCTIONS):
+        message.call(recipient.removeprefix(_FUNCTIONS))
+        return message.arguments
+    text = message.reasoning if channel == "analysis" else message.content
+    text.paragraph()
+    return text.add
 
 
-def _read_header(source: TextReader) -> Reading[_Header | None]:
-    """Read up to and with the mark of the message. None, with nothing read, where something else stands there."""
+def _read_header(source: TextReader) -> Reading[tuple[str, str] | None]:
+    """Read a header through its message mark, and return its channel and recipient; if there is none, read nothing."""
     source.mark()
     yield from source.skip_space()
     if (yield from source.skip(_START)):
-        yield from source.take(_WORD)  # who speaks
+        yield from source.take(_WORD)  # the role
     channel = recipient = ""
     while True:
         yield from source.skip_space()
         if (yield from source.skip(_MESSAGE)):
             source.forget()
-            return _Header(channel, recipient)
+            return channel, recipient
         if (yield from source.skip(_CHANNEL)):
-            channel = yield from _read_word(source)
+            channel = yield from source.word(_WORD)
         elif (yield from source.skip(_TO)):
-            recipient = yield from _read_word(source)
-        elif not (yield from source.skip(_CONSTRAIN)) and not (channel and (yield from _read_word(source))):
-            source.rewind()  # the type of what follows may stand there with its mark or without
+            recipient = yield from source.word(_WORD)
+        elif not (yield from source.skip(_CONSTRAIN)) and not (channel and (yield from source.word(_WORD))):
+            source.rewind()  # a content type may come here, with or without its mark
             return None
-
-
-def _read_word(source: TextReader) -> Reading[str]:
-    parts: list[str] = []
-    yield from source.take(_WORD, parts.append)
-    return "".join(parts)

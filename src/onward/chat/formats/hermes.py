@@ -1,4 +1,4 @@
-"""Hermes' format, which Qwen 2.5, QwQ and Qwen 3 write, too.
+"""The format of Hermes, and of Qwen 2.5, QwQ and Qwen 3.
 
 <think>
 …
@@ -16,7 +16,7 @@ from onward.chat.format import CallSyntax, MessageFormat
 from onward.chat.source import MessageBuilder, Reading, TextReader
 
 _CLOSING = "</tool_call>"
-# Families that have other things than JSON between the same marks.
+# Marks of families that do not write JSON in calls.
 _OTHERS = ("<function=", "<arg_key>")
 
 
@@ -30,8 +30,8 @@ class Hermes(MessageFormat):
     def is_of(self, template: str) -> bool:
         return "<tool_call>" in template and not any(other in template for other in _OTHERS)
 
-    def read_calls(self, opener: str, source: TextReader, written: MessageBuilder) -> Reading[bool]:
-        if not (yield from read_call_objects(source, written)):
+    def read_calls(self, opener: str, source: TextReader, message: MessageBuilder) -> Reading[bool]:
+        if not (yield from read_call_objects(source, message)):
             return False
         yield from source.skip_space()
         yield from source.close(_CLOSING)

@@ -1,4 +1,4 @@
-"""The format of Llama 3.1, 3.2 and 3.3: an answer is JSON where it is a call, and a mark may stand before it.
+"""The format of Llama 3.1, 3.2 and 3.3: a call is a JSON object, with an optional mark before it.
 
 {"name": "weather", "parameters": {"city": "Oslo"}}; {"name": "weather", "parameters": {"city": "Bergen"}}
 <|python_tag|>{"name": "weather", "parameters": {"city": "Oslo"}}
@@ -21,10 +21,10 @@ class Llama3(MessageFormat):
     def is_of(self, template: str) -> bool:
         return "<|start_header_id|>" in template and ("<|python_tag|>" in template or '"parameters"' in template)
 
-    def read_start(self, source: TextReader, written: MessageBuilder) -> Reading[bool]:
-        # Other objects are answers in JSON.
-        return (yield from read_call_objects(source, written, separator=";", known=True))
+    def read_start(self, source: TextReader, message: MessageBuilder) -> Reading[bool]:
+        # Other objects are answers in JSON, not calls.
+        return (yield from read_call_objects(source, message, separator=";", known=True))
 
-    def read_calls(self, opener: str, source: TextReader, written: MessageBuilder) -> Reading[bool]:
-        # Beside calls it opens code, which is content.
-        return (yield from read_call_objects(source, written, separator=";"))
+    def read_calls(self, opener: str, source: TextReader, message: MessageBuilder) -> Reading[bool]:
+        # The mark also opens code, which is content.
+        return (yield from read_call_objects(source, message, separator=";"))

@@ -1,4 +1,4 @@
-"""The formats of Mistral's models, the earlier and the later one. Their ids have 9 characters.
+"""The earlier and the later format of Mistral's models. Their call ids have 9 characters.
 
 [TOOL_CALLS][{"name": "weather", "arguments": {"city": "Oslo"}}, {"name": …}]
 [TOOL_CALLS]weather[ARGS]{"city": "Oslo"}[TOOL_CALLS]weather[ARGS]{"city": "Bergen"}
@@ -15,22 +15,27 @@ _ID, _ARGUMENTS = "[CALL_ID]", "[ARGS]"
 _NAME = re.compile(r"[\w.-]*")
 
 
-class _AnyMistral(MessageFormat):
-    """Reads both formats; a model of either is told by its template."""
+class Mistral(MessageFormat):
+    """Calls are a list of objects. Reads the later format, too."""
 
+    name = "mistral"
     thinking = ("[THINK]", "[/THINK]")
     openers = ("[TOOL_CALLS]",)
     marks = (_ID, _ARGUMENTS)
+    syntax = CallSyntax('{"name": ', ', "arguments": ', "}", ", ", begin="[", end="]", quoted=True)
 
-    def read_calls(self, opener: str, source: TextReader, written: MessageBuilder) -> Reading[bool]:
+    def is_of(self, template: str) -> bool:
+        return "[TOOL_CALLS]" in template and _ARGUMENTS not in template
+
+    def read_calls(self, opener: str, source: TextReader, message: MessageBuilder) -> Reading[bool]:
         yield from source.skip_space()
         first = yield from source.peek()
         if first == "{":
-            return (yield from read_call_objects(source, written, separator=","))
+            return (yield from read_call_objects(source, message, separator=","))
         if first != "[":
-            return (yield from _read_named_call(source, written))
+            return (yield from _read_named_call(source, message))
         yield from source.skip("[")
-        if not (yield from read_call_objects(source, written, separator=",")):
+        if not (yield from read_call_objects(source, message, separator=",")):
             return False
         yield from source.skip_space()
         yield from source.skip("]")
@@ -41,19 +46,8 @@ class _AnyMistral(MessageFormat):
 
 
 @final
-class Mistral(_AnyMistral):
-    """Its calls are a list of objects."""
-
-    name = "mistral"
-    syntax = CallSyntax('{"name": ', ', "arguments": ', "}", ", ", begin="[", end="]", quoted=True)
-
-    def is_of(self, template: str) -> bool:
-        return "[TOOL_CALLS]" in template and _ARGUMENTS not in template
-
-
-@final
-class LaterMistral(_AnyMistral):
-    """Its calls are a name and arguments each."""
+class LaterMistral(Mistral):
+    """A call is a name, a mark and the arguments."""
 
     name = "mistral-args"
     syntax = CallSyntax("", _ARGUMENTS, "", "[TOOL_CALLS]")
@@ -62,19 +56,18 @@ class LaterMistral(_AnyMistral):
         return "[TOOL_CALLS]" in template and _ARGUMENTS in template
 
 
-def _read_named_call(source: TextReader, written: MessageBuilder) -> Reading[bool]:
-    """Read a name and its arguments, with or without an id and a mark between them."""
-    name: list[str] = []
-    id: list[str] = []
-    yield from source.take(_NAME, name.append)
+def _read_named_call(source: TextReader, message: MessageBuilder) -> Reading[bool]:
+    """Read a name and arguments, with an optional id and mark between them."""
+    id = None
+    name = yield from source.word(_NAME)
     yield from source.skip_space()
     if (yield from source.skip(_ID)):
-        yield from source.take(_NAME, id.append)
+        id = yield from source.word(_NAME)
     marked = yield from source.skip(_ARGUMENTS)
     yield from source.skip_space()
     if not name or not (marked or (yield from source.peek()) == "{"):
         return False
     source.forget()
-    written.call("".join(name), "".join(id) or None)
-    yield from read_value(source, written.arguments)
+    message.call(name, id)
+    yield from read_value(source, message.arguments)
     return True

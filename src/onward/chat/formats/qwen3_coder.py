@@ -1,4 +1,4 @@
-"""The format of Qwen3-Coder, which Qwen 3.5 and later write, too.
+"""The format of Qwen3-Coder, and of Qwen 3.5 and later.
 
 <tool_call>
 <function=weather>
@@ -38,7 +38,7 @@ class Qwen3Coder(MessageFormat):
     def is_of(self, template: str) -> bool:
         return "<tool_call>" in template and _FUNCTION in template
 
-    def read_calls(self, opener: str, source: TextReader, written: MessageBuilder) -> Reading[bool]:
+    def read_calls(self, opener: str, source: TextReader, message: MessageBuilder) -> Reading[bool]:
         yield from source.skip_space()
         if not (yield from source.skip(_FUNCTION)):
             return False
@@ -46,8 +46,8 @@ class Qwen3Coder(MessageFormat):
         if not name:
             return False
         source.forget()
-        written.call(name)
-        arguments = Arguments(written, written.schema(name))
+        message.call(name)
+        arguments = Arguments(message, message.schema(name))
         yield from source.skip_space()
         while (yield from source.skip(_PARAMETER)):
             parameter = yield from _read_name(source, _PARAMETERS)
@@ -68,7 +68,6 @@ class Qwen3Coder(MessageFormat):
 
 
 def _read_name(source: TextReader, pattern: re.Pattern[str]) -> Reading[str | None]:
-    """Read a name and what closes its mark. None where there is none."""
-    name: list[str] = []
-    yield from source.take(pattern, name.append)
-    return "".join(name) if (yield from source.skip(">")) else None
+    """Read a name and the end of its mark; None if the mark does not end."""
+    name = yield from source.word(pattern)
+    return name if (yield from source.skip(">")) else None

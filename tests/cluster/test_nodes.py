@@ -21,8 +21,8 @@ with warnings.catch_warnings(action="ignore"):  # of Ray's own
     from ray.serve.context import _set_global_client
 
     from onward.cluster.deployment import application
-    from onward.cluster.options import DeployOptions
     from onward.cluster.launch import running
+    from onward.cluster.options import DeployOptions
     from onward.errors import RequestError
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(240)]

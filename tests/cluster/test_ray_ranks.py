@@ -17,8 +17,8 @@ pytest.importorskip("ray")
 with warnings.catch_warnings(action="ignore"):  # of Ray's own
     import ray
 
-    from onward.cluster.options import DeployOptions
     from onward.cluster.launch import running
+    from onward.cluster.options import DeployOptions
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(240)]
 

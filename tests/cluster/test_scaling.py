@@ -52,8 +52,8 @@ def test_a_replica_is_added() -> None:
     with warnings.catch_warnings(action="ignore"):  # of Ray's own
         from ray import serve
 
-        from onward.cluster.options import DeployOptions
         from onward.cluster.launch import running
+        from onward.cluster.options import DeployOptions
     os.environ["RAY_AUTH_MODE"] = "disabled"
     options = DeployOptions(replicas=1, max_replicas=2, threads=1, engine={"max_sequences": 2})
     over = threading.Event()

@@ -17,7 +17,8 @@ from onward.errors import RequestError
 from onward.integrations.lm_eval import OnwardLM
 from onward.testing import tiny_model
 
-# Log-likelihoods of right float32 forwards differ by 2e-4 a token at most (tests/language_model/test_language_model_score.py).
+# Log-likelihoods of right float32 forwards differ by 2e-4 a token at most
+# (tests/language_model/test_language_model_score.py).
 APART = 2e-4
 STORIES = [
     "Once upon a time, there was a little robot named Zip. Zip was very",

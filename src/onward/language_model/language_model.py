@@ -382,8 +382,7 @@ class LanguageModel:
     @checks_option_names
     def new_cache(self, batch: int = 1, max_len: int | None = None) -> Cache:
         """A cache of `batch` rows with `max_len` positions (by default the whole context), for `generate`."""
-        length = self.model.max_seq_len if max_len is None else max_len
-        if length is None:
+        if (length := self.model.max_seq_len if max_len is None else max_len) is None:
             raise RequestError("this model has no max_seq_len: give max_len")
         if batch < 1 or length < 1:
             raise RequestError(f"a cache needs a batch and a max_len of 1 or more; got {batch} and {length}")

@@ -62,6 +62,7 @@ def pytest_collection() -> Generator[None, object, object]:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "strength(n): by default, cases that cover n values together (2; 0: all)")
+    config.addinivalue_line("markers", "stride(n): by default, every nth of these cases (1; 0: none, they run in full)")
 
 
 @pytest.hookimpl(trylast=True)
@@ -69,7 +70,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     # A test that is named on the command line runs whole.
     if FULL or any("::" in argument for argument in config.args):
         return
-    items[:], others = selected(items, _strength)
+    items[:], others = selected(items, _strength, _stride)
     config.hook.pytest_deselected(items=others)
     if PROFILE == "repeat":
         _take_fewer_examples({getattr(item, "function", None) for item in items})
@@ -81,6 +82,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _strength(item: pytest.Item) -> int:
     mark = item.get_closest_marker("strength")
     return 2 if mark is None else mark.args[0]
+
+
+def _stride(item: pytest.Item) -> int:
+    mark = item.get_closest_marker("stride")
+    return 1 if mark is None else mark.args[0]
 
 
 def _take_fewer_examples(tests: set[Any]) -> None:

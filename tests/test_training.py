@@ -226,6 +226,7 @@ def test_thinning_keeps_every_answer_and_a_share_of_the_text() -> None:
 # The rebuild
 
 
+@pytest.mark.stride(0)
 def test_a_smoke_run_rebuilds_everything(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "training", "--smoke", str(tmp_path)]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300, check=False)

@@ -42,6 +42,7 @@ def variables(name: str) -> dict[str, bool]:
 
 @pytest.mark.parametrize("tokenizer", [ByteTokenizer(), MarkTokenizer()], ids=["text", "special tokens"])
 @pytest.mark.parametrize("name", ANSWERS)
+@pytest.mark.stride(2)
 def test_reasoning_tokens_are_those_with_its_text(name: str, tokenizer: ByteTokenizer) -> None:
     _, opening, reasoning, closing, _ = ANSWERS[name]
     chat = chat_of(name, tokenizer)

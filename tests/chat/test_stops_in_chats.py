@@ -58,6 +58,7 @@ def is_json(text: str) -> bool:
 
 
 @pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.stride(2)
 def test_a_stop_anywhere_leaves_a_consistent_answer(format: str) -> None:
     chat, text = answering_with(format), ANSWERS[format]
     assert chat.lm.tokenizer is not None

@@ -172,6 +172,7 @@ def written(format: str, name: str, parameter: str) -> str:
 
 
 @pytest.mark.parametrize("format", CALLS)
+@pytest.mark.stride(2)
 def test_a_constrained_call_has_the_names_of_its_tool(format: str) -> None:
     for name, parameter in zip(TOOL_NAMES * 2, PARAMETERS, strict=False):
         parameters = {"type": "object", "properties": {parameter: {"type": "string"}}, "required": [parameter]}

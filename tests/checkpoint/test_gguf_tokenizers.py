@@ -96,6 +96,7 @@ RULES = list({rule: pre for pre, rule in reversed(SPLITTINGS.items())}.values())
 
 
 @pytest.mark.parametrize("pre", RULES)
+@pytest.mark.stride(2)
 def test_byte_level(tmp_path, pre):
     original = trained(pre)
     write_byte_level(tmp_path / "m.gguf", original, pre, add_add_bos_token=False)

@@ -201,6 +201,7 @@ def test_silence_begins_when_a_call_has_a_replica() -> None:
 
 @pytest.mark.parametrize("after", range(8))
 @pytest.mark.parametrize("fault", ["die", "leave", "break off", "hang"])
+@pytest.mark.stride(2)
 def test_a_fault_at_every_place(fault: str, after: int) -> None:
     replicas = Fakes([(fault, after)])
     got = ask(replicas, silence=1.0 if fault == "hang" else 10.0)

@@ -50,6 +50,7 @@ def check(schema, seed, rows=3):
 
 
 @pytest.mark.parametrize("schema", LISTED, ids=lambda schema: json.dumps(schema)[:60])
+@pytest.mark.stride(2)
 def test_listed_schemas(schema):
     ended, _ = check(schema, seed=1)
     assert ended > 0

@@ -70,3 +70,20 @@ def test_where_the_text_is_not_known_options_that_look_at_it_are_refused():
         with pytest.raises(RequestError, match=r"use onward\.generate or LanguageModel\.generate"):
             call()
     assert model.calls == []
+
+
+class Finished(onward.Constraint):
+    """A constraint after which nothing may follow."""
+
+    is_done = True
+
+    def fork(self):
+        return self
+
+
+def test_a_row_without_a_token_is_filled_with_pad_or_refused():
+    model = tiny_model(seed=2)
+    found = onward.generate(model, PROMPTS, 3, constraint=Finished(), pad=7)
+    assert found[:, 4:].tolist() == [[7] * 3] * 2
+    with pytest.raises(RequestError, match="row 0 ended before its first token, so no id can fill it: give pad"):
+        onward.generate(model, PROMPTS, 3, constraint=Finished())

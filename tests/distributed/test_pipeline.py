@@ -19,6 +19,7 @@ FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "phi3", "o
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.stride(3)
 def test_pipeline_equals_one_process(family: str, tmp_path: Path) -> None:
     folder = random_checkpoint(tmp_path, family, num_hidden_layers=3, dtype=torch.bfloat16)
     one = onward.load(folder)
@@ -29,6 +30,7 @@ def test_pipeline_equals_one_process(family: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 @pytest.mark.parametrize("quantize", [None, "int8", "int4", "iq4_nl"])
+@pytest.mark.stride(3)
 def test_any_ranks_and_formats(world: int, quantize: str | None, tmp_path: Path) -> None:
     folder = random_checkpoint(tmp_path, num_hidden_layers=4, tie_word_embeddings=True, hidden_size=64)
     one = onward.load(folder, quantize=quantize)

@@ -115,7 +115,7 @@ def test_the_page_on_architecture_has_every_folder_and_the_layers_of_the_import_
         contract["layers"] for contract in settings["tool"]["importlinter"]["contracts"] if "layers" in contract
     )
     assert (
-        re.findall(r"`([\w |:]+)`(?: →|\.)", page[page.index("Imports go downwards") :].partition("\n\n")[0]) == layers
+        re.findall(r"`([\w |:]+)`(?:\s→|\.)", page[page.index("Imports go downwards") :].partition("\n\n")[0]) == layers
     )
 
 

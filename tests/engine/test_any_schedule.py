@@ -40,11 +40,13 @@ def test_any_schedule(schedule):
 
 
 @pytest.mark.parametrize("seed", range(SCHEDULES or 8))
+@pytest.mark.stride(2)
 def test_random_schedule_of_many_requests(seed):
     run(random_schedule(seed, most=64 if SCHEDULES or seed == 0 else 24))
 
 
 @pytest.mark.parametrize("name", FAMILY_MODELS)
+@pytest.mark.stride(3)
 def test_random_schedules_of_every_family(name):
     for seed in range(max(1, SCHEDULES // len(FAMILY_MODELS))):
         run(random_schedule(seed, most=64 if SCHEDULES else 12, name=name))

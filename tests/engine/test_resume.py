@@ -76,6 +76,7 @@ def assert_same(generation, whole):
 
 @pytest.mark.parametrize("feature", FEATURES)
 @pytest.mark.parametrize("name", MODELS_CUT)
+@pytest.mark.stride(3)
 def test_at_every_cut_with_every_feature(name, feature):
     request = engine_lm(name).request(prompt_of(name), **{"max_new_tokens": 12} | FEATURES[feature])
     with CheckedEngine(engine_lm(name), max_sequences=6) as engine, CheckedEngine(engine_lm(name)) as other:
@@ -207,6 +208,7 @@ THINKING = """\
     ids=["a call", "calls", "stop", "json"],
 )
 @pytest.mark.parametrize("thinking", [False, True], ids=["", "thinking"])
+@pytest.mark.stride(3)
 def test_a_chat_is_read_as_the_same_message(options, thinking):
     chat = onward.load("demo")
     if thinking and "tools" in options:

@@ -63,11 +63,13 @@ def test_greedy_tokens_are_those_of_transformers_in_a_batch_of_different_lengths
     assert chunked.greedy(chunked.prompts) == [expected.greedy for expected in chunked.expected]
 
 
+@pytest.mark.stride(4)
 def test_greedy_tokens_are_those_of_transformers_when_drafted(judged):
     texts = [expected.greedy for expected in judged.expected]
     assert judged.greedy(judged.prompts, draft="lookup") == texts
 
 
+@pytest.mark.stride(4)
 def test_greedy_tokens_are_those_of_transformers_from_a_saved_session(judged, tmp_path):
     for expected in judged.expected:
         session = onward.Session(judged.lm)
@@ -80,6 +82,7 @@ def test_greedy_tokens_are_those_of_transformers_from_a_saved_session(judged, tm
         assert first + rest.token_ids == expected.greedy
 
 
+@pytest.mark.stride(4)
 def test_greedy_tokens_are_those_of_transformers_after_preemption(judged):
     """Three texts begin in a block each, and there are four blocks for the two that each needs in the end."""
     one = PagedCacheManager(judged.lm.model.new_blocks(1), max_len=256, cached_blocks=0)
@@ -94,6 +97,7 @@ def test_greedy_tokens_are_those_of_transformers_after_preemption(judged):
     assert texts == [expected.greedy for expected in judged.expected]
 
 
+@pytest.mark.stride(4)
 def test_nothing_is_read_past_an_offset(judged):
     cache = poison(judged.lm.new_cache(len(judged.prompts)))
     assert judged.greedy(judged.prompts, cache=cache) == [expected.greedy for expected in judged.expected]

@@ -189,6 +189,7 @@ def test_every_number_of_rows_gives_the_same_bits(isa: str, fmt: Format) -> None
 
 
 @pytest.mark.parametrize("fmt", Format)
+@pytest.mark.stride(2)
 def test_large_matrices_cut_into_many_chunks(isa: str, fmt: Format) -> None:
     weight = Packed.random(fmt, 1000, 700, drawn(5))
     x = torch.randn(300, 700, generator=drawn(6))

@@ -40,6 +40,7 @@ def _x():
 
 
 @pytest.mark.parametrize("name", OPS)
+@pytest.mark.stride(3)
 def test_compiled_whole_is_eager(name):
     torch.compiler.reset()
     compiled = torch.compile(OPS[name], fullgraph=True, backend="aot_eager")

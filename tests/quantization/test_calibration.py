@@ -36,6 +36,7 @@ def test_every_family_runs_layer_by_layer_as_its_forward_runs_it(family, monkeyp
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.stride(3)
 def test_the_same_matrices_in_the_same_bytes(family):
     model, nearest, fed = tiny_model(family), [], []
     before = quantize(model, "int4", progress=nearest.append)
@@ -100,6 +101,7 @@ def test_what_cannot_be_calibrated_says_why():
 
 
 @pytest.mark.parametrize("format", ["int4", "iq4_nl"])
+@pytest.mark.stride(2)
 def test_the_demo_model_loses_less_than_rounded_to_nearest(format):
     """KL divergence on four held-out documents; benchmarks/calibration.py takes all of them."""
     lm = onward.load("demo")

@@ -39,6 +39,7 @@ def between(model):
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3moe", "qwen3next", "phi3"])
+@pytest.mark.stride(2)
 def test_a_budget_is_kept_and_spent(family):
     model = tiny_model(family, hidden_size=64, intermediate_size=128)
     every = {format: reports_of(model, format) for format in ("iq4_nl", "int8")}

@@ -171,6 +171,7 @@ def test_what_cannot_be_quantized_says_why():
 
 
 @pytest.mark.parametrize(("format", "most"), [("int8", 0.005), ("int4", 0.04), ("iq4_nl", 0.03)])
+@pytest.mark.stride(3)
 def test_the_demo_model_is_hardly_more_perplexed(form, format, most):
     """On four held-out documents; benchmarks/quantization.py takes all of them."""
     lm = onward.load("demo")

@@ -62,6 +62,7 @@ def allowed(
     ],
     ids=str,
 )
+@pytest.mark.stride(3)
 def test_draws_at_many_positions_follow_the_filtered_softmax(options):
     ids = sample(LOGITS.expand(DRAWS, -1), **options, seed=5, positions=torch.arange(DRAWS))
     counts = torch.bincount(ids, minlength=len(LOGITS))

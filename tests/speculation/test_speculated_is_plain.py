@@ -138,6 +138,7 @@ FORMS = [("definition", torch.float32)] + [
 
 @pytest.mark.parametrize(("form", "dtype"), FORMS, ids=str)
 @pytest.mark.parametrize("kind", ["lookup", "suffix", "same model", "other model", "mixed"])
+@pytest.mark.stride(3)
 def test_speculated_is_plain_on_the_demo_model(kind, form, dtype):
     before = ops.choice()
     ops.choose(form)

@@ -136,6 +136,7 @@ def test_a_pool_of_forked_processes_decodes():
 
 
 @pytest.mark.parametrize("loaded", [{}, {"compile": "eager"}])
+@pytest.mark.stride(2)
 def test_children_forked_while_a_thread_decodes_decode_the_same(loaded):
     lm = onward.load("demo", **loaded)
     tokens, over = generated(lm), threading.Event()

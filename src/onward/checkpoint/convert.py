@@ -143,8 +143,8 @@ def _write_gguf_texts(checkpoint: GgufCheckpoint, folder: Path) -> None:
         return
     if others := checkpoint.tokenizer.decoded_otherwise:
         warn(
-            f"tokenizer.json cannot express the texts of {len(others)} tokens, such as id {others[0]}: these decode to "
-            "other text, with the same ids"
+            f"tokenizer.json cannot express the texts of {len(others)} tokens of {checkpoint.path}, such as id "
+            f"{others[0]}: these decode to other text, with the same ids"
         )
     (folder / "tokenizer.json").write_text(checkpoint.tokenizer.to_json(), encoding="utf-8")
     _write_json(folder / "tokenizer_config.json", checkpoint.tokenizer_config)

@@ -90,6 +90,8 @@ def generate(
     for _ in decode_loop(step, BatchSchedule(slots, sequences), slots):
         pass  # the sequences collect their ids
     outputs = [sequence.token_ids for sequence in sequences]
+    if pad is None and max_new_tokens and not all(outputs):
+        raise RequestError(f"row {outputs.index([])} ended before its first token, so no id can fill it: give pad")
     padded = [ids + (ids[-1:] if pad is None else [pad]) * (max_new_tokens - len(ids)) for ids in outputs]
     new = torch.tensor(padded, dtype=torch.int64, device=prompt_tokens.device).reshape(len(prompts), max_new_tokens)
     return torch.cat((prompt_tokens.to(torch.int64), new), 1)

@@ -75,8 +75,8 @@ def check_same_bits(theirs: str, ours: str) -> None:
     if not isinstance(theirs, str) or not _FINGERPRINT.fullmatch(theirs):
         raise RequestError(f"a fingerprint is a text such as {ours!r} (Engine.fingerprint); got {theirs!r}")
     raise RequestError(
-        f"the text was started by an engine with another fingerprint: {parts_that_differ(theirs, ours)} differ: "
-        "resume it where the fingerprints are equal, or submit it again"
+        "the text was started by an engine with another fingerprint (different: "
+        f"{parts_that_differ(theirs, ours)}): resume it where the fingerprints are equal, or submit it again"
     )
 
 

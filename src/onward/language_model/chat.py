@@ -87,7 +87,7 @@ class ChatReader:
         if use.tools and use.choice != "none":
             if self.template is not None and "tools" not in self.template.variables:
                 raise RequestError(
-                    "the model would not see the tools: its chat template does not read tools; write a message"
+                    "tools cannot be passed to this model: its chat template does not read tools; write a message"
                 )
             rest["tools"] = [tool.given for tool in use.tools]
         variables, others = split_chat_options(self.template, rest)

@@ -74,7 +74,7 @@ def _checked(mask: object) -> Mask:
     if isinstance(mask, np.ndarray) and mask.dtype == np.int32 and mask.ndim == 1:
         return mask
     got = f"{mask.dtype} {list(mask.shape)}" if isinstance(mask, np.ndarray | Tensor) else type(mask).__name__
-    raise RequestError(f"a constraint's mask must be int32 [N], 32 ids a word (onward.constraints.mask_of); got {got}")
+    raise RequestError(f"a constraint's mask must be int32 [N], 32 ids a word (onward.sampling.mask_of); got {got}")
 
 
 class ConstraintState:

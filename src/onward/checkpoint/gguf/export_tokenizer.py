@@ -91,7 +91,9 @@ def tokenizer_metadata(tokenizer: JsonTokenizer, vocab_size: int) -> dict[str, A
 def _check_added(added: Sequence[Mapping[str, Any]]) -> None:
     for token in added:
         if ways := [way for way in ("lstrip", "rstrip", "single_word") if token.get(way)]:
-            raise RequestError(f"GGUF cannot express {' and '.join(ways)} of the added token {token['content']!r}")
+            raise RequestError(
+                f"tokenizer.json: GGUF cannot express {' and '.join(ways)} of the added token {token['content']!r}"
+            )
 
 
 def _adds_bos(tokenizer: JsonTokenizer) -> bool:
@@ -122,7 +124,9 @@ def _splitting(parts: Mapping[str, Any]) -> str:
     normalizer = parts.get("normalizer") or {"type": "Sequence", "normalizers": []}
     # Names do not cover NFC: llama.cpp never normalizes, and Hugging Face tokenizers do as the model's authors did.
     if normalizer.get("normalizers", [normalizer]) not in ([], [{"type": "NFC"}]):
-        raise RequestError(f"normalizer is {str(normalizer)[:200]}, and GGUF supports only NFC for byte-level BPE")
+        raise RequestError(
+            f"tokenizer.json: normalizer is {str(normalizer)[:200]}, and GGUF supports only NFC for byte-level BPE"
+        )
     for name, splitting in SPLITTINGS.items():
         if (splitting.expressions, splitting.whole_words) == (expressions, whole_words):
             return name

@@ -128,7 +128,8 @@ class GgufFile:
         if rows < 1 or shape[-1] < 1 or shape[-1] % block.weights:
             raise self._damaged(f"tensor {name!r} {list(shape)} is not a whole number of {block.name} blocks")
         if (end := begin + rows * row_bytes) > len(self._view):
-            raise self._damaged(f"tensor {name!r} {list(shape)} ends at byte {end}, and the file has {len(self._view)}")
+            what = f"tensor {name!r} {block.name} {list(shape)}"
+            raise self._damaged(f"{what} ends at byte {end}, and the file has {len(self._view)}")
         stored = self._bytes[begin:end].view(rows, row_bytes)
         self.tensors[name] = GgufTensor(name, block, shape, stored)
 

@@ -2,7 +2,8 @@
 
 Most faults need one or two values to come together, so a covering set of pairs finds nearly all that the whole product
 finds (Kuhn, Wallace and Gallo, "Software fault interactions and implications for software testing", IEEE TSE 30(6),
-2004). `ONWARD_TESTS=full` runs the product; so does `make test-full`, nightly and before a release.
+2004). The slowest tests run every nth of these cases (`stride`).
+`ONWARD_TESTS=full` runs the product; so does `make test-full`, nightly and before a release.
 """
 
 import functools

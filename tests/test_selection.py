@@ -1,12 +1,13 @@
 """By default fewer cases and examples run, but every pair of values meets."""
 
 from itertools import combinations, product
+from types import SimpleNamespace
 
 import hypothesis
 import pytest
 from hypothesis import strategies
 from tests.conftest import FULL, PROFILE, _take_fewer_examples
-from tests.selection import covering
+from tests.selection import covering, selected
 
 
 def pairs(case):
@@ -51,3 +52,11 @@ def test_fewer_examples_are_drawn():
     _take_fewer_examples({test})
     test()
     assert len(drawn) == 15
+
+
+@pytest.mark.parametrize(("stride", "expected"), [(1, [0, 1, 2, 3, 4]), (2, [0, 2, 4]), (3, [0, 3]), (0, [])])
+def test_a_stride_runs_every_nth_case_and_none_at_0(stride, expected):
+    cases = [SimpleNamespace(path="t.py", nodeid=f"t.py::test[{at}]", at=at) for at in range(5)]
+    chosen, others = selected(cases, lambda case: 0, lambda case: stride)
+    assert [case.at for case in chosen] == expected
+    assert [case.at for case in others] == [at for at in range(5) if at not in expected]

@@ -2,8 +2,6 @@
 
 import random
 import re
-import sys
-from pathlib import Path
 
 import llguidance
 import numpy as np
@@ -19,8 +17,6 @@ from onward.errors import RequestError
 from onward.sampling.constraint import admits
 from onward.testing import ByteTokenizer, tiny_model
 from onward.tokenizer import JsonTokenizer
-
-sys.path.append(str(Path(__file__).parent.parent / "checkpoint"))
 from tiny_checkpoint import byte_level_tokenizer, sentencepiece_tokenizer
 
 GRAMMARS = [

@@ -158,3 +158,9 @@ def refused(kind: type[OnwardError], *words: str):
     assert message
     for word in words:
         assert word in message, f"{word!r} is not in: {message}"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A whole small checkpoint, to be spoilt by the test. The conftest of a folder that wants it imports it."""
+    return make_checkpoint(tmp_path / "tiny")

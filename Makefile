@@ -11,7 +11,7 @@ BROWSER = $$(which chromium chromium-browser google-chrome chrome)
 PEERS := llama.cpp llama-server transformers openvino onnxruntime
 
 .DEFAULT_GOAL := help
-.PHONY: help demo docs test test-full lint types contracts structure unit soak clients eval-test test-cluster browser page sanitize bench peers compare demo-model clean \
+.PHONY: help demo docs test test-full lint types contracts structure generated unit soak fuzz clients eval-test test-cluster browser page sanitize bench peers compare demo-model clean \
 	wheel wheel-test workflows
 
 help: ## what there is
@@ -33,8 +33,11 @@ lint: $(VENV)/.installed-dev
 types: $(VENV)/.installed-dev
 	@$(BIN)/mypy
 
-contracts: structure $(VENV)/.installed-dev
+contracts: structure generated $(VENV)/.installed-dev
 	@$(BIN)/lint-imports
+
+generated: $(VENV)/.installed-dev ## that generated files match the declarations that they are made from
+	@$(BIN)/python .ci/generate.py
 
 structure: $(VENV)/.installed-dev ## lines, files, layers and import circles of src/onward, held to their limits
 	@$(BIN)/python .ci/structure.py
@@ -52,6 +55,10 @@ soak: $(VENV)/.installed-dev ## the engine for an hour: thousands of random sche
 		--override-ini timeout=3600 tests/engine/test_any_schedule.py
 	@ONWARD_REQUESTS=100000 $(BIN)/pytest -s tests/engine/test_leaks.py
 
+# The unit tests draw the same few hundred in every run, and `make test-full` the same 10,000.
+fuzz: $(VENV)/.installed-dev ## all hostile requests, and 10,000 bodies that no run has drawn before
+	@ONWARD_TESTS=full HYPOTHESIS_PROFILE=explore OMP_NUM_THREADS=1 $(BIN)/pytest -rP tests/hostile
+
 clients: $(VENV)/.installed-dev $(VENV)/.installed-clients ## clients that people use, against `onward serve demo`
 	@$(BIN)/pytest tests/server/test_clients.py
 
@@ -59,7 +66,7 @@ eval-test: $(VENV)/.installed-dev $(VENV)/.installed-eval ## the numbers of lm-e
 	@$(BIN)/pytest tests/integrations
 
 test-cluster: $(VENV)/.installed-dev $(VENV)/.installed-cluster ## replicas on Ray, killed and stopped in the middle of texts
-	@RAY_AUTH_MODE=disabled $(BIN)/pytest tests/cluster
+	@$(BIN)/pytest tests/cluster
 
 # Debian's Chromium comes by apt-get where this is root; elsewhere it has to be there.
 browser:

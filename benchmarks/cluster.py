@@ -37,7 +37,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--ids", action="store_true", help="with token_ids: random weights write ids without text")
     options = parser.parse_args()
-    os.environ["RAY_AUTH_MODE"] = "disabled"
     flags = [options.source, "--max-sequences", str(options.clients), "--threads", "1"]
     flags += [] if options.quantize is None else ["--quantize", options.quantize]
     with ExitStack() as stack:

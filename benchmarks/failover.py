@@ -35,7 +35,7 @@ import ray  # noqa: F401  (before onward.cluster, so that a missing one is named
 from ray import serve
 
 from benchmarks.machine import description
-from benchmarks.replicas import wait_for_replicas
+from benchmarks.replicas import pid_of, wait_for_replicas
 from onward.cluster.deployment import replicas_of
 from onward.cluster.options import DeployOptions
 from onward.cluster.ray_session import running
@@ -60,7 +60,6 @@ def main() -> None:
     parser.add_argument("--faults", nargs="+", choices=FAULTS + STATES, default=FAULTS)
     parser.add_argument("--rounds", type=int, default=6, help="of each of the faults " + ", ".join(STATES))
     arguments = parser.parse_args()
-    os.environ["RAY_AUTH_MODE"] = "disabled"
     load = {} if arguments.quantize is None else {"quantize": arguments.quantize}
     options = DeployOptions(
         source=arguments.source,
@@ -173,7 +172,8 @@ class Reading:
         since = time.perf_counter()
         connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
         answer = connection.getresponse()
-        self.pid = int((answer.getheader("x-onward-replica") or "0").split()[-1])
+        replica = answer.getheader("x-onward-replica")
+        self.pid = pid_of(replica) if replica else 0
         while True:
             if len(self.times) == at and act is not None:
                 act(self.pid)
@@ -203,7 +203,8 @@ class _Replacement:
     """All replicas are replaced by new ones, and the replica that serves is killed some seconds later."""
 
     def __init__(self, options: DeployOptions, after: float) -> None:
-        self._new = replicas_of(DeployOptions(**{**vars(options), "settings": {"max_prompts": 200 + next(_settings)}}))
+        settings = {"limits": {"prompts": 200 + next(_settings)}}
+        self._new = replicas_of(DeployOptions(**{**vars(options), "settings": settings}))
         self._after = after
         self._threads: list[threading.Thread] = []
 

@@ -71,7 +71,7 @@ def measured(lm: onward.LanguageModel, clients: int, tokens: int, rounds: int, f
         served.append((time.perf_counter() - began, time.clock_gettime(loop_clock) - cpu))
     process.stdin.close()
     process.wait()
-    scrape = min(_timed(app.service.metrics.text) for _ in range(20))
+    scrape = min(_timed(app.service.metrics.snapshot()) for _ in range(20))
     server.should_exit = True
     thread.join()
     listener.close()

@@ -1,6 +1,30 @@
 """The replicas of `onward deploy`, as whoever kills them sees them."""
 
 import time
+from typing import Any
+
+_PIDS: dict[str, int] = {}
+
+
+def pid_of(replica: str) -> int:
+    """The process of a replica, by its id in the header x-onward-replica; also of one that has ended since it was seen.
+
+    Raises:
+        KeyError: there is no such replica.
+    """
+    if replica not in _PIDS:
+        _details()
+    return _PIDS[replica]
+
+
+def _details() -> list[dict[str, Any]]:
+    """Each replica, as Ray Serve's controller knows it."""
+    from ray.serve.context import _get_global_client
+
+    deployments = _get_global_client().get_serve_details()["applications"]["onward"]["deployments"]
+    replicas: list[dict[str, Any]] = deployments["Replica"]["replicas"]
+    _PIDS.update({each["replica_id"]: each["pid"] for each in replicas if each.get("pid")})
+    return replicas
 
 
 def wait_for_replicas(count: int) -> None:
@@ -9,12 +33,10 @@ def wait_for_replicas(count: int) -> None:
     Raises:
         RuntimeError: that takes more than two minutes.
     """
-    from ray.serve.context import _get_global_client
-
     end = time.monotonic() + 120
     while time.monotonic() < end:
-        details = _get_global_client().get_serve_details()["applications"]["onward"]["deployments"]["Replica"]
-        there = [replica["state"] == "RUNNING" and runs(replica.get("pid")) for replica in details["replicas"]]
+        details = _details()
+        there = [replica["state"] == "RUNNING" and runs(replica.get("pid")) for replica in details]
         if there == [True] * count:
             return
         time.sleep(0.1)

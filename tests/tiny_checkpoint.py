@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from onward.errors import OnwardError
+from onward.errors import OnwardError, OptionError, RequestError
 from onward.models import WeightScope, read_config
 
 TEXTS = [
@@ -149,11 +149,13 @@ def raw_safetensors(file: Path, header: dict | bytes, data: bytes) -> None:
 
 @contextlib.contextmanager
 def refused(kind: type[OnwardError], *words: str):
-    """The block raises exactly this kind of error, in one line that says all of `words`."""
+    """The block raises exactly this kind of error, in one line that says all of `words`. An option that is invalid is a
+    `RequestError`, too."""
     with pytest.raises(OnwardError) as caught:
         yield
     message = str(caught.value)
-    assert type(caught.value) is kind, f"{type(caught.value).__name__}: {message}"
+    found = RequestError if type(caught.value) is OptionError else type(caught.value)
+    assert found is kind, f"{type(caught.value).__name__}: {message}"
     assert "\n" not in message
     assert message
     for word in words:

@@ -14,7 +14,7 @@ __version__ = "0.1.0"
 logging.getLogger("onward").addHandler(logging.NullHandler())
 
 # Every public name, by the module that defines it. Importing torch takes a second, and `onward --help` should not; so a
-# name is imported when it is first used. Type checkers read __init__.pyi, which .ci/structure.py writes from here.
+# name is imported when it is first used. Type checkers read __init__.pyi, which .ci/generate.py writes from here.
 _MODULES = {
     "cache": "KVCache",
     "chat": "AssistantMessage MessageDelta ToolCall",

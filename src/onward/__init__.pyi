@@ -1,4 +1,4 @@
-# Written by .ci/structure.py from the tables in __init__.py.
+# Written by .ci/generate.py from the tables in __init__.py.
 
 from onward import cache as cache
 from onward import chat as chat

@@ -5,11 +5,13 @@ Any other exception is a bug in Onward and keeps its traceback. Built-in bases a
 
     OnwardError                              itself: logits that are NaN or infinite where a token is chosen
     ├── RequestError (ValueError)            an option, a prompt or an argument is invalid or not supported
+    │   ├── OptionError                      an option has an invalid value
     │   ├── ContextOverflowError             a request needs more positions than the context or the cache holds
     │   ├── NothingToDrawError               bans or a constraint leave no id to choose
     │   ├── TextError                        text is not UTF-8, JSON or Unicode, or nested too deep
     │   ├── UnsupportedModuleError           a module of transformers works only with its own caches (onward.models)
     │   └── BodyError                        a request body has an unsupported or invalid field (onward.protocols)
+    │       └── MemoryFullError              there is no memory for a request (onward.server)
     ├── ConfigError (ValueError)             config.json is missing, unreadable or contradicts itself
     │   └── UnsupportedArchitectureError     the checkpoint's family is not supported
     ├── CheckpointError                      weights are missing, truncated, or of a wrong shape or dtype
@@ -29,10 +31,13 @@ Any other exception is a bug in Onward and keeps its traceback. Built-in bases a
     OnwardWarning (UserWarning)              something is legal, but probably not intended
 """
 
+import contextlib
 import functools
 import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 
 class OnwardError(Exception):
@@ -40,7 +45,40 @@ class OnwardError(Exception):
 
 
 class RequestError(OnwardError, ValueError):
-    """An option, a prompt or an argument is invalid or not supported."""
+    """An option, a prompt or an argument is invalid or not supported. option: its name, if one is to blame."""
+
+    def __init__(self, message: str, option: str | None = None) -> None:
+        super().__init__(message)
+        self.option = option
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (str(self), self.option)
+
+
+class OptionError(RequestError):
+    """An option has an invalid value.
+
+    option: its name. problem: the rest of the message, which callers with another name for it put after theirs.
+    """
+
+    option: str
+
+    def __init__(self, option: str, problem: str) -> None:
+        super().__init__(f"{option} {problem}", option)
+        self.problem = problem
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.option, self.problem)
+
+
+@contextlib.contextmanager
+def blaming(option: str) -> Iterator[None]:
+    """Set the option of each `RequestError` that passes and has none."""
+    try:
+        yield
+    except RequestError as error:
+        error.option = error.option or option
+        raise
 
 
 class ContextOverflowError(RequestError):

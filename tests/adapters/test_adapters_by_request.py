@@ -306,7 +306,7 @@ def test_names_are_checked_when_the_request_is_made(folders, loaded):
     ):
         with pytest.raises(RequestError, match=message):
             call()
-    with pytest.raises(RequestError, match="adapter must be the name of a loaded adapter; got 3"):
+    with pytest.raises(RequestError, match="adapter must be a string; got 3"):
         loaded.generate(IDS, adapter=3)
     with pytest.raises(RequestError, match="an adapter named 'plain' is already loaded"):
         loaded.load_adapter("plain", folders[1]["plain"])

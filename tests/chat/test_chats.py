@@ -21,7 +21,9 @@ from onward.chat import (
 )
 from onward.chat.formats.hermes import Hermes
 from onward.errors import RequestError
-from onward.protocols import BodyReader, ChunkStream, answer_body, delta_body, finish_reason
+from onward.protocols import BodyReader
+from onward.protocols.answers import answer_body, delta_body, finish_reason
+from onward.protocols.chunks import ChunkStream
 
 TOOLS = [WEATHER, CLOCK]
 OSLO = '{"city": "Oslo"}'

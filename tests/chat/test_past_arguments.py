@@ -9,7 +9,6 @@ import onward
 from onward.chat import ChatTemplate
 from onward.errors import RequestError
 from onward.protocols import BodyReader
-from onward.protocols.responses import read_response
 from onward.testing import ByteTokenizer
 
 BEFORE = "{% for m in messages %}{% for c in m.tool_calls or [] %}<{{ c.function.name }}"
@@ -62,7 +61,7 @@ def test_no_arguments_are_an_empty_object(kind: str, arguments: object) -> None:
         call |= {} if arguments is MISSING else {"arguments": arguments}
         result = {"type": "function_call_output", "call_id": "c1", "output": "noon"}
         items = [{"role": "user", "content": "What time is it?"}, call, result]
-        read.append(lm.decode(read_response(reader, {"input": items}).requests[0].prompt))
+        read.append(lm.decode(reader.read("/v1/responses", {"input": items}).requests[0].prompt))
     assert read == expected * len(read)
 
 

@@ -8,7 +8,9 @@ from test_harmony import TEMPLATE as HARMONY
 
 import onward
 from onward.batches import BatchLine
-from onward.protocols import BodyReader, ChunkStream, answer_body, read_response
+from onward.protocols import BodyReader
+from onward.protocols.answers import answer_body
+from onward.protocols.chunks import ChunkStream
 from onward.protocols.responses_events import ResponseStream, response_body
 from onward.testing import ByteTokenizer
 
@@ -103,7 +105,7 @@ def test_usage_reports_them(name: str) -> None:
         assert line["response"]["body"]["usage"].get("completion_tokens_details") == details.get(
             "completion_tokens_details"
         )
-    response = read_response(reader, {"input": "Rain?"})
+    response = reader.read("/v1/responses", {"input": "Rain?"})
     chat.answers.prompt_length = len(response.requests[0].prompt)
     completion = chat.lm.generate(response.requests[0])
     usage = response_body(response, completion, chat.lm.tokenizer, "0")["usage"]

@@ -16,7 +16,6 @@ from onward.constraints import JsonSchema
 from onward.errors import RequestError
 from onward.language_model import Request
 from onward.protocols import BodyReader
-from onward.protocols.responses import read_response
 from onward.testing import ByteTokenizer
 
 TOOLS = [WEATHER, CLOCK]
@@ -154,7 +153,7 @@ def test_bodies_say_the_same() -> None:
         response = {"input": "Does it rain in Oslo?", "tools": tools, "text": {"format": flat}}
         for stream in (False, True):
             (chat,) = reader.read("/v1/chat/completions", body | {"stream": stream}).requests
-            (answer,) = read_response(reader, response | {"stream": stream}).requests
+            (answer,) = reader.read("/v1/responses", response | {"stream": stream}).requests
             for request in (chat, answer):
                 assert of(request, CALLS["hermes"])
                 assert of(request, said)

@@ -12,7 +12,10 @@ from test_harmony import TEMPLATE as HARMONY
 import onward
 from onward.decoding.speculation import PredictedOutput, Speculator
 from onward.language_model import Completion, Piece
-from onward.protocols import BodyReader, ChunkStream, ResponseStream, answer_body, read_response, response_body
+from onward.protocols import BodyReader
+from onward.protocols.answers import answer_body
+from onward.protocols.chunks import ChunkStream
+from onward.protocols.responses_events import ResponseStream, response_body
 
 CHAT = "/v1/chat/completions"
 TOOLS = [WEATHER, CLOCK]
@@ -130,7 +133,7 @@ def test_a_response_cut_anywhere_is_what_its_events_add_up_to(format: str) -> No
     tools = [{"type": "function", **tool["function"]} for tool in TOOLS]
     for most in (*range(1, len(text), max(11, len(text) // 16)), len(text) + 1):
         fields = {"input": ASKED, "tools": tools, "max_output_tokens": most, "stream": True}
-        body = read_response(reader, fields)
+        body = reader.read("/v1/responses", fields)
         chat.answers.prompt_length = len(body.requests[0].prompt)
         pieces: list[Piece] = []
         with onward.Engine(chat.lm) as engine:

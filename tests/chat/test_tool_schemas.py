@@ -14,7 +14,6 @@ from test_schema_beside_tools import CALLS, chat_of
 from onward.chat import FORMATS
 from onward.errors import RequestError
 from onward.protocols import BodyError, BodyReader
-from onward.protocols.responses import read_response
 from onward.schemas import alternatives, kinds_of
 from onward.testing import ByteTokenizer
 
@@ -81,7 +80,7 @@ def test_a_malformed_schema_is_named_for_every_format(parameters: Any, error: st
     assert (body.value.status, body.value.param) == (400, "tools")
     flat = {"type": "function", "name": "weather", "parameters": parameters}
     with pytest.raises(BodyError) as body:
-        read_response(reader, {"input": "Hi", "tools": [flat]})
+        reader.read("/v1/responses", {"input": "Hi", "tools": [flat]})
     assert (body.value.status, body.value.param) == (400, "tools")
     assert str(body.value).startswith("tools[0].parameters"), "a tool has no inner object here"
 

@@ -15,9 +15,9 @@ import pytest
 from command_line import ENVIRONMENT, PROGRAM, Cli
 
 import onward
-from onward.batches import job
 from onward.errors import EngineError
 from onward.protocols import ParsedBody
+from onward.protocols.chat import ChatCompletions
 from onward.util.text_input import LONGEST_LINE
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
@@ -198,12 +198,12 @@ def test_an_error_that_is_not_onwards_is_of_its_line_alone(
 def test_an_answer_that_json_cannot_hold_fails_alone(
     cli: Cli, loaded: onward.LanguageModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    answer = job.answer_body
+    answer = ChatCompletions.answer
 
-    def answer_one_with_nan(read: ParsedBody, *rest: Any) -> dict[str, Any]:
-        return answer(read, *rest) | ({"seed": math.nan} if read.seed == 13 else {})
+    def answer_one_with_nan(self: ChatCompletions, read: ParsedBody, *rest: Any) -> dict[str, Any]:
+        return answer(self, read, *rest) | ({"seed": math.nan} if read.seed == 13 else {})
 
-    monkeypatch.setattr(job, "answer_body", answer_one_with_nan)
+    monkeypatch.setattr(ChatCompletions, "answer", answer_one_with_nan)
     out = tmp_path / "out.jsonl"
     assert cli("batch", str(write(tmp_path / "in.jsonl", chat("bad", seed=13), chat("good"))), str(out)).code == 2
     assert body(results(out)["good"])

@@ -8,7 +8,8 @@ import pytest
 from command_line import Cli
 
 import onward
-from onward.cli.flags import SamplingFlags, options_of
+from onward.cli.flags import options_of
+from onward.cli.option_flags import SamplingFlags
 
 PROMPT = "Once upon a time"
 SAMPLED = ("-n", "24", "-t", "0.9", "--top-k", "50", "--top-p", "0.95", "--min-p", "0.01", "--seed", "7")

@@ -7,7 +7,8 @@ import pytest
 from command_line import Cli
 
 import onward
-from onward.cli.flags import GenerateFlags, SamplingFlags, options_of
+from onward.cli.flags import options_of
+from onward.cli.option_flags import GenerateFlags, SamplingFlags
 
 PROMPT = "Once upon a time"
 SAMPLED = ("-n", "10", "-t", "0.9", "--seed", "7")
@@ -87,10 +88,10 @@ def test_a_time_limit_ends_a_text(cli: Cli, lm: onward.LanguageModel) -> None:
     [
         (("--samples", "2", "-t", "0"), "the same text 2 times: give a temperature above 0, or beams"),
         (("--beams", "2", "-t", "1"), "leave out temperature"),
-        (("--beams", "2", "--samples", "3"), "n is 3, but 2 beams find 2 texts"),
+        (("--beams", "2", "--samples", "3"), "--samples is 3, but 2 beams find 2 texts"),
         (("--length-penalty", "2"), "would change nothing without a beam search"),
         (("--logprobs", "2"), "--logprobs and --prompt-logprobs need --json: add it"),
-        (("--time-limit", "0"), "time_limit must be a number of seconds above 0"),
+        (("--time-limit", "0"), "--time-limit must be a number of seconds above 0"),
     ],
     ids=str,
 )

@@ -13,18 +13,25 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from benchmarks.replicas import pid_of
+
 STORY = {"prompt": "Once upon a time", "max_tokens": 400, "temperature": 0.5, "seed": 10, "stream": True}
 
 
 @dataclass
 class Stream:
-    """What a client got. pid: of the replica that began it. last_id: of the last event."""
+    """What a client got. replica: the id of the one that began it. last_id: of the last event."""
 
     status: int = 0
-    pid: int = 0
+    replica: str = ""
     events: list[dict[str, Any]] = field(default_factory=list)
     last_id: str = ""
     is_whole: bool = False
+
+    @property
+    def pid(self) -> int:
+        """The process of the replica; 0 before there is one."""
+        return pid_of(self.replica) if self.replica else 0
 
     @property
     def said(self) -> list[Any]:
@@ -59,8 +66,7 @@ def read(
             act(stream)
         answer = connection.getresponse()
         stream.status = answer.status
-        where = answer.getheader("x-onward-replica")
-        stream.pid = int(where.split()[-1]) if where else 0
+        stream.replica = answer.getheader("x-onward-replica") or ""
         while line := answer.readline():
             if line.startswith(b"id: "):
                 stream.last_id = line[4:].decode().strip()
@@ -105,7 +111,7 @@ def signal_it(number: int) -> Callable[[Stream], None]:
     """Send a signal to the replica that serves the stream."""
 
     def act(stream: Stream) -> None:
-        assert stream.pid, "the answer says who made it"
+        assert stream.replica, "the answer says who made it"
         os.kill(stream.pid, number)
 
     return act

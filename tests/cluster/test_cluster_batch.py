@@ -20,7 +20,7 @@ import pytest
 pytest.importorskip("ray", reason="ray is not installed: make test-cluster")
 
 PROGRAM = [sys.executable, "-c", "from onward.cli.main import main; main()"]
-ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
 KILLS = int(os.environ.get("ONWARD_KILLS", "4"))
 
 pytestmark = pytest.mark.timeout(300 + 60 * KILLS)

@@ -47,7 +47,6 @@ CHAT: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def port() -> Iterator[int]:
-    os.environ["RAY_AUTH_MODE"] = "disabled"
     with running(OPTIONS, port=(free := free_port())):
         yield free
 
@@ -120,7 +119,7 @@ def test_a_replica_that_hangs_before_the_first_token(port: int) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(expected.pid, signal.SIGKILL)
     check_same(got, expected)
-    assert got.pid != expected.pid
+    assert got.replica != expected.replica
     assert time.monotonic() - began < 4.0 + 4.0, "the silence that is borne, and the text"
 
 
@@ -149,11 +148,10 @@ def test_many_streams_lose_their_replica_at_once(port: int) -> None:
 
 def test_replicas_that_leave_hand_over(port: int) -> None:
     expected = undisturbed(port, STORY)
-    pids: set[int] = set()
 
     def replace_all(stream: Stream) -> None:
         """Deploy anew with another setting: every replica is replaced, one after the other."""
-        options = DeployOptions(**{**vars(OPTIONS), "settings": {"max_prompts": 255}})
+        options = DeployOptions(**{**vars(OPTIONS), "settings": {"limits": {"prompts": 255}}})
         thread = threading.Thread(
             target=lambda: serve.run(replicas_of(options), name="onward", route_prefix=None, blocking=False)
         )
@@ -166,6 +164,5 @@ def test_replicas_that_leave_hand_over(port: int) -> None:
     while threads[0].is_alive():
         got = read(port, STORY)
         check_same(got, expected)
-        pids.add(got.pid)
     threads[0].join()
     check_same(undisturbed(port, STORY), expected)

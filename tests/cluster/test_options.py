@@ -1,8 +1,11 @@
 """What is deployed is checked where it is said, not in the replicas."""
 
 import asyncio
+import hashlib
+import json
 import time
 import warnings
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -22,13 +25,20 @@ with warnings.catch_warnings(action="ignore"):  # of Ray's own
     from onward.cluster.replica import Replica
 
 
+DIGEST = f"sha256:{hashlib.sha256(b'secret').hexdigest()}"
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
         ({"replica": 2}, "'replica' is not a deployment option"),
         ({"settings": {"api_key": ["secret"]}}, "unknown option 'api_key': did you mean api_keys"),
         ({"retries": {"attempt": 2}}, "unknown option 'attempt': did you mean attempts"),
-        ({"settings": [1]}, r"settings must be a mapping of options; got \[1\]"),
+        ({"settings": ["secret"]}, "settings must be a mapping of options; got one list$"),
+        ({"settings": '{"api_keys": ["secret"]'}, "settings must be a mapping of options; got one str$"),
+        ({"settings": {"api_keys": ["secret"]}}, "api_keys must be a list of digests.* write sha256:DIGEST"),
+        ({"settings": {"api_keys": [DIGEST, "secret"]}}, "api_keys must be a list of digests"),
+        ({"settings": {"api_keys": 5}}, "api_keys must be a list of digests"),
         ({"retries": "3"}, "retries must be a mapping of options; got 3"),
         ({"load": 8}, "load must be a mapping of options; got 8"),
         ({"engine": "many"}, "engine must be a mapping of options; got 'many'"),
@@ -39,23 +49,26 @@ with warnings.catch_warnings(action="ignore"):  # of Ray's own
     ],
 )
 def test_a_mistake_is_told(given: dict[str, Any], message: str) -> None:
-    with pytest.raises(RequestError, match=message):
+    with pytest.raises(RequestError, match=message) as told:
         DeployOptions.of(given)
+    assert "secret" not in str(told.value)
 
 
 def test_what_is_right_is_taken() -> None:
-    given = {"replicas": "3", "affinity": "false", "settings": '{"api_keys": ["secret"]}', "name": "1"}
+    given = {"replicas": "3", "affinity": "false", "settings": f'{{"api_keys": ["{DIGEST}"]}}', "name": "1"}
     options = DeployOptions.of(given)
     assert (options.replicas, options.affinity, options.name) == (3, False, "1")
-    assert options.settings == {"api_keys": ["secret"]}
+    assert options.settings == {"api_keys": (DIGEST,)}
+    assert DeployOptions.of(asdict(options)) == options == DeployOptions.of(json.loads(json.dumps(asdict(options))))
 
 
 @pytest.mark.parametrize("name", ["api_keys", "hosts", "cors_origins"])
 @pytest.mark.parametrize("value", ["secret", 5, [5]])
 def test_one_text_is_no_list_of_texts(name: str, value: Any) -> None:
     """Each character of a key would be a key."""
-    with pytest.raises(RequestError, match=f"{name} must be a list of strings; got"):
+    with pytest.raises(RequestError, match=f"{name} must be a list of strings; got") as told:
         Settings(**{name: value})
+    assert name != "api_keys" or "secret" not in str(told.value)
 
 
 def test_a_flag_that_is_gone_says_what_to_use(capsys: pytest.CaptureFixture[str]) -> None:

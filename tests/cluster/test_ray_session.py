@@ -1,8 +1,10 @@
 """How Ray is joined or started: one way for deployments and for batches, with one error."""
 
 import os
+import stat
 import sys
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from onward.errors import RequestError
 pytest.importorskip("ray")
 with warnings.catch_warnings(action="ignore"):  # of Ray's own
     import ray
+    from ray._private import ray_constants, utils
     from ray._private.services import canonicalize_bootstrap_address
     from ray.exceptions import AuthenticationError
 
@@ -23,28 +26,50 @@ def ray_options(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     for name in ("RAY_USAGE_STATS_ENABLED", "RAY_worker_niceness"):
         monkeypatch.setenv(name, "0")
     options: dict[str, Any] = {}
-    monkeypatch.setattr(ray, "init", lambda **ray_options: options.update(ray_options))
+
+    def init(**ray_options: Any) -> None:
+        options.update(ray_options, loopback=not ray_constants.ENABLE_RAY_CLUSTER, says=utils.get_entrypoint_name())
+
+    monkeypatch.setattr(ray, "init", init)
     monkeypatch.setattr(ray, "shutdown", lambda: options.update(shut=True))
     return options
 
 
 def test_without_an_address_ray_is_started_here(ray_options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever its own variable names, and with its own authentication: it listens on all addresses."""
+    """Whatever its own variables say, for this process alone."""
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
-    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "known")
     with connected(None, 3):
         assert canonicalize_bootstrap_address(ray_options["address"]) is None
         assert ray_options["num_cpus"] == 3
-        assert "RAY_AUTH_MODE" not in os.environ
+        assert (ray_options["_node_ip_address"], ray_options["loopback"]) == ("127.0.0.1", True)
+        assert os.environ["RAY_AUTH_MODE"] == "token"
+        assert "RAY_AUTH_TOKEN" not in os.environ, "it would come before the file"
+        token = Path(os.environ["RAY_AUTH_TOKEN_PATH"])
+        assert len(token.read_text()) == 64
+        assert ray_options["_temp_dir"] == str(token.parent)
+        assert [stat.S_IMODE(path.stat().st_mode) for path in (token, token.parent)] == [0o600, 0o700]
         assert "shut" not in ray_options
     assert ray_options["shut"]
+    assert not token.parent.exists()
+    assert (os.environ["RAY_AUTH_MODE"], os.environ["RAY_AUTH_TOKEN"]) == ("disabled", "known")
+    assert "RAY_AUTH_TOKEN_PATH" not in os.environ
+
+
+@pytest.mark.parametrize("address", [None, "auto"])
+def test_ray_does_not_learn_the_command_line(address: str | None, ray_options: dict[str, Any]) -> None:
+    """There may be an API key in it, and Ray shows it to all users of a cluster."""
+    with connected(address, 1):
+        assert ray_options["says"] == "onward"
 
 
 def test_a_cluster_is_left_also_after_an_error(ray_options: dict[str, Any]) -> None:
     with pytest.raises(KeyError), connected("auto", 3):
         raise KeyError
     assert ray_options["address"] == "auto"
-    assert "num_cpus" not in ray_options
+    assert ray_options.keys().isdisjoint({"num_cpus", "_node_ip_address"})
+    assert not ray_options["loopback"]
     assert ray_options["shut"]
 
 

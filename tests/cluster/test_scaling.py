@@ -1,6 +1,5 @@
 """More replicas are started where more work is held than fills those that are there."""
 
-import os
 import threading
 import time
 import warnings
@@ -54,7 +53,6 @@ def test_a_replica_is_added() -> None:
 
         from onward.cluster.launch import running
         from onward.cluster.options import DeployOptions
-    os.environ["RAY_AUTH_MODE"] = "disabled"
     options = DeployOptions(replicas=1, max_replicas=2, threads=1, engine={"max_sequences": 2})
     over = threading.Event()
 

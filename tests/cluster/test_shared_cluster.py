@@ -56,7 +56,7 @@ def test_commands_share_a_cluster_with_others(address: str) -> None:
         assert _models(port) == _models(another)
         first, second = (read(one, STORY) for one in (port, another))
         assert first.said == second.said
-        assert first.pid != second.pid
+        assert first.replica != second.replica
         commands[1].close()
         assert _ours() == 1
         assert read(port, STORY).said == first.said

@@ -76,7 +76,7 @@ class Deployment:
 
     def __init__(self, lm: onward.LanguageModel, settings: Settings) -> None:
         self.engines = {name: onward.Engine(lm) for name in "ab"}
-        silent = replace(settings, access_log=False)  # as those of `Replica`
+        silent = replace(settings, access_log=False, api_keys=())  # as those of `Replica`
         self.fakes = Fakes({name: create_app({"demo": engine}, silent) for name, engine in self.engines.items()})
         self.ingress = Ingress(self.fakes, RetryOptions(), settings)
 
@@ -191,12 +191,32 @@ def test_health_is_that_of_all(deployment: Deployment) -> None:
         deployment.ingress._state._timeout = 1.0
         deployment.fakes.slow = {"a"}
         ready = await deployment.ask("/ready")
-        assert (ready.status, json.loads(ready.body)["replicas"]["a"]) == (200, {"status": "unreachable"})
+        assert (ready.status, json.loads(ready.body)["replicas"]["a"]) == (200, "unreachable")
         deployment.engines["b"].close()
         failing = await deployment.ask("/health")
         assert (failing.status, json.loads(failing.body)["status"]) == (503, "failing")
         deployment.fakes.gone = {"a", "b"}
         assert (await deployment.ask("/health")).status == 503
+
+    asyncio.run(run())
+
+
+def test_a_flood_of_health_checks_is_one_reading(deployment: Deployment) -> None:
+    asked: list[str] = []
+    serve = deployment.fakes.serve
+
+    def counted(call: ProxiedRequest, route: RouteAttempt) -> AsyncGenerator[Reply, None]:
+        asked.append(call.path)
+        return serve(call, route)
+
+    deployment.fakes.serve = counted  # type: ignore[method-assign]
+
+    async def run() -> None:
+        replies = await asyncio.gather(*(deployment.ask("/health") for _ in range(50)))
+        assert {reply.status for reply in replies} == {200}
+        assert asked == ["/health"] * 2, "each replica once"
+        assert (await deployment.ask("/health")).status == 200
+        assert asked == ["/health"] * 4, "a later one is answered anew"
 
     asyncio.run(run())
 

@@ -12,7 +12,6 @@ pytestmark = pytest.mark.timeout(240)
 
 def test_the_command_says_what_replicas_are_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ONWARD_NATIVE_DIR", str(tmp_path))
-    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     with deployed() as (port, said):
         assert said.count("warning: no native kernels") == said.count("warning") == 1
         assert read(port, STORY | {"max_tokens": 5}).is_whole

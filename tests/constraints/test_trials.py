@@ -1,16 +1,19 @@
 """Grammars that would take minutes, the memory or the stack are refused, and nothing goes on computing."""
 
+import json
 import os
 import threading
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
+import llguidance
 import pytest
 
 import onward
 from onward.constraints import JsonSchema, Lark, Regex
 from onward.constraints.compiler import CompiledGrammars, Vocabulary
-from onward.constraints.trial import GrammarTrials, needs_trial
+from onward.constraints.trial import Trial, TrialPending, TrialProcesses, deferred, needs_trial
 from onward.errors import RequestError
 from onward.testing import ByteTokenizer
 
@@ -25,31 +28,120 @@ def vocabulary(request):
 
 
 def tried(trials, grammar, vocabulary):
-    trials.check(grammar.source(), vocabulary.tokens, vocabulary.described, repr(grammar))
+    """Why a grammar is refused; empty if it compiles."""
+    return trials.attempt(Trial(None), grammar.source(), vocabulary.tokens, vocabulary.described)
 
 
 def test_what_takes_too_long_is_ended_and_refused(vocabulary, monkeypatch):
     monkeypatch.setattr("onward.constraints.trial.SECONDS", 0.5)
-    trials = GrammarTrials()
-    tried(trials, JsonSchema({"type": "integer", "multipleOf": 5}), vocabulary)
-    process = trials._running[0]
+    trials = TrialProcesses()
+    assert not tried(trials, JsonSchema({"type": "integer", "multipleOf": 5}), vocabulary)
+    (process,) = trials._all
     began = time.monotonic()
-    with pytest.raises(RequestError, match=r"cannot be compiled: that takes longer than 0\.5 seconds\. Make it"):
-        tried(trials, SLOW, vocabulary)
+    refusal = tried(trials, SLOW, vocabulary)
+    assert refusal == "that takes longer than 0.5 seconds. Make it smaller"
+    assert refusal.lasting
     assert time.monotonic() - began < 9
     assert process.returncode is not None
-    assert not trials._running
-    with pytest.raises(RequestError, match="longer than"):
-        tried(trials, SLOW, vocabulary)
-    assert not trials._running, "it is known by now: no process tries it again"
-    tried(trials, JsonSchema({"type": "integer", "multipleOf": 6}), vocabulary)
+    assert not trials._all
+    assert not tried(trials, JsonSchema({"type": "integer", "multipleOf": 6}), vocabulary)
+
+
+def test_the_time_of_a_busy_machine_is_not_the_grammars(vocabulary, monkeypatch):
+    """A process that gets no processor reaches the limit by the clock, and its grammar may be tried again."""
+    monkeypatch.setattr("onward.constraints.trial.WALL_SECONDS", 0.3)
+    refusal = tried(TrialProcesses(), SLOW, vocabulary)
+    assert refusal == "that took longer than 0.3 seconds on a busy machine. Try again later"
+    assert not refusal.lasting
 
 
 def test_what_takes_all_the_stack_is_refused(vocabulary):
-    trials = GrammarTrials()
-    with pytest.raises(RequestError, match="cannot be compiled: it nests too deep, or needs too much memory"):
-        tried(trials, DEEP, vocabulary)
-    tried(trials, Regex("(ab)*"), vocabulary)
+    trials = TrialProcesses()
+    assert tried(trials, DEEP, vocabulary).startswith("it nests too deep, or needs too much memory")
+    assert not tried(trials, Regex("(ab)*"), vocabulary)
+
+
+class Counted:
+    """Counts the grammars that are tried and compiled, by their source."""
+
+    def __init__(self, monkeypatch):
+        self.tried, self.compiled = Counter(), Counter()
+        attempt, matcher = TrialProcesses.attempt, llguidance.LLMatcher
+
+        def attempted(processes, trial, source, *others):
+            self.tried[source] += 1
+            return attempt(processes, trial, source, *others)
+
+        def compiled(tokens, source, **options):
+            self.compiled[source] += 1
+            return matcher(tokens, source, **options)
+
+        monkeypatch.setattr(TrialProcesses, "attempt", attempted)
+        monkeypatch.setattr("onward.constraints.compiler.llguidance.LLMatcher", compiled)
+
+
+def multiple_of(number):
+    return JsonSchema({"type": "integer", "multipleOf": number}).source()
+
+
+def test_nothing_is_tried_or_compiled_twice(monkeypatch):
+    monkeypatch.setattr("onward.constraints.trial.SECONDS", 0.5)
+    good, slow = multiple_of(5), SLOW.source()
+    counted, tokenizer, kept = Counted(monkeypatch), ByteTokenizer(), CompiledGrammars()
+    with ThreadPoolExecutor(4) as pool:  # at once
+        list(pool.map(lambda _: kept.constraint(good, tokenizer, frozenset(), "good"), range(4)))
+    for name in ("a", "b"):
+        with pytest.raises(RequestError, match=rf"^{name} cannot be compiled: that takes longer than 0\.5 seconds"):
+            kept.constraint(slow, tokenizer, frozenset(), name)
+    assert counted.tried == {good: 1, slow: 1}
+    assert counted.compiled == {good: 1}
+    kept._matchers.clear()  # its place in the cache is taken
+    kept.constraint(good, tokenizer, frozenset(), "good")
+    assert (counted.tried[good], counted.compiled[good]) == (1, 2)
+    kept.constraint(good, ByteTokenizer(), frozenset(), "good")
+    assert counted.tried[good] == 2, "another vocabulary"
+
+
+def test_a_refusal_for_lack_of_time_by_the_clock_is_not_remembered(monkeypatch):
+    kept, tokenizer = CompiledGrammars(), ByteTokenizer()
+    monkeypatch.setattr("onward.constraints.trial.WALL_SECONDS", 0.01)
+    with pytest.raises(RequestError, match="busy machine"):
+        kept.constraint(multiple_of(100_003), tokenizer, frozenset(), "it")
+    monkeypatch.undo()
+    kept.constraint(multiple_of(100_003), tokenizer, frozenset(), "it")
+
+
+def test_a_deferred_trial_blocks_no_thread(monkeypatch):
+    kept, tokenizer, source = CompiledGrammars(), ByteTokenizer(), multiple_of(7)
+    with deferred("client"), pytest.raises(TrialPending) as first:
+        kept.constraint(source, tokenizer, frozenset(), "it")
+    with deferred("other"), pytest.raises(TrialPending) as second:
+        kept.constraint(source, tokenizer, frozenset(), "it")
+    trial = first.value.trial
+    assert second.value.trial is trial, "equal grammars are tried once"
+    with trial.waiting():
+        trial.future.result(60)
+    kept._matchers.clear()  # the result is known even so
+    with deferred("client", [trial]):
+        kept.constraint(source, tokenizer, frozenset(), "it")
+
+
+def test_a_trial_that_nobody_waits_for_is_ended():
+    kept, tokenizer = CompiledGrammars(), ByteTokenizer()
+    pending = []
+    for factor in range(3):  # two run, one is queued
+        source = JsonSchema({**json.loads(SLOW.text), "title": str(factor)}).source()
+        with deferred("client"), pytest.raises(TrialPending) as caught:
+            kept.constraint(source, tokenizer, frozenset(), "it")
+        pending.append(caught.value.trial)
+    began = time.monotonic()
+    for trial in pending:
+        with trial.waiting():
+            pass
+    assert [trial.future.result(60) for trial in pending] == [None] * 3
+    assert time.monotonic() - began < 9
+    assert not kept._tried, "nothing is known of them"
+    kept.constraint(multiple_of(3), tokenizer, frozenset(), "it")
 
 
 def test_a_grammar_is_refused_before_anything_runs():
@@ -80,39 +172,39 @@ def test_what_is_tried():
 
 
 def test_a_forked_child_starts_a_process_of_its_own(vocabulary):
-    trials = GrammarTrials()
+    trials = TrialProcesses()
     tried(trials, Regex("a"), vocabulary)
-    parents = trials._running[0]
+    (parents,) = trials._all
     child = os.fork()
     if not child:
         try:
             tried(trials, Regex("b"), vocabulary)
-            os._exit(0 if trials._running[0].pid != parents.pid else 1)
+            os._exit(0 if [process.pid for process in trials._all] != [parents.pid] else 1)
         except BaseException:
             os._exit(2)
     assert os.waitpid(child, 0)[1] == 0
     tried(trials, Regex("c"), vocabulary)
-    assert trials._running[0] is parents
+    assert list(trials._all) == [parents]
 
 
 def test_the_process_ends_with_its_owner(vocabulary):
-    trials = GrammarTrials()
+    trials = TrialProcesses()
     tried(trials, Regex("a"), vocabulary)
-    process = trials._running[0]
+    (process,) = trials._all
     del trials
     assert process.returncode is not None
 
 
 def test_a_vocabulary_that_is_tried_with_is_not_mistaken_for_a_later_one():
     """An object that is freed gives its id to another; the key of the process is kept as long as it counts."""
-    trials, grammar = GrammarTrials(), JsonSchema({"type": "integer", "multipleOf": 5})
+    trials, grammar = TrialProcesses(), JsonSchema({"type": "integer", "multipleOf": 5})
     for tokenizer in (ByteTokenizer(), onward.load("demo").tokenizer, ByteTokenizer()):
         vocabulary = Vocabulary.of(tokenizer)
         tried(trials, grammar, vocabulary)
-        assert trials._key is vocabulary.tokens
-    process = trials._running[0]
+        assert list(trials._all.values()) == [vocabulary.tokens]
+    (process,) = trials._all
     tried(trials, grammar, vocabulary)
-    assert trials._running[0] is process
+    assert list(trials._all) == [process]
 
 
 def test_threads_that_come_at_once_have_one_vocabulary(monkeypatch):

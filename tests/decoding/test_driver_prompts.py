@@ -164,7 +164,7 @@ def test_another_error_of_the_forward_reaches_the_caller(error):
         ({"prompt": []}, "prompt must contain at least one id"),
         ({"prompt": "Once"}, "prompt must be a list of ids, .* got 'Once'"),
         ({"prompt": 3}, "prompt must be a list of ids, .* got 3"),
-        ({"prompt": [1, -1]}, "prompt: an id must be a whole number of 0 or more; got -1"),
+        ({"prompt": [1, -1]}, "prompt must have ids that are whole numbers of 0 or more; got -1"),
         ({"prompt": [1, 2.0]}, "got 2.0"),
         ({"prompt": [True]}, "got True"),
         ({"prompt": torch.tensor([[1, 2]])}, r"prompt must have one dimension, .* got \[1, 2\]"),

@@ -44,7 +44,7 @@ def test_an_ignored_eos_ends_nothing():
         ({"stop": "x"}, "stop strings need a text, but onward.generate has only ids: use eos"),
         ({"bad_words": ["x"]}, "bad_words holds the text 'x'"),
         ({"n": 2}, "unknown option 'n'"),
-        ({"typical_p": 0}, "typical_p must be in"),
+        ({"typical_p": 0}, "typical_p must be a number in"),
         ({"min_new_tokens": 9}, "min_new_tokens is 9, but max_new_tokens is 2"),
     ],
     ids=str,

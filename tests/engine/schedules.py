@@ -189,6 +189,7 @@ class Arrival:
     index: int
     at: int = 0
     priority: int = 0
+    client: str | None = None
     cancel: int | None = None
     by_event: bool = False
     emitted: float | None = None
@@ -228,6 +229,7 @@ def random_schedule(seed, most=64, name=None):
     name = name or chance.choice(list(MODELS))
     tight = chance.random() < 0.25  # too few blocks for long texts that run together
     long = [index for index, request in enumerate(requests(name)) if request.max_new_tokens > 100]
+    clients = chance.choice([[None], ["a", "a", "b", "c"]])
     arrivals = []
     for _ in range(chance.randint(1, most)):
         cancel = chance.choice([None] * 6 + [0, 1, 3, 8])
@@ -236,6 +238,7 @@ def random_schedule(seed, most=64, name=None):
                 chance.choice(long) if tight and chance.random() < 0.3 else chance.randrange(REQUESTS),
                 chance.choice([0, 0, 1, 3, 10, 40]),
                 chance.choice([0, 0, 0, -3, 5]),
+                chance.choice(clients),
                 cancel,
                 chance.random() < 0.5,
                 chance.choice([None, None, None, 0.0, 0.3, 0.9, 1.0]),
@@ -279,10 +282,10 @@ class _Run:
         if arrival.by_event:
             request = request.replace(cancel=event)
         if arrival.emitted is None:
-            generation = self.engine.submit(request, priority=arrival.priority)
+            generation = self.engine.submit(request, priority=arrival.priority, client=arrival.client)
         else:
             emitted = emitted_of(self.schedule.name, arrival.index, arrival.emitted)
-            generation = self.engine.resume(request, emitted=emitted, priority=arrival.priority)
+            generation = self.engine.resume(request, emitted=emitted, priority=arrival.priority, client=arrival.client)
         self.served.append((arrival, generation))
         if arrival.cancel is not None:
             self.to_cancel.append((self.step + arrival.cancel, event.set if arrival.by_event else generation.cancel))

@@ -37,6 +37,7 @@ class Machine:
 class SimulatedRow:
     total: int
     left: int  # tokens that it will still generate
+    client: str | None = None
     computed: int = 0
 
 
@@ -50,17 +51,20 @@ class Request:
     asked: int = 0  # max_new_tokens beyond `new`
     sequences: int = 1
     priority: int = 0
+    client: str | None = None
     deadline: float = math.inf
     cancel: float = math.inf
     rows: list[SimulatedRow] = field(default_factory=list)
     blocks: int = 0  # that it holds
+    cache_share: float = 0.0
     finish: str = ""
     preempted: int = 0
+    lost: int = 0  # computed tokens, to preemptions
     admitted: float = math.nan  # when it was admitted first
     ended: float = math.nan
 
     def __post_init__(self) -> None:
-        self.rows = [SimulatedRow(self.prompt, self.new) for _ in range(self.sequences)]
+        self.rows = [SimulatedRow(self.prompt, self.new, self.client) for _ in range(self.sequences)]
 
     @property
     def prompt_tokens(self) -> int:
@@ -69,6 +73,10 @@ class Request:
     @property
     def max_new_tokens(self) -> int:
         return self.prompt + self.new + self.asked - self.prompt_tokens
+
+    @property
+    def decodes(self) -> bool:
+        return all(row.total - row.computed == 1 for row in self.rows if row.left)
 
     def blocks_for(self, new_tokens: int) -> int:
         """Blocks of the prompt and of so many new tokens, for each of its sequences."""
@@ -109,6 +117,8 @@ class Simulation:
 
     def run(self, requests: list[Request], most_steps: int = 10**6) -> "Simulation":
         arrivals = sorted(requests, key=lambda request: request.arrival)
+        for request in requests:
+            request.cache_share = request.most_blocks / self.blocks
         while arrivals or self.scheduler.waiting or self._running:
             if not (self.scheduler.waiting or self._running):
                 self.now = max(self.now, arrivals[0].arrival)
@@ -122,13 +132,27 @@ class Simulation:
                     self._end(request, "cancelled")
             for request in self.scheduler.expire(self.now):
                 self._end(request, "time")
-            for request in self.scheduler.admit(self._reserve):
-                self._join(request)
+            self._admit()
             self._watch(self)
             self._step()
             assert len(self.steps) <= most_steps, "the simulation does not end"
         assert self.free == self.blocks
         return self
+
+    def _admit(self) -> None:
+        while True:
+            for request in self.scheduler.admit(self._reserve):
+                self._join(request)
+            if (victim := self.scheduler.make_room()) is None:
+                return
+            self._preempt(victim)
+
+    def _preempt(self, victim: Request) -> None:
+        self._leave(victim)
+        victim.preempted += 1
+        victim.lost += sum(row.computed for row in victim.rows)
+        for row in victim.rows:
+            row.computed = 0
 
     def _reserve(self, request: Request, new_tokens: int) -> bool:
         needed = request.blocks_for(new_tokens)
@@ -174,12 +198,11 @@ class Simulation:
         missing = max(needed - request.blocks, 0)
         if missing > self.free:
             victim = self.scheduler.preempt()
-            assert victim is self._running[-1], "the newest gives way"
-            assert len(self._running) > 1
-            self._leave(victim)
-            victim.preempted += 1
-            for each in victim.rows:
-                each.computed = 0
+            assert victim is not None
+            assert victim is not self._running[0], "the oldest goes on"
+            newer = self._running[self._running.index(victim) + 1 :]
+            assert victim.client not in {request.client for request in newer}, "the newest of a client gives way"
+            self._preempt(victim)
             return False
         self.free -= missing
         request.blocks += missing

@@ -17,6 +17,7 @@ arrivals = st.builds(
     index=st.integers(0, REQUESTS - 1),
     at=st.integers(0, 12),
     priority=st.sampled_from([0, 0, -2, 3]),
+    client=st.sampled_from([None, None, "a", "b"]),
     cancel=st.none() | st.integers(0, 6),
     by_event=st.booleans(),
     emitted=st.none() | st.sampled_from([0.0, 0.3, 0.9, 1.0]),

@@ -54,6 +54,7 @@ def engine():
         (["abc"], {"priority": "high"}, RequestError, "priority must be a whole number"),
         (["abc"], {"priority": 10**400}, RequestError, "priority must be 2147483648 or less"),
         (["abc"], {"priority": True}, RequestError, "priority must be a whole number"),
+        (["abc"], {"client": 7}, RequestError, "client must be a text or None; got 7"),
     ],
 )
 def test_a_bad_request_is_refused_before_it_is_queued(engine, prompt, options, error, message):

@@ -31,6 +31,7 @@ class Pending:
 
     pending: int
     computed: int = 0
+    client: str | None = None
 
     @property
     def total(self):

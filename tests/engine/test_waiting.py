@@ -120,6 +120,23 @@ def test_a_full_queue_refuses_at_once_and_says_when_to_come_back():
         assert long.result(SECONDS).finish_reason == "length"
 
 
+def test_a_client_that_takes_all_gives_way_to_another_and_goes_on_with_the_same_texts():
+    options = {"n": 4, "temperature": 1.0, "seed": 3, "max_new_tokens": 180, "ignore_eos": True}
+    alone = [choice.token_ids for choice in LM.generate("a" * 70, **options).choices]
+    lm = LanguageModel(LM.model, ByteTokenizer(), prefix_memory=0, prefill_chunk=8)
+    with CheckedEngine(lm, max_sequences=4) as engine:
+        hog = engine.submit("a" * 70, stop_when=slowly, client="a", **options)
+        while len(hog.pieces()) < 300:
+            time.sleep(0.001)
+        assert engine.submit("abc", max_new_tokens=20, client="b").result(SECONDS).token_ids == WHOLE.token_ids
+        assert not hog.done
+        steps, left = engine.stats().steps, 180 - len(hog.pieces()) / 4
+        assert [choice.token_ids for choice in hog.result(SECONDS).choices] == alone
+        stats = engine.stats()
+    assert stats.preemptions == 1
+    assert stats.steps - steps < left + 25, "only the first text is computed again: the cache still has the others"
+
+
 # ── asyncio ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 

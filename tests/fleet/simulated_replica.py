@@ -50,7 +50,9 @@ class Text:
     blocks: tuple[int, ...] = ()
     emitted: int = 0
     priority: int = 0
+    client: str | None = None
     sequences: int = 1
+    cache_share: float = 0.0
     deadline: float = math.inf
     computed: int = 0
     cached: int = 0

@@ -16,7 +16,8 @@ from onward.batches import BatchLine, EngineReplica
 from onward.chat import ChatTemplate
 from onward.constraints import Regex
 from onward.errors import RequestError
-from onward.protocols import BodyReader, ResponseKey, read_response, response_body
+from onward.protocols import BodyReader, ResponseKey
+from onward.protocols.responses_events import response_body
 
 PROMPT = "Once upon a time, a fox and a fox and a fox"
 MESSAGES = [{"role": "user", "content": PROMPT}]
@@ -150,7 +151,7 @@ def response(lm: LanguageModel, options: dict[str, Any]) -> Any:
     """The same of /v1/responses, with the options under the names that they have there."""
     names = {"max_new_tokens": "max_output_tokens"}
     body = {"input": PROMPT} | {names.get(name, name): value for name, value in options.items()}
-    read = read_response(BodyReader(lm, "demo"), json.loads(json.dumps(body, default=repr)), ResponseKey.new(0))
+    read = BodyReader(lm, "demo").read("/v1/responses", json.loads(json.dumps(body, default=repr)), ResponseKey.new(0))
     assert lm.tokenizer is not None
     answer = response_body(read, lm.generate(read.requests[0]), lm.tokenizer, "1")
     return [part for item in answer["output"] for part in item["content"]], answer["status"], answer["usage"]

@@ -4,7 +4,10 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,11 +18,12 @@ from torch.utils import _pytree as pytree
 import onward
 from onward import native
 from onward.cache import KVCache
-from onward.errors import ProgramError
+from onward.errors import ProgramError, RequestError
 from onward.models import Model
 from onward.models.run import ModelRun
-from onward.program import CudaGraphExecutable, Program
-from onward.testing import tiny_model
+from onward.program import CudaGraphExecutable, Program, cuda_graph
+from onward.program.cuda_graph import GraphCapture
+from onward.testing import random_checkpoint, tiny_model
 
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -30,7 +34,7 @@ def model() -> Model:
 
 
 class Capture:
-    """What `capture_graph` does, without a GPU: what replays runs the same step over the same memory."""
+    """What `GraphCapture` does, without a GPU: what replays runs the same step over the same memory."""
 
     def __init__(self) -> None:
         self.captured = self.replayed = 0
@@ -76,14 +80,45 @@ def test_a_text_is_one_graph_replayed(model: Model) -> None:
 def test_each_shape_and_each_cache_has_its_graph(model: Model) -> None:
     run, capture = graphs(model)
     caches = [model.new_cache(1, 32), model.new_cache(1, 32)]
-    for cache, expected in zip((caches[0], caches[0], caches[1], caches[0]), (1, 1, 2, 3), strict=True):
+    for cache, expected in zip((caches[0], caches[0], caches[1], caches[0]), (1, 1, 2, 2), strict=True):
         run(tokens([1]), at(0), cache)
-        assert capture.captured == expected, "another cache has taken the place of the first: its graphs are dropped"
+        assert capture.captured == expected
     run(tokens([1, 2, 3]), at(0), caches[0])
     run(tokens([1, 2, 3]), at(0), caches[0], torch.tensor([[2]]))
-    assert capture.captured == 5
+    assert capture.captured == 4
     run(tokens([1]), at(3), caches[0])
-    assert capture.captured == 5
+    assert capture.captured == 4
+
+
+def test_only_the_graphs_that_are_used_are_kept(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_graph, "_MAX_GRAPHS", 2)
+    run, capture = graphs(model)
+    cache = model.new_cache(1, 32)
+    for count, expected in ((1, 1), (2, 2), (1, 2), (3, 3), (1, 3), (2, 4)):
+        run(tokens(list(range(count))), at(0), cache)
+        assert capture.captured == expected, f"{count} tokens"
+    assert len(run._graphs) == 2
+
+
+def test_a_cache_of_another_layout_at_the_same_address_has_its_graph(model: Model) -> None:
+    run, capture = graphs(model)
+    cache = model.new_cache(1, 32)
+    views = pytree.tree_map(lambda leaf: leaf.as_strided(leaf.shape, (*leaf.stride()[:2], 1, leaf.shape[2])), cache)
+    run(tokens([1]), at(0), cache)
+    run(tokens([1]), at(0), views)
+    assert capture.captured == 2
+
+
+def test_the_cause_of_a_failed_capture_is_told(model: Model) -> None:
+    def refuse(step: Callable[[], Tensor]) -> Any:
+        try:
+            raise RuntimeError("aten::_unique2 reads a value")
+        finally:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    run = CudaGraphExecutable(model.forward, model.params, True, capture=refuse)
+    with pytest.raises(ProgramError, match="cannot be captured as a CUDA graph: aten::_unique2 reads a value"):
+        run(tokens([1]), at(0), model.new_cache(1, 8))
 
 
 def test_logits_wanted_at_some_places_are_given_anew(model: Model) -> None:
@@ -158,11 +193,9 @@ def test_an_interrupt_while_capturing_leaves_it_usable(model: Model) -> None:
 @pytest.mark.gpu
 @GPU
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_graphs_give_the_bits_of_eager_calls_on_a_gpu(dtype: torch.dtype) -> None:
-    lm = {
-        compile: onward.LanguageModel(_on_gpu(tiny_model("qwen3", dtype=dtype)), compile=compile)
-        for compile in ("cuda", "eager")
-    }
+def test_graphs_give_the_bits_of_eager_calls_on_a_gpu(dtype: torch.dtype, tmp_path: Path) -> None:
+    folder = random_checkpoint(tmp_path, "qwen3", dtype=dtype)
+    lm = {compile: onward.load(folder, device="cuda", compile=compile) for compile in ("cuda", "eager")}
     model = lm["cuda"].model
     program = onward.compile(
         model.forward, params=model.params, cache=model.new_cache(1, 8), selects_logits=model.selects_logits
@@ -183,15 +216,54 @@ def test_graphs_give_the_bits_of_eager_calls_on_a_gpu(dtype: torch.dtype) -> Non
     assert [c.token_ids for c in texts[0]] == [c.token_ids for c in texts[1]]
 
 
-def _on_gpu(model: Model) -> Model:
-    import dataclasses
+@pytest.mark.gpu
+@GPU
+def test_threads_may_capture_and_allocate_side_by_side_on_a_gpu(tmp_path: Path) -> None:
+    folder = random_checkpoint(tmp_path, "qwen3")
+    lms, done = [onward.load(folder, device="cuda") for _ in range(2)], threading.Event()
 
-    params = pytree.tree_map(lambda leaf: leaf.cuda() if isinstance(leaf, Tensor) else leaf, model.params)
+    def allocate() -> None:
+        while not done.is_set():
+            torch.empty(2**24, device="cuda").sum().item()
+            torch.cuda.empty_cache()
 
-    def new_cache(batch: int, max_len: int) -> Any:
-        return pytree.tree_map(torch.Tensor.cuda, model.new_cache(batch, max_len))
+    def generate(lm: onward.LanguageModel) -> list[list[int]]:
+        texts = []
+        for _ in range(8):
+            lm.prefix_memory = 2**24  # another cache, and so other graphs
+            texts.append(lm.generate([1, 2, 3], max_new_tokens=8, seed=1, ignore_eos=True).token_ids)
+        return texts
 
-    return dataclasses.replace(model, params=params, new_cache=new_cache, device=torch.device("cuda"))
+    with ThreadPoolExecutor() as threads:
+        allocating = threads.submit(allocate)
+        try:
+            texts = [text for of_one in threads.map(generate, lms) for text in of_one]
+        finally:
+            done.set()
+        allocating.result()
+    assert len(set(map(tuple, texts))) == 1
+
+
+@pytest.mark.gpu
+@GPU
+def test_a_failed_capture_leaves_the_others_alone_on_a_gpu() -> None:
+    capture, x = GraphCapture(), torch.arange(4.0, device="cuda")
+    with pytest.raises(RuntimeError):
+        capture(lambda: x * x.sum().item())
+    replay, doubled = capture(lambda: x + x)
+    replay()
+    assert doubled.tolist() == [0, 2, 4, 6]
+
+
+@pytest.mark.gpu
+@GPU
+def test_a_cache_that_the_gpu_cannot_hold_is_refused(tmp_path: Path) -> None:
+    lm = onward.load(random_checkpoint(tmp_path, "qwen3"), device="cuda")
+    rows = 2 * torch.cuda.mem_get_info()[1] // lm.new_cache(1, 256).nbytes
+    with pytest.raises(
+        RequestError, match=r"cannot allocate .* for a cache \(CUDA out of memory\): ask for fewer rows"
+    ):
+        lm.new_cache(rows, 256)
 
 
 # ── eager and inductor ────────────────────────────────────────────────────────────────────────────────────────

@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 import onward
 from onward.chat import ChatTemplate
 from onward.errors import ContextOverflowError, DraftError, EngineBusyError, EngineError, OnwardError, RequestError
-from onward.protocols import URLS, BodyError, BodyReader, answer_body, error_fields, read_response, status_of
+from onward.protocols import BodyError, BodyReader, error_fields, status_of
+from onward.protocols.answers import answer_body
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+URLS = (CHAT, TEXT)
 MESSAGES = [{"role": "user", "content": "Hi"}]
 
 
@@ -386,5 +388,5 @@ def test_prompt_logprobs_where_they_are_not_served(reader: BodyReader) -> None:
         with pytest.raises(BodyError) as error:
             dataclasses.replace(reader, streams=True).read(url, of(url, **fields))
         assert error.value.param == "prompt_logprobs"
-    with pytest.raises(BodyError, match="is not a field of responses"):
-        read_response(reader, {"input": "Hi", "prompt_logprobs": 1})
+    with pytest.raises(BodyError, match="unknown option 'prompt_logprobs'"):
+        reader.read("/v1/responses", {"input": "Hi", "prompt_logprobs": 1})

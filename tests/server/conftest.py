@@ -24,7 +24,7 @@ def server(lm: onward.LanguageModel) -> Iterator[LiveServer]:
 
 @pytest.fixture
 def start() -> Iterator[Callable[..., LiveServer]]:
-    """start({"demo": lm}, limits={...}, **settings): a server of one's own."""
+    """start({"demo": lm}, engine={...}, **settings): a server of one's own."""
     with ExitStack() as stack:
         yield lambda models, **options: stack.enter_context(LiveServer(models, **options))
 

@@ -27,11 +27,11 @@ class LiveServer:
     def __init__(
         self,
         models: Mapping[str, onward.LanguageModel],
-        limits: Mapping[str, Any] | None = None,
+        engine: Mapping[str, Any] | None = None,
         port: int = 0,
         **settings: Any,
     ) -> None:
-        self.engines = {name: onward.Engine(lm, **(limits or {})) for name, lm in models.items()}
+        self.engines = {name: onward.Engine(lm, **(engine or {})) for name, lm in models.items()}
         self.app: App = create_app(self.engines, Settings(**{"access_log": False} | settings))
         self.listener = bound("127.0.0.1", port)
         self.url = address_of(self.listener)

@@ -238,7 +238,7 @@ def test_characters_of_several_tokens_come_whole(server: LiveServer, lm: onward.
         (CHAT, {"messages": MESSAGES, "temprature": 1}, "temprature", 400),
         (CHAT, {"messages": MESSAGES, "model": "other"}, "model", 404),
         (CHAT, {"messages": MESSAGES, "model": 5}, "model", 400),
-        (CHAT, {"messages": MESSAGES, "n": 33}, None, 400),
+        (CHAT, {"messages": MESSAGES, "n": 33}, "n", 400),
         (CHAT, {"messages": MESSAGES, "return_token_ids": "yes"}, "return_token_ids", 400),
         (CHAT, {"messages": MESSAGES, "prediction": "x"}, "prediction", 400),
         (CHAT, {"messages": MESSAGES, "store": True}, "store", 400),

@@ -10,8 +10,10 @@ import pytest
 from onward import LanguageModel
 from onward.chat import ChatTemplate
 from onward.engine import Engine
+from onward.protocols import PROTOCOLS
+from onward.protocols.chunks import ChunkEvents
+from onward.protocols.responses_events import ResponseEventStream
 from onward.server import Settings, create_app
-from onward.server import generate as answering
 from onward.server.submission import Subscriber
 from onward.testing import ByteTokenizer, tiny_model
 
@@ -71,15 +73,16 @@ async def idle(app, engine):
 @pytest.mark.parametrize("url", URLS)
 @pytest.mark.parametrize("broken", ["events", "writer", "begin", "whole"])
 def test_nothing_stays_live_when_an_answer_cannot_be_made(engine, monkeypatch, url, broken):
-    events, whole = ("_Chunks", "_completion_body") if "completions" in url else ("_Events", "_response_body")
+    protocol = PROTOCOLS[url]
+    events = ChunkEvents if "completions" in url else ResponseEventStream
     if broken == "events":
-        monkeypatch.setattr(answering, events, fails)
+        monkeypatch.setattr(type(protocol), "events", fails)
     elif broken == "writer":
         monkeypatch.setattr(Subscriber, "writer", fails)
     elif broken == "begin":
-        monkeypatch.setattr(getattr(answering, events), "begin", fails)
+        monkeypatch.setattr(events, "begin", fails)
     else:
-        monkeypatch.setattr(answering, whole, fails)
+        monkeypatch.setattr(type(protocol), "answer", fails)
     app = create_app({"tiny": engine}, Settings())
 
     async def asked():

@@ -1,37 +1,91 @@
-"""The document at /openapi.json is of what is there: each path, each field, each status."""
+"""The document at /openapi.json is FastAPI's own: it has each path, each field and each status."""
 
-import json
+from collections.abc import Callable
 from typing import Any
 
 import hypothesis
 import pytest
-from fastapi.openapi.utils import get_openapi
 from hypothesis import strategies as st
 from live_server import MESSAGES, LiveServer
 
-from onward.protocols.schema import field_options
-from onward.server.openapi import document
+import onward
+from onward.protocols.options import field_options
+
+Start = Callable[..., LiveServer]
+LEAST: dict[str, Any] = {"prompt": "x", "messages": MESSAGES, "input": "x", "tokens": [1]}
 
 
-def test_every_path_is_in_it_and_nothing_else(server: LiveServer) -> None:
-    said = server.get("/openapi.json").json()
-    assert said == json.loads(json.dumps(document()))
-    of_routes = get_openapi(title="x", version="1", routes=server.app.routes.routes)["paths"]
-    there = {(path.replace(":path", ""), method) for path, methods in of_routes.items() for method in methods}
-    assert {(path, method) for path, methods in said["paths"].items() for method in methods} == there
+def document(server: LiveServer) -> dict[str, Any]:
+    return server.get("/openapi.json").json()  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize(("path", "schema"), [("/v1/chat/completions", "ChatBody"), ("/v1/completions", "TextBody")])
-def test_the_fields_of_a_body_are_those_that_are_read(server: LiveServer, path: str, schema: str) -> None:
-    fields = document()["components"]["schemas"][schema]["properties"]
-    assert set(field_options()) <= set(fields)
-    least: dict[str, Any] = {"messages": MESSAGES} if "chat" in path else {"prompt": "x"}
-    for name in fields:
-        answer = server.post(path, {**least, "max_tokens": 0, name: {"no": "such value"}})
-        code = None if answer.status_code == 200 else answer.json()["error"]["code"]
-        assert code != "unknown_parameter", name
-    answer = server.post(path, {**least, "no_such_field": 1})
+def body_of(document: dict[str, Any], path: str) -> dict[str, Any]:
+    """The schema of an endpoint's body."""
+    content = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]
+    name = content["schema"]["$ref"].rpartition("/")[2]
+    return document["components"]["schemas"][name]  # type: ignore[no-any-return]
+
+
+def least(schema: dict[str, Any]) -> dict[str, Any]:
+    """The smallest body."""
+    required = schema.get("required", ["prompt"])
+    return {name: LEAST[name] for name in required} | (
+        {"max_tokens": 2} if "max_tokens" in schema["properties"] else {}
+    )
+
+
+def test_every_path_is_in_it(server: LiveServer) -> None:
+    paths = document(server)["paths"]
+    for path in ("/chat/completions", "/completions", "/responses", "/tokenize", "/detokenize", "/models"):
+        assert set(paths[path]) == set(paths[f"/v1{path}"])
+    assert {"/health", "/ready", "/metrics", "/stats", "/v1/models/{name}"} <= set(paths)
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_the_fields_of_a_body_are_those_that_are_read(server: LiveServer, path: str) -> None:
+    schema = body_of(document(server), path)
+    assert set(field_options()) <= set(schema["properties"])
+    assert schema["additionalProperties"] is False
+    for name in schema["properties"]:
+        answer = server.post(path, {**least(schema), "max_tokens": 0, name: [["no such value"]]})
+        error = {} if answer.status_code == 200 else answer.json()["error"]
+        assert (error.get("code"), error.get("param")) != ("unknown_parameter", name)
+    answer = server.post(path, {**least(schema), "no_such_field": 1})
     assert answer.json()["error"]["code"] == "unknown_parameter"
+
+
+def test_bounds_of_options_and_limits_are_in_it(server: LiveServer) -> None:
+    fields = body_of(document(server), "/v1/chat/completions")["properties"]
+    assert {"type": "integer", "minimum": 1, "maximum": 128} in fields["n"]["anyOf"]
+    assert {"type": "number", "exclusiveMinimum": 0, "maximum": 1} in fields["top_p"]["anyOf"]
+    assert fields["messages"]["maxItems"] == 4096
+    assert fields["store"]["enum"] == [False, None]
+
+
+def test_a_changed_limit_is_in_it_and_is_checked(start: Start, lm: onward.LanguageModel) -> None:
+    server = start({"demo": lm}, limits={"stop_strings": 2})
+    fields = body_of(document(server), "/v1/completions")["properties"]
+    assert [each["maxItems"] for each in fields["stop"]["anyOf"] if each["type"] == "array"] == [2]
+    assert server.post("/v1/completions", {"prompt": "x", "max_tokens": 1, "stop": ["a", "b"]}).status_code == 200
+    answer = server.post("/v1/completions", {"prompt": "x", "stop": ["a", "b", "c"]})
+    assert answer.json()["error"]["param"] == "stop"
+    assert "at most 2" in answer.json()["error"]["message"]
+
+
+def test_unsupported_hints_are_dropped_on_request(start: Start, lm: onward.LanguageModel) -> None:
+    hints = {"service_tier": "flex", "store": True, "verbosity": "low"}
+    body = {"messages": MESSAGES, "max_tokens": 2, "seed": 1}
+    server = start({"demo": lm}, ignore_unsupported=True)
+    for stream in (False, True):
+        answer = server.post("/v1/chat/completions", {**body, **hints, "stream": stream})
+        assert answer.status_code == 200
+        assert set(answer.headers["x-onward-ignored"].split(", ")) == set(hints)
+    assert "x-onward-ignored" not in server.post("/v1/chat/completions", body).headers
+    for field, value in {"functions": [{"name": "f"}], "modalities": ["audio"], "web_search_options": {}}.items():
+        refused = server.post("/v1/chat/completions", {**body, field: value})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, field), "it constrains the output"
+    strict = start({"demo": lm}).post("/v1/chat/completions", {**body, **hints})
+    assert (strict.status_code, strict.json()["error"]["code"]) == (400, "unsupported_value")
 
 
 JSON = st.recursive(
@@ -44,17 +98,10 @@ JSON = st.recursive(
 @hypothesis.settings(max_examples=150, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture])
 @hypothesis.given(data=st.data())
 def test_any_body_gets_an_answer_that_is_in_it(server: LiveServer, data: st.DataObject) -> None:
-    said = document()
-    paths = sorted(path for path, methods in said["paths"].items() if "post" in methods)
-    path = data.draw(st.sampled_from(paths))
-    operation = said["paths"][path]["post"]
-    name = operation["requestBody"]["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
-    schema = said["components"]["schemas"][name]
-    schema = schema["anyOf"][0] if "anyOf" in schema else schema
-    least = {"prompt": "x", "messages": MESSAGES, "input": "x", "tokens": [1]}
-    body = {field: least[field] for field in schema["required"]}
-    body |= {"max_tokens": 2} if "max_tokens" in schema["properties"] else {}
-    body |= data.draw(st.dictionaries(st.sampled_from(sorted(schema["properties"])), JSON, max_size=3))
+    whole = document(server)
+    path = data.draw(st.sampled_from(sorted(path for path, methods in whole["paths"].items() if "post" in methods)))
+    operation, schema = whole["paths"][path]["post"], body_of(whole, path)
+    body = least(schema) | data.draw(st.dictionaries(st.sampled_from(sorted(schema["properties"])), JSON, max_size=3))
     answer = server.post(path, body)
     assert str(answer.status_code) in operation["responses"]
     assert answer.status_code < 500

@@ -76,7 +76,7 @@ def test_a_client_that_leaves_before_its_whole_answer_cancels_too(server: LiveSe
 
 
 def test_headers_come_at_once_and_comments_while_a_request_waits(start: Start, lm: onward.LanguageModel) -> None:
-    server = start({"demo": lm}, limits={"max_sequences": 1}, keep_alive=0.02)
+    server = start({"demo": lm}, engine={"max_sequences": 1}, keep_alive=0.02)
     first = opened(server, TEXT, LONG | {"stop": ["nothing of the kind"]})
     began = time.monotonic()
     second = opened(server, TEXT, {"prompt": "The fox", "max_tokens": 4, "seed": 1})  # returns with the headers
@@ -92,7 +92,7 @@ def test_headers_come_at_once_and_comments_while_a_request_waits(start: Start, l
 
 
 def test_a_full_queue_is_429_with_retry_after(start: Start, lm: onward.LanguageModel) -> None:
-    server = start({"demo": lm}, limits={"max_sequences": 1, "max_waiting": 1})
+    server = start({"demo": lm}, engine={"max_sequences": 1, "max_waiting": 1})
     running = [opened(server, TEXT, LONG)]
     until(lambda: server.engines["demo"].stats().running == 1)
     running.append(opened(server, TEXT, LONG))

@@ -18,6 +18,7 @@ from test_operations import LONG, leave, opened, until
 import onward
 from onward.batches import BatchInput, BatchLine, EngineReplica, LineResult
 from onward.protocols import BodyReader, ResponseKey
+from onward.server.memory import MemoryBudget
 from onward.server.submission import ResponseStore
 
 CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
@@ -157,7 +158,7 @@ def test_two_clients_of_one_stream_and_one_leaves(server: LiveServer) -> None:
 def test_what_is_kept_is_bounded_and_does_not_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr("onward.server.submission.time", SimpleNamespace(monotonic=lambda: now[0]))
-    store = ResponseStore(10.0)
+    store = ResponseStore(10.0, MemoryBudget(2**29))
     key = ResponseKey.new()
     assert store.get("a", key).key == key
     now[0] = 9.0

@@ -12,8 +12,9 @@ import onward
 from onward.chat import AnswerFormat, AssistantMessage, ToolCall
 from onward.chat.formats import FORMATS
 from onward.language_model import Piece
-from onward.protocols import BodyError, BodyReader, ParsedBody, ResponseStream, read_response
-from onward.protocols.chat import ContentLogprobs
+from onward.protocols import BodyError, BodyReader
+from onward.protocols.answers import ContentLogprobs
+from onward.protocols.responses_events import ResponseStream
 from onward.sampling import TokenLogprobs
 from onward.tokenizer.text_stream import token_texts
 
@@ -123,8 +124,14 @@ def test_openais_stream_helper_follows_it(server: LiveServer) -> None:
 
 def test_items_of_the_input_are_messages(lm: onward.LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
-    reader, read = BodyReader(lm, "demo", streams=True), ParsedBody("chat.completion", "demo", ())
-    monkeypatch.setattr(BodyReader, "read", lambda self, url, body, key: seen.append((url, body)) or read)
+    request = lm.chat_request([{"role": "user", "content": "Hi"}])
+
+    def chat_request(self: Any, messages: Any, **options: Any) -> onward.Request:
+        seen.append((messages, options))
+        return request
+
+    monkeypatch.setattr(onward.LanguageModel, "chat_request", chat_request)
+    monkeypatch.setattr("onward.protocols.chat._check_variables", lambda *_: None)
     items = [
         {"role": "user", "content": [{"type": "input_text", "text": "How is "}, {"type": "input_text", "text": "it?"}]},
         {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]},
@@ -136,13 +143,12 @@ def test_items_of_the_input_are_messages(lm: onward.LanguageModel, monkeypatch: 
     ]
     body = {"input": items, "instructions": "Be brief.", "tools": [TOOL], "reasoning": {"effort": "low"}}
     body |= {"text": {"format": {"type": "json_schema", "name": "x", "schema": {}}}, "max_output_tokens": 7}
-    assert read_response(reader, body) == read
-    ((url, chat),) = seen
-    assert url == "/v1/chat/completions"
+    assert BodyReader(lm, "demo", streams=True).read("/v1/responses", body).requests == (request,)
+    ((messages, options),) = seen
     calls = [
         {"id": call, "type": "function", "function": {"name": "weather", "arguments": "{}"}} for call in ("c1", "c2")
     ]
-    assert chat["messages"] == [
+    assert messages == [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "How is it?"},
         {"role": "assistant", "content": None, "reasoning": "Hm.", "tool_calls": calls},
@@ -150,11 +156,11 @@ def test_items_of_the_input_are_messages(lm: onward.LanguageModel, monkeypatch: 
         {"role": "assistant", "content": "Wet."},
         {"role": "user", "content": "Thanks"},
     ]
-    assert chat["max_completion_tokens"] == 7
-    assert chat["reasoning_effort"] == "low"
-    assert chat["response_format"] == {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}
+    assert options["max_new_tokens"] == 7
+    assert options["template"] == {"reasoning_effort": "low"}
+    assert options["json_schema"] == {}
     function = {"name": "weather", "parameters": {"type": "object", "properties": {}}}
-    assert chat["tools"] == [{"type": "function", "function": function}]
+    assert options["tools"] == [{"type": "function", "function": function}]
 
 
 @pytest.mark.parametrize(
@@ -188,12 +194,12 @@ def test_what_is_not_served_is_refused_by_its_name(
     lm: onward.LanguageModel, fields: dict[str, Any], param: str
 ) -> None:
     with pytest.raises(BodyError) as refused:
-        read_response(BodyReader(lm, "demo", streams=True), {"input": "Hi"} | fields)
+        BodyReader(lm, "demo", streams=True).read("/v1/responses", {"input": "Hi"} | fields)
     assert refused.value.param == param
 
 
 def test_reasoning_and_calls_are_items(lm: onward.LanguageModel) -> None:
-    body = read_response(BodyReader(lm, "demo", streams=True), {"input": "Hi", "seed": 1})
+    body = BodyReader(lm, "demo", streams=True).read("/v1/responses", {"input": "Hi", "seed": 1})
     completion = lm.generate(body.requests[0], max_new_tokens=3)
     said = AssistantMessage("Well.", "Hm.", (ToolCall("c1", "weather", '{"at":1}'), ToolCall("c2", "weather", "{}")))
     object.__setattr__(completion, "message", said)

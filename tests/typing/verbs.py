@@ -48,7 +48,7 @@ def streams_and_chats(lm: LanguageModel, small: LanguageModel) -> None:
 
 async def an_engine_takes_the_same_options(lm: LanguageModel) -> None:
     with Engine(lm, max_sequences=2) as engine:
-        generation = engine.submit("Once", priority=1, n=2, temperature=0.8, draft="lookup")
+        generation = engine.submit("Once", priority=1, client="a", n=2, temperature=0.8, draft="lookup")
         assert_type(generation, Generation)
         assert_type(engine.submit(messages=[{"role": "user", "content": "Hi"}], enable_thinking=False), Generation)
         assert_type(engine.resume("Once", emitted=[1, 2], seed=3), Generation)

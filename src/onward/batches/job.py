@@ -22,7 +22,7 @@ from onward.engine import Engine, Generation
 from onward.engine.fingerprint import bits_fingerprint
 from onward.errors import EngineBusyError, EngineError, OnwardError, RequestError, one_line
 from onward.language_model import Request
-from onward.protocols import BodyReader, ResponseKey, answer_body
+from onward.protocols import BodyReader, ResponseKey
 
 # Lines per chunk, and chunks that each replica has at a time.
 _CHUNK, _AHEAD = 32, 3
@@ -76,7 +76,7 @@ class EngineReplica:
             for request in body.requests:
                 generations.append(await self._submit(request))
             completions = [await generation for generation in generations]
-            answer = answer_body(body, completions, self._tokenizer, onward.__version__)
+            answer = body.protocol.answer(body, completions, self._tokenizer, onward.__version__)
             text = result_line(line.served(id, answer))
         except EngineError:
             raise
@@ -84,7 +84,8 @@ class EngineReplica:
             for generation in generations:
                 generation.cancel()
             return _failure(line, id, error)
-        return LineResult(id, text, False, answer["usage"]["completion_tokens"])
+        tokens = sum(len(choice.token_ids) for completion in completions for choice in completion.choices)
+        return LineResult(id, text, False, tokens)
 
     async def _submit(self, request: Request) -> Generation:
         """Submit a request as soon as the engine takes it."""

@@ -16,7 +16,7 @@ from typing import Any, Self
 
 from onward.errors import OnwardError, RequestError, one_line
 from onward.protocols.errors import error_fields, status_of
-from onward.protocols.schema import URLS
+from onward.protocols.reader import PROTOCOLS
 from onward.util.text import brief
 from onward.util.text_input import LONGEST_LINE, TextError, check_value, parse_json, parse_request_json, read_lines
 
@@ -160,8 +160,8 @@ class BatchLine:
         if method != "POST":
             message = f"method must be POST; got {brief(method)}"
             return cls._wrong(number, custom_id, "invalid_method", message, "method")
-        if not isinstance(url, str) or url not in URLS:
-            message = f"url must be {' or '.join(URLS)}; got {brief(url)}"
+        if not isinstance(url, str) or url not in PROTOCOLS:
+            message = f"url must be {' or '.join(PROTOCOLS)}; got {brief(url)}"
             return cls._wrong(number, custom_id, "invalid_url", message, "url")
         if "body" not in fields:
             return cls._wrong(number, custom_id, "missing_required_parameter", "body is required", "body")

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from onward.errors import RequestError, one_line
 from onward.native import advise_huge_pages
+from onward.native.machine import memory_limit
 from onward.ops.kv_write import BLOCK
 from onward.ops.recurrent_state import STATE_BLOCK
 from onward.util.text import in_bytes
@@ -98,19 +99,25 @@ def lazy_zeros(
         RequestError: the system refuses the allocation.
     """
     nbytes = math.prod(shape) * dtype.itemsize
-    if not is_lazy(nbytes, device):
-        return torch.zeros(shape, dtype=dtype, device=device)
-    # Private: after a fork each process has its own copy. The map lives as long as the tensor.
     try:
+        if not is_lazy(nbytes, device):
+            return torch.zeros(shape, dtype=dtype, device=device)
+        # Private: after a fork each process has its own copy. The map lives as long as the tensor.
         memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE)
-    except (OSError, OverflowError, ValueError) as error:
+    except (OSError, OverflowError, ValueError, torch.OutOfMemoryError) as error:
+        reason = one_line(error).partition(". ")[0]  # torch adds advice and statistics
         raise RequestError(
-            f"cannot allocate {in_bytes(nbytes)} for a cache ({one_line(error)}): ask for fewer rows or positions"
+            f"cannot allocate {in_bytes(nbytes)} for a cache ({reason}): ask for fewer rows or positions"
         ) from error
     buffer = torch.frombuffer(memory, dtype=dtype)
     if nbytes <= _MAX_HUGE_PAGES if huge_pages is None else huge_pages:
         advise_huge_pages(buffer.data_ptr(), nbytes)
     return buffer.view(shape)
+
+
+def total_memory(device: torch.device) -> int:
+    """The total memory of a device in bytes, as a basis for cache sizes; on the CPU that of this process."""
+    return torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else memory_limit()
 
 
 def is_lazy(nbytes: int, device: torch.device) -> bool:

@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from onward.chat.message import AssistantMessage, ToolCall
-from onward.errors import RequestError
+from onward.errors import OptionError, RequestError
+from onward.util.text import brief
 
 # The names of reasoning in clients' messages and in templates.
 _REASONING = ("reasoning_content", "reasoning", "thinking")
@@ -47,7 +48,7 @@ def _read_assistant(message: Mapping[str, Any], at: str, arguments_as_text: bool
         result |= dict.fromkeys(_REASONING, reasoning)
     if calls:
         if not isinstance(calls, Sequence) or isinstance(calls, str | bytes):
-            raise RequestError(f"{at}.tool_calls must be a list of calls; got {calls!r}")
+            raise OptionError(f"{at}.tool_calls", f"must be a list of calls; got {brief(calls)}")
         result["tool_calls"] = [
             _read_call(call, f"{at}.tool_calls[{place}]", arguments_as_text) for place, call in enumerate(calls)
         ]
@@ -63,12 +64,12 @@ def _read_call(call: Any, at: str, arguments_as_text: bool) -> dict[str, Any]:
         call = {"function": bare, "id": call["id"]} if "id" in call else {"function": bare}
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise RequestError(f"{at} must be {{'id': …, 'function': {{'name': …, 'arguments': …}}}}; got {call!r}")
+        raise OptionError(at, f"must be {{'id': …, 'function': {{'name': …, 'arguments': …}}}}; got {brief(call)}")
     arguments = function.get("arguments")
     if arguments is None or (isinstance(arguments, str) and not arguments.strip()):
         arguments = {}  # clients send this for tools without parameters
     if not isinstance(arguments, str | Mapping):
-        raise RequestError(f"{at}.function.arguments must be JSON text or an object; got {arguments!r}")
+        raise OptionError(f"{at}.function.arguments", f"must be JSON text or an object; got {brief(arguments)}")
     if arguments_as_text and isinstance(arguments, Mapping):
         arguments = json.dumps(arguments, ensure_ascii=False)
     elif not arguments_as_text and isinstance(arguments, str):
@@ -76,5 +77,5 @@ def _read_call(call: Any, at: str, arguments_as_text: bool) -> dict[str, Any]:
         try:
             arguments = ToolCall("", "", arguments).parsed
         except RequestError as error:
-            raise RequestError(f"{at}.function.arguments must be a JSON object; got {text!r}") from error
+            raise OptionError(f"{at}.function.arguments", f"must be a JSON object; got {text!r}") from error
     return {**call, "type": "function", "function": {**function, "arguments": arguments}}

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from onward.chat.answer import AnswerFormat
 from onward.chat.format import ArgumentSyntax, CallSyntax, MessageFormat
 from onward.chat.tools import Tool, ToolUse
-from onward.errors import RequestError
+from onward.errors import OptionError, RequestError
 from onward.schemas import SPACED, Spacing, alternatives, json_rules, kinds_of, lark_string, values_of
 
 # With one of these, a schema allows more than its `properties`.
@@ -48,7 +48,8 @@ def answer_grammar(answer: AnswerFormat, use: ToolUse, ids: Mapping[str, int], c
     if format.syntax is None:
         raise RequestError(
             "tool_choice, parallel_tool_calls and strict tools need to know how the model writes calls, but its chat "
-            "template does not show it: set the LanguageModel's message_format"
+            "template does not show it: set the LanguageModel's message_format",
+            "tool_choice" if use.choice == "required" else "tools",
         )
     rules = ["start: answer"]
     if answer.thinking is not False:
@@ -139,8 +140,8 @@ def _arguments(rule: str, tool: Tool, syntax: ArgumentSyntax, ids: Mapping[str, 
     """The rules of separate arguments, in the order of the schema."""
     schema = tool.parameters
     if schema.get("additionalProperties") or (_OPEN - {"additionalProperties"}) & set(schema):
-        raise RequestError(
-            f"{tool.place} has to name each argument in properties, because this model writes arguments one by one"
+        raise OptionError(
+            tool.place, "has to name each argument in properties, because this model writes arguments one by one"
         )
     parts = []
     for at, (name, of) in enumerate(schema.get("properties", {}).items()):
@@ -148,7 +149,9 @@ def _arguments(rule: str, tool: Tool, syntax: ArgumentSyntax, ids: Mapping[str, 
         if of is False and not is_required:
             continue
         if not syntax.names.fullmatch(name):
-            raise RequestError(f"{place}: this model's calls cannot have an argument of this name: give it another")
+            raise RequestError(
+                f"{place}: this model's calls cannot have an argument of this name: give it another", place
+            )
         value, *rules = _value(f"{rule}_{at}", of, schema, syntax.after, ids, place)
         parts.append(f"({_symbols(f'{syntax.before}{name}{syntax.middle}', ids)} {value}){'' if is_required else '?'}")
         yield from rules
@@ -170,12 +173,15 @@ def _value(
     if None not in listed:
         texts = ["null" if value is None else value for values in listed for value in values or ()]
         if any(mark in text for text in texts):
-            raise RequestError(f"{place}: this model's calls cannot have a value with {mark!r} in it: leave it out")
+            raise RequestError(
+                f"{place}: this model's calls cannot have a value with {mark!r} in it: leave it out", place
+            )
         symbols = " | ".join(_symbols(text, ids) or '""' for text in texts)
         return [f"({symbols}) {_symbols(after, ids)}"]
     if limits := {limit for leaf in leaves for limit in _BARE_LIMITS & set(leaf)}:
         raise RequestError(
-            f"{place}: this model writes texts without quotes, so {min(limits)} cannot be enforced: leave it out"
+            f"{place}: this model writes texts without quotes, so {min(limits)} cannot be enforced: leave it out",
+            place,
         )
     space, _, rest = after.partition(mark)
     # The parser also accepts the mark without its line break.

@@ -20,8 +20,8 @@ from jinja2.meta import find_undeclared_variables
 from jinja2.parser import Parser
 
 from onward.chat.template_sandbox import SandboxedEnvironment, budget, budgeted
-from onward.errors import RequestError, TokenizerError, one_line
-from onward.util.text import described
+from onward.errors import OptionError, RequestError, TokenizerError, blaming, one_line
+from onward.util.text import brief, described
 from onward.util.text_input import check_value
 
 # Variables set by the checkpoint, not by the chat.
@@ -87,7 +87,8 @@ class ChatTemplate:
         unread = sorted(str(name) for name, value in variables.items() if not (value is None or name in self._settable))
         if unread:
             reads = ", ".join(sorted(self.variables)) or "no variables"
-            raise RequestError(f"this model's chat template does not read {', '.join(unread)}; it reads {reads}")
+            message = f"this model's chat template does not read {', '.join(unread)}; it reads {reads}"
+            raise RequestError(message, unread[0])
 
     def render(
         self,
@@ -116,11 +117,12 @@ class ChatTemplate:
         check_value(variables)
         check_messages(messages)
         if now is not None and not isinstance(now, datetime.datetime):
-            raise RequestError(f"now must be a datetime.datetime; got {now!r}")
+            raise OptionError("now", f"must be a datetime.datetime; got {now!r}")
         time = datetime.datetime.now(datetime.UTC) if now is None else now
         template = self._tool_template if variables.get("tools") else self._template
         context = {"tools": None, "documents": None, **self._special_tokens, **_plain(variables)}
-        context |= {"messages": _plain(messages), "add_generation_prompt": add_generation_prompt}
+        with blaming("messages"):
+            context |= {"messages": _plain(messages), "add_generation_prompt": add_generation_prompt}
         context["strftime_now"] = _strftime_at(time)
         try:
             with budgeted(context):
@@ -128,17 +130,18 @@ class ChatTemplate:
         except SecurityError as error:
             raise TokenizerError(f"the chat template does what its sandbox forbids: {_message(error)}") from error
         except Exception as error:  # an untrusted program may raise anything
-            raise RequestError(f"the chat template refuses these messages: {_message(error)}") from error
+            raise RequestError(f"the chat template refuses these messages: {_message(error)}", "messages") from error
 
 
 def check_messages(messages: Sequence[Message]) -> None:
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
-        raise RequestError(f"messages must be a list such as [{{'role': 'user', 'content': 'Hi'}}]; got {messages!r}")
+        problem = f"must be a list such as [{{'role': 'user', 'content': 'Hi'}}]; got {brief(messages)}"
+        raise OptionError("messages", problem)
     for message in messages:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise RequestError(f"a message must be a mapping with a 'role'; got {message!r}")
+            raise RequestError(f"a message must be a mapping with a 'role'; got {brief(message)}", "messages")
         if len(message) == 1:
-            raise RequestError(f"a message must have a 'content' besides its role; got {message!r}")
+            raise RequestError(f"a message must have a 'content' besides its role; got {brief(message)}", "messages")
 
 
 # Convert subclasses, such as enums, to plain values without their methods.

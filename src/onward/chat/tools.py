@@ -9,8 +9,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-from onward.errors import RequestError
+from onward.errors import OptionError, RequestError, blaming
 from onward.schemas import check_schema, normalized
+from onward.util.text import brief
 
 _SCALARS: dict[Any, str] = {str: "string", int: "integer", float: "number", bool: "boolean", type(None): "null"}
 # A line of an "Args:" section in Google style: "name: text" or "name (type): text".
@@ -25,12 +26,12 @@ def described_function(function: Callable[..., Any], at: str) -> dict[str, Any]:
         signature = inspect.signature(function)
         hints = typing.get_type_hints(function)
     except Exception as error:  # annotations are the caller's code
-        raise RequestError(f"{at}: the signature of {name} cannot be read: {error}") from error
+        raise RequestError(f"{at}: the signature of {name} cannot be read: {error}", at) from error
     summary, descriptions = _read_docstring(inspect.getdoc(function) or "")
     properties: dict[str, Any] = {}
     for parameter in signature.parameters.values():
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-            raise RequestError(f"{at}: {name} takes {parameter}, and a call gives its arguments by name")
+            raise RequestError(f"{at}: {name} takes {parameter}, and a call gives its arguments by name", at)
         schema = _schema(hints.get(parameter.name, Any), f"{at}: {parameter.name} of {name}")
         if text := descriptions.get(parameter.name):
             schema["description"] = text
@@ -59,7 +60,7 @@ def _schema(kind: Any, at: str) -> dict[str, Any]:
             return {"type": "object"} | ({"additionalProperties": _schema(arguments[1], at)} if arguments else {})
         if issubclass(origin or kind, Collection):
             return {"type": "array"} | ({"items": _schema(arguments[0], at)} if arguments else {})
-    raise RequestError(f"{at} is of type {kind!r}, which has no JSON schema: define the tool by a JSON schema")
+    raise OptionError(at, f"is of type {kind!r}, which has no JSON schema: define the tool by a JSON schema")
 
 
 def _read_docstring(text: str) -> tuple[str, dict[str, str]]:
@@ -110,12 +111,14 @@ def _read_tools(tools: object) -> tuple[Tool, ...]:
     if tools is None:
         return ()
     if isinstance(tools, str | bytes | Mapping) or not isinstance(tools, Sequence):
-        raise RequestError(f"tools must be a list of {_SHAPE} or of functions; got {tools!r}")
+        raise OptionError("tools", f"must be a list of {_SHAPE} or of functions; got {brief(tools)}")
     checked = tuple(_read_tool(tool, f"tools[{at}]") for at, tool in enumerate(tools))
     first: dict[str, int] = {}
     for at, tool in enumerate(checked):
         if (other := first.setdefault(tool.name, at)) != at:
-            raise RequestError(f"tools[{at}] and tools[{other}] are called {tool.name!r}: names must be unique")
+            raise RequestError(
+                f"tools[{at}] and tools[{other}] are called {tool.name!r}: names must be unique", f"tools[{at}]"
+            )
     return checked
 
 
@@ -123,29 +126,32 @@ def _read_tool(tool: Any, at: str) -> Tool:
     if callable(tool):
         tool = {"type": "function", "function": described_function(tool, at)}
     if not isinstance(tool, Mapping) or set(tool) != {"type", "function"}:
-        raise RequestError(
-            f"{at} must be {_SHAPE} or a function; got {tool!r}. Pass tools that the template reads in another form as "
-            "template={'tools': …}"
+        raise OptionError(
+            at,
+            f"must be {_SHAPE} or a function; got {brief(tool)}. Pass tools that the template reads in another form as "
+            "template={'tools': …}",
         )
     function = tool["function"]
     if tool["type"] != "function":
-        raise RequestError(f"{at}.type must be 'function'; got {tool['type']!r}")
+        raise OptionError(f"{at}.type", f"must be 'function'; got {brief(tool['type'])}")
     if not isinstance(function, Mapping):
-        raise RequestError(f"{at}.function must be an object with a name; got {function!r}")
+        raise OptionError(f"{at}.function", f"must be an object with a name; got {brief(function)}")
     if unknown := [key for key in function if key not in _KEYS]:
-        raise RequestError(f"{at}.function has an unknown key {unknown[0]!r}; its keys are {', '.join(_KEYS)}")
+        raise OptionError(f"{at}.function", f"has an unknown key {brief(unknown[0])}; its keys are {', '.join(_KEYS)}")
     name, description, parameters, strict = (function.get(key) for key in _KEYS)
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise RequestError(f"{at}.function.name must be 1 to 64 letters, digits, '_', '.' and '-'; got {name!r}")
+        raise OptionError(
+            f"{at}.function.name", f"must be 1 to 64 letters, digits, '_', '.' and '-'; got {brief(name)}"
+        )
     if not isinstance(description, str | None):
-        raise RequestError(f"{at}.function.description must be a text; got {description!r}")
+        raise OptionError(f"{at}.function.description", f"must be a text; got {brief(description)}")
     parameters = {"type": "object", "properties": {}} if parameters is None else parameters
     place = f"{at}.function.parameters"
     if not isinstance(parameters, Mapping) or parameters.get("type", "object") != "object":
-        raise RequestError(f"{place} must be the JSON schema of an object; got {parameters!r}")
+        raise OptionError(place, f"must be the JSON schema of an object; got {brief(parameters)}")
     check_schema(parameters, place)
     if not isinstance(strict, bool | None):
-        raise RequestError(f"{at}.function.strict must be true or false; got {strict!r}")
+        raise OptionError(f"{at}.function.strict", f"must be true or false; got {brief(strict)}")
     return Tool(name, normalized(parameters, place), bool(strict), tool, place)
 
 
@@ -176,21 +182,23 @@ def read_tool_use(tools: object, choice: object = None, parallel: object = None)
     Raises:
         RequestError: an invalid value or tool, with its place, two tools of one name, or an unknown tool as choice.
     """
-    read = _read_tools(tools)
+    with blaming("tools"):
+        read = _read_tools(tools)
     if not isinstance(parallel, bool | None):
-        raise RequestError(f"parallel_tool_calls must be true or false; got {parallel!r}")
+        raise OptionError("parallel_tool_calls", f"must be true or false; got {brief(parallel)}")
     if choice is None or choice == "auto":
         return ToolUse(read, "auto", read, parallel is not False)
     if choice == "none":
         return ToolUse(read, "none")
     name = "" if choice == "required" else _chosen_name(choice)
     if not read:
-        raise RequestError(f"tool_choice {choice!r} requires a call, but there are no tools: add tools")
+        raise OptionError("tool_choice", f"{brief(choice)} requires a call, but there are no tools: add tools")
     chosen = tuple(tool for tool in read if not name or tool.name == name)
     if not chosen:
-        raise RequestError(
-            f"tool_choice names {name!r}, but the tools are {', '.join(tool.name for tool in read)}: choose one of "
-            'them, "auto", "none" or "required"'
+        raise OptionError(
+            "tool_choice",
+            f"names {brief(name)}, but the tools are {', '.join(tool.name for tool in read[:100])}: choose one of "
+            'them, "auto", "none" or "required"',
         )
     # A named tool is called once, as in OpenAI's API.
     return ToolUse(read, "required", chosen, parallel is not False and not name)
@@ -202,8 +210,9 @@ def _chosen_name(choice: object) -> str:
     function = choice.get("function") if isinstance(choice, Mapping) and choice.get("type") == "function" else None
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(name, str):
-        raise RequestError(
-            'tool_choice must be "auto", "none", "required", the name of a tool or '
-            f"{{'type': 'function', 'function': {{'name': …}}}}; got {choice!r}"
+        raise OptionError(
+            "tool_choice",
+            'must be "auto", "none", "required", the name of a tool or '
+            f"{{'type': 'function', 'function': {{'name': …}}}}; got {brief(choice)}",
         )
     return name

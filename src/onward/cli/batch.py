@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import onward
-from onward.cli.flags import LENGTH, MODEL, AdapterFlags, DraftFlags, EngineFlags, ModelFlags, TemplateFlags, flag
+from onward.cli.flags import MODEL, AdapterFlags, DraftFlags, EngineFlags, ModelFlags, TemplateFlags, flag
 from onward.cli.info import usable_cores
-from onward.cli.inputs import expanded
+from onward.cli.inputs import expanded, named_limits
 from onward.cli.loading import find, load_model, template_variables
 from onward.cli.terminal import count, note, waiting
 from onward.errors import RequestError
+from onward.util.options import LENGTH
 
 if TYPE_CHECKING:
     from onward.batches import BatchJob, Progress, Replica
@@ -41,6 +42,8 @@ def batch(
     model_name: str | None = flag(
         "Model name in the requests.", group=MODEL, metavar="NAME", show_default="same as --model"
     ),
+    limit: list[str] | None = flag("Change a limit of request bodies, such as n=16.", metavar="NAME=N"),
+    ignore_unsupported: bool = flag("Drop unsupported hints that do not constrain the output.", default=False),
     template: TemplateFlags,
     model: ModelFlags,
     drafting: DraftFlags,
@@ -49,9 +52,9 @@ def batch(
     """Run a batch of requests in OpenAI's format.
 
     Each line of IN is {"custom_id": …, "method": "POST", "url": …,
-    "body": …} with the URL /v1/chat/completions or /v1/completions. OUT
-    gets one result per line, in the same order, once all lines are done.
-    A line that cannot be served becomes an error result and does not stop
+    "body": …} with the URL /v1/chat/completions, /v1/completions or
+    /v1/responses. OUT gets one result per line, in the same order, once all
+    lines are done. A line that cannot be served becomes an error result and does not stop
     the others; the exit code is then 2.
 
     Results are collected in OUT.parts. Run the same command again to resume:
@@ -66,6 +69,7 @@ def batch(
         raise RequestError("--address selects a Ray cluster: add --replicas")
     if replicas is not None and replicas < 1:
         raise RequestError(f"--replicas must be 1 or more; got {replicas}")
+    bodies = {"limits": named_limits(limit), "ignore_unsupported": ignore_unsupported}
     requests, limits = BatchInput(source), engine.limits()
     chunk = max(_MIN_LINES, limits.get("max_sequences", _MIN_LINES))
 
@@ -82,7 +86,7 @@ def batch(
 
     if replicas is not None and model.threads is None and address is None:
         model = dataclasses.replace(model, threads=max(1, usable_cores() // replicas))
-    make_reader = partial(_reader, model, drafting, adapting, template, model_name, max_new_tokens)
+    make_reader = partial(_reader, model, drafting, adapting, template, model_name, max_new_tokens, bodies)
     with BatchResults(destination, requests) as results:
         if replicas is None:
             reader = make_reader()
@@ -108,15 +112,24 @@ def _reader(
     template: TemplateFlags,
     model_name: str | None,
     max_new_tokens: int | None,
+    bodies: dict[str, Any],
 ) -> "BodyReader":
     from onward.language_model.request import needed_tokenizer
-    from onward.protocols import BodyReader
+    from onward.protocols import BodyReader, Limits
 
+    limits = Limits.of(bodies["limits"])  # checks them
     lm = load_model(model, drafting, adapting)
     needed_tokenizer(lm.tokenizer, "a batch")
     options: dict[str, Any] = {} if max_new_tokens is None else {"max_new_tokens": max_new_tokens}
     lm.defaults.replace(**options)  # checks them
-    return BodyReader(lm, model_name or model.model, options, template_variables(template, lm, model.model))
+    return BodyReader(
+        lm,
+        model_name or model.model,
+        options,
+        template_variables(template, lm, model.model),
+        limits=limits,
+        ignore_unsupported=bodies["ignore_unsupported"],
+    )
 
 
 def _run(job: "BatchJob") -> None:

@@ -14,7 +14,6 @@ from onward.cli.flags import (
     AdapterFlags,
     DraftFlags,
     ModelFlags,
-    SamplingFlags,
     SourceArgument,
     TemplateFlags,
     flag,
@@ -23,6 +22,7 @@ from onward.cli.flags import (
 )
 from onward.cli.inputs import expanded
 from onward.cli.loading import load_model, template_variables
+from onward.cli.option_flags import SamplingFlags
 from onward.cli.repl import Retry, piped_input, run_command, terminal_input
 from onward.cli.terminal import TextWriter, columns, count, fitted, is_terminal, note, report, shortened, write
 from onward.errors import OnwardError

@@ -1,6 +1,7 @@
 """The options of the commands: name, type, default, help and group of each.
 
-They are declared apart from `onward.sampling`, because a command's help must not import torch. A test compares the two.
+Those of `generate` are in option_flags.py, which is made from their declarations: a command's help must not import
+torch, as these do.
 """
 
 import dataclasses
@@ -17,20 +18,15 @@ from typer.core import TyperCommand
 
 from onward.cli.inputs import read_text
 from onward.cli.terminal import waiting
-from onward.errors import RequestError
+from onward.errors import OptionError, RequestError
+from onward.util.options import LENGTH, OUTPUT, REPETITION, SAMPLING, STRUCTURE, TEXTS
 from onward.util.text_input import TextError, parse_request_json
 
 PROMPT = "Prompt"
 CHAT = "Chat"
 MODEL = "Model"
-LENGTH = "Length and stopping"
-SAMPLING = "Sampling"
-REPETITION = "Repetition and banned words"
-FORM = "Structured output"
-TEXTS = "Multiple texts"
-OUTPUT = "Output"
 # In the order of the help; a command's own options come first, without a group.
-GROUPS = (PROMPT, MODEL, CHAT, LENGTH, SAMPLING, REPETITION, FORM, TEXTS, OUTPUT)
+GROUPS = (PROMPT, MODEL, CHAT, LENGTH, SAMPLING, REPETITION, STRUCTURE, TEXTS, OUTPUT)
 
 # The placeholder in the help for a value of each type.
 _METAVARS = {int: "N", float: "X", Path: "FILE", str: "TEXT"}
@@ -40,75 +36,37 @@ _BACKENDS = ("auto", "native", "cuda", "inductor", "eager")
 
 
 def flag(
-    help: str, *names: str, default: Any = None, group: str | None = None, choices: Sequence[str] = (), **settings: Any
+    help: str,
+    *names: str,
+    default: Any = None,
+    group: str | None = None,
+    choices: Sequence[str] = (),
+    is_secret: bool = False,
+    **settings: Any,
 ) -> Any:
     """Declare an option, as a field of a dataclass or as the default of a command's parameter.
 
     names: a long name that replaces the field's, or a short one in addition. choices: for shell completion.
-    settings: for `typer.Option`.
+    is_secret: leave it out of reprs. settings: for `typer.Option`.
     """
     if choices:
         settings |= {"metavar": "NAME", "autocompletion": lambda: list(choices)}
-    return field(default=default, metadata={"help": help, "names": names, "rich_help_panel": group, **settings})
+    metadata = {"help": help, "names": names, "rich_help_panel": group, **settings}
+    return field(default=default, repr=not is_secret, metadata=metadata)
 
 
-_length, _sampling, _repetition, _form, _texts, _output, _model, _chat = (
-    partial(flag, group=group) for group in (LENGTH, SAMPLING, REPETITION, FORM, TEXTS, OUTPUT, MODEL, CHAT)
-)
+_model, _chat = (partial(flag, group=group) for group in (MODEL, CHAT))
 
 
-@dataclass(frozen=True, kw_only=True)
-class SamplingFlags:
-    """The fields of `SamplingParams`, without those that take token ids with numbers.
+def options_of(*flags: Any) -> dict[str, Any]:
+    """Return the flags in use as keyword arguments of `LanguageModel.generate`, checked before a model is loaded.
 
-    None, False and [] leave an option to the checkpoint's defaults.
+    flags: `SamplingFlags` and `GenerateFlags`.
     """
-
-    max_new_tokens: int | None = _length("Maximum number of tokens to generate.", "-n")
-    temperature: float | None = _sampling("Sampling temperature; 0: greedy.", "-t")
-    top_k: int | None = _sampling("Sample from the N most likely tokens; 0: all.")
-    top_p: float | None = _sampling("Sample from the top tokens of total probability X; 1: all.")
-    min_p: float | None = _sampling("Drop tokens below X times the top probability; 0: none.")
-    typical_p: float | None = _sampling("Sample from the most typical tokens of total probability X; 1: all.")
-    xtc_probability: float | None = _sampling("Probability of dropping all top choices but the last (XTC).")
-    xtc_threshold: float | None = _sampling("Minimum probability of a top choice (XTC).")
-    repetition_penalty: float | None = _repetition("Penalize tokens already in the text; 1: off.")
-    presence_penalty: float | None = _repetition("Subtract X from the logits of generated tokens; 0: off.")
-    frequency_penalty: float | None = _repetition("Subtract X for each time a token was generated; 0: off.")
-    dry_multiplier: float | None = _repetition("Strength of the penalty on repeated sequences (DRY); 0: off.")
-    dry_base: float | None = _repetition("Growth of the DRY penalty with the length of the repetition.")
-    dry_allowed_length: int | None = _repetition("Longest repetition without a DRY penalty, in tokens.")
-    no_repeat_ngram_size: int | None = _repetition("Never repeat a sequence of N tokens; 0: off.")
-    bad_words: list[str] | None = _repetition("Never generate TEXT.", "--bad-word")
-    min_new_tokens: int | None = _length("Ban end tokens until N tokens are generated.")
-    seed: int | None = _sampling("Random seed.", show_default="a new one each time")
-    stop: list[str] | None = _length("Stop before TEXT.")
-    eos: list[int] | None = _length("Stop after token ID.", metavar="ID")
-    ignore_eos: bool = _length("Do not stop at end tokens.", default=False)
-
-
-@dataclass(frozen=True, kw_only=True)
-class GenerateFlags:
-    """Other fields of `GenerateOptions`; None leaves an option to the checkpoint's defaults."""
-
-    n: int | None = _texts("Number of texts, separated by '---' lines.", "--samples", min=1)
-    beams: int | None = _texts("Number of beams; prints the best text, or the best --samples.")
-    length_penalty: float | None = _texts("Length penalty of beam search; above 0 favors long texts.")
-    logprobs: int | None = _output("With --json, include logprobs of each token and the N most likely.")
-    prompt_logprobs: int | None = _output("The same for the prompt's tokens.")
-    time_limit: float | None = _length("Stop after SECONDS.", metavar="SECONDS")
-    json_schema: Path | None = _form("Generate JSON that conforms to the JSON Schema in FILE.")
-    regex: str | None = _form("Generate text that matches PATTERN from start to end.", metavar="PATTERN")
-    grammar: Path | None = _form("Generate text that matches the Lark grammar in FILE.")
-    choice: list[str] | None = _form("Generate TEXT or another --choice.")
-
-
-def options_of(sampling: SamplingFlags, texts: GenerateFlags | None = None) -> dict[str, Any]:
-    """Return the flags in use as keyword arguments of `LanguageModel.generate`, checked before a model is loaded."""
     with waiting("starting …"):  # the first import of torch takes a second
         from onward.language_model import GenerateOptions
-    values = vars(sampling) | ({} if texts is None else vars(texts))
-    options = {name: value for name, value in values.items() if not (value is None or value is False or value == [])}
+    values = [pair for group in flags for pair in vars(group).items()]
+    options = {name: value for name, value in values if not (value is None or value is False or value == [])}
     if "grammar" in options:
         options["grammar"] = read_text(options["grammar"])
     if file := options.get("json_schema"):
@@ -118,7 +76,11 @@ def options_of(sampling: SamplingFlags, texts: GenerateFlags | None = None) -> d
         except TextError as error:
             raise RequestError(f"{str(file)!r} is not a JSON Schema: {error}") from error
     # The checkpoint's defaults, not known yet, may sample.
-    GenerateOptions(**({} if options.get("beams", 1) > 1 else {"temperature": 1.0}) | options)
+    try:
+        GenerateOptions(**({} if options.get("beams", 1) > 1 else {"temperature": 1.0}) | options)
+    except OptionError as error:
+        names = {each.name: _long_name(each.name, each.metadata["names"]) for group in flags for each in fields(group)}
+        raise RequestError(f"{names.get(error.option, error.option)} {error.problem}", error.option) from error
     return options
 
 
@@ -273,9 +235,8 @@ def _parameter(name: str, annotation: Any, declared: "Field[Any]") -> inspect.Pa
     settings = dict(declared.metadata)
     names = list(settings.pop("names"))
     kind = get_args(annotation)[0] if isinstance(annotation, UnionType) else annotation
-    if not any(each.startswith("--") for each in names):
-        own = name.replace("_", "-")
-        names.append(f"--{own}/--no-{own}" if kind is bool and declared.default is not False else f"--{own}")
+    if (long := _long_name(name, names)) not in names:
+        names.append(f"{long}/--no-{long[2:]}" if kind is bool and declared.default is not False else long)
     if get_origin(kind) is list:
         (kind,) = get_args(kind)
         settings["help"] += " Repeatable."
@@ -284,6 +245,10 @@ def _parameter(name: str, annotation: Any, declared: "Field[Any]") -> inspect.Pa
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=declared.default, annotation=Annotated[annotation, option]
     )
+
+
+def _long_name(name: str, names: Sequence[str]) -> str:
+    return next((each for each in names if each.startswith("--")), f"--{name.replace('_', '-')}")
 
 
 class GroupedCommand(TyperCommand):

@@ -11,21 +11,20 @@ import typer
 
 from onward.cli.flags import (
     CHAT,
-    OUTPUT,
     PROMPT,
     AdapterFlags,
     DraftFlags,
-    GenerateFlags,
     ModelFlags,
-    SamplingFlags,
     TemplateFlags,
     flag,
     options_of,
 )
 from onward.cli.inputs import json_fields, parse_ids, read_prompt
 from onward.cli.loading import load_model, template_variables
+from onward.cli.option_flags import GenerateFlags, SamplingFlags
 from onward.cli.terminal import TextWriter, follow, is_terminal, note, summary, waiting, write
 from onward.errors import OnwardError, RequestError
+from onward.util.options import OUTPUT
 
 if TYPE_CHECKING:
     from onward.language_model import Completion, Piece

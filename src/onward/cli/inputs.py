@@ -137,3 +137,14 @@ def _tokens(
 def finite(value: float) -> float | None:
     """Return None for NaN and infinities, which JSON does not have."""
     return value if math.isfinite(value) else None
+
+
+def named_limits(texts: list[str] | None) -> dict[str, int]:
+    """The limits of NAME=N."""
+    limits: dict[str, int] = {}
+    for text in texts or ():
+        name, _, number = text.partition("=")
+        if not name or not number.isascii() or not number.isdigit() or len(number) > 18:
+            raise RequestError(f"--limit takes NAME=N, such as n=16; got {text!r}")
+        limits[name] = int(number)
+    return limits

@@ -1,6 +1,7 @@
 """`onward serve` and `onward deploy`: an OpenAI-compatible HTTP server, in one process or with Ray replicas."""
 
 import dataclasses
+import os
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +9,6 @@ from typing import Any
 
 import onward
 from onward.cli.flags import (
-    LENGTH,
     MODEL,
     AdapterFlags,
     DraftFlags,
@@ -19,14 +19,17 @@ from onward.cli.flags import (
     TemplateFlags,
     flag,
 )
-from onward.cli.inputs import expanded
+from onward.cli.inputs import expanded, named_limits
 from onward.cli.loading import find, importing, load_model, load_options, template_variables
 from onward.cli.terminal import count, note, waiting
 from onward.errors import RequestError, warn
+from onward.util.api_keys import ApiKeys
+from onward.util.options import LENGTH
 from onward.util.text_input import TextError, read_text_file
 
 # Host names of this machine that another site cannot use.
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
+_KEY_VARIABLE = "ONWARD_API_KEY"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,20 +38,24 @@ class ServerFlags:
 
     host: str = flag("Address to listen on; 0.0.0.0: all interfaces.", default="127.0.0.1", metavar="NAME")
     port: int = flag("Port to listen on; 0: any free port.", default=8000, min=0, max=65535)
-    api_key: list[str] | None = flag("Require this API key.", metavar="KEY", envvar="ONWARD_API_KEY")
+    api_key: list[str] | None = flag("Require this API key.", metavar="KEY", envvar=_KEY_VARIABLE, is_secret=True)
     api_key_file: Path | None = flag("Require one of the API keys in FILE, one per line.")
     drain: float = flag("Time for running requests to finish after SIGTERM.", default=30.0, metavar="SECONDS")
     keep_alive: float = flag("Interval of keep-alive comments in idle streams.", default=10.0, metavar="SECONDS")
     idempotency_seconds: float = flag("Lifetime of an Idempotency-Key.", default=600.0, metavar="SECONDS")
     max_body: float = flag("Maximum size of a request body in MiB.", default=8.0, metavar="MIB")
     max_requests: int = flag("Maximum number of running and waiting requests.", default=4096)
+    limit: list[str] | None = flag("Change a limit of request bodies, such as n=16.", metavar="NAME=N")
+    ignore_unsupported: bool = flag("Drop unsupported hints that do not constrain the output.", default=False)
+    request_memory: float = flag("Maximum memory of requests and answers in MiB.", default=256.0, metavar="MIB")
     allow_origin: list[str] | None = flag("Allow CORS requests from this origin; *: any.", metavar="URL")
     allow_host: list[str] | None = flag("Accept this Host header.", metavar="NAME")
     access_log: bool = flag("Log each request to stderr as JSON.", default=True)
     log_prompts: bool = flag("Include request bodies in the access log.", default=False)
 
-    def _keys(self) -> tuple[str, ...]:
+    def _keys(self) -> ApiKeys:
         keys = list(self.api_key or ())
+        os.environ.pop(_KEY_VARIABLE, None)  # child processes don't need it
         if self.api_key_file is not None:
             try:
                 lines = read_text_file(expanded(self.api_key_file)).splitlines()
@@ -59,7 +66,7 @@ class ServerFlags:
             if not file_keys:
                 raise RequestError(f"there is no key in {str(self.api_key_file)!r}: write one per line")
             keys += file_keys
-        return tuple(dict.fromkeys(keys))
+        return ApiKeys(dict.fromkeys(keys))
 
     def settings(self) -> dict[str, Any]:
         """Return the keyword arguments of `onward.server.Settings`."""
@@ -67,10 +74,13 @@ class ServerFlags:
         is_local = self.host in _LOOPBACK
         if not is_local and not keys:
             warn(f"anyone who can reach {self.host} can use this server: require a key with --api-key-file")
-        same = ("max_requests", "keep_alive", "idempotency_seconds", "drain", "access_log", "log_prompts")
+        same = ("max_requests", "ignore_unsupported", "keep_alive", "idempotency_seconds", "drain", "access_log")
         return {name: getattr(self, name) for name in same} | {
             "api_keys": keys,
             "max_body": int(self.max_body * 2**20),
+            "limits": named_limits(self.limit),
+            "log_prompts": self.log_prompts,
+            "request_memory": int(self.request_memory * 2**20),
             "cors_origins": tuple(self.allow_origin or ()),
             # A local server without keys accepts only local names; others accept any name, or those of --allow-host.
             "hosts": (*_LOOPBACK, *names) if is_local and not keys else names,

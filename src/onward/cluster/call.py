@@ -23,7 +23,8 @@ Emitted = tuple[tuple[int, ...], ...]
 class ProxiedRequest:
     """An HTTP request, with what makes its response the same on every replica. response_key: determines the response's
     id, time and seed. emitted: token ids generated in earlier attempts, if known. last_event_id: the last event that
-    the client has of a stream. See `onward.server.resume`."""
+    the client has of a stream. See `onward.server.resume`. client: a name for the client, among which engines divide
+    their time."""
 
     method: str
     path: str
@@ -33,6 +34,7 @@ class ProxiedRequest:
     response_key: str
     emitted: Emitted | None = None
     last_event_id: str | None = None
+    client: str = ""
 
     @property
     def named_headers(self) -> dict[str, str]:
@@ -103,7 +105,7 @@ def close_later(items: AsyncGenerator[Reply, None]) -> None:
 _closing: set[asyncio.Future[None]] = set()
 
 
-Send = Callable[[Mapping[str, Any]], Awaitable[None]]
+Send = Callable[[Any], Awaitable[None]]
 
 
 class DivergedError(Exception):

@@ -12,6 +12,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from onward.cluster.call import LOG_FIELDS, ProxiedRequest, ReplicaLostError, Reply, ReplyBatch, RouteAttempt
@@ -149,10 +150,17 @@ def _joined(messages: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     return [*(message for message in messages if message["type"] != "http.response.body"), joined]
 
 
-async def serve_into(app: App, call: ProxiedRequest, number: int, queue: ReplyQueue, replica: str = "") -> None:
+async def serve_into(
+    app: App,
+    call: ProxiedRequest,
+    number: int,
+    queue: ReplyQueue,
+    replica: str = "",
+    process: Mapping[str, Any] = MappingProxyType({}),
+) -> None:
     """Serve a call, and queue the messages of its response. To the application, cancellation and a closed queue are a
-    client that disconnects. The last message of the response has the entry `LOG_FIELDS`. replica: for the header
-    x-onward-replica."""
+    client that disconnects. The last message of the response has the entry `LOG_FIELDS`. replica: its id, for the
+    header x-onward-replica. process: log fields that say where it runs, which clients don't see."""
     disconnected, scope = asyncio.Event(), _scope(call)
     last: list[Any] = []
     requests = [{"type": "http.request", "body": call.body, "more_body": False}]
@@ -179,7 +187,8 @@ async def serve_into(app: App, call: ProxiedRequest, number: int, queue: ReplyQu
     finally:
         if last:
             access = scope.get("onward.access")
-            await queue.put(number, {**last[0], LOG_FIELDS: {} if access is None else access.fields})
+            fields = {} if access is None else access.fields
+            await queue.put(number, {**last[0], LOG_FIELDS: {**fields, **process}})
         closed.cancel()
         disconnected.set()
         if not running.done():
@@ -209,6 +218,7 @@ def _scope(call: ProxiedRequest) -> dict[str, Any]:
         "server": None,
         "state": {},
         "onward": resume,
+        "onward.client": call.client,
     }
 
 

@@ -99,6 +99,8 @@ def _cancel(response: Any) -> None:
 REPLICA, INGRESS = "Replica", "Ingress"
 # Ray's limit of requests per replica, including waiting ones. The engine itself refuses more than it can queue.
 _MAX_REQUESTS = 4096
+# Settings of access, which only the ingress checks.
+_INGRESS_SETTINGS = frozenset({"api_keys", "hosts", "cors_origins"})
 
 
 def ingress_of(handle: Any, options: DeployOptions) -> Ingress:
@@ -132,7 +134,9 @@ def replicas_of(options: DeployOptions) -> Any:
         request_router_class="onward.cluster.ray_router.PrefixRouter",
         request_router_kwargs={"affinity": options.affinity},
     )
-    return serve.deployment(request_router_config=router, **common, **count)(Replica).bind(asdict(options))
+    arguments = asdict(options)
+    arguments["settings"] = {name: value for name, value in options.settings.items() if name not in _INGRESS_SETTINGS}
+    return serve.deployment(request_router_config=router, **common, **count)(Replica).bind(arguments)
 
 
 def application(options: DeployOptions) -> Any:

@@ -33,10 +33,13 @@ from onward.engine.fingerprint import parts_that_differ
 from onward.errors import EngineBusyError, EngineError, OnwardError, RequestError
 from onward.protocols import ResponseKey
 from onward.server import Settings
-from onward.server.client import whole_body
+from onward.server.access import OPEN_PATHS, Access, with_cors
+from onward.server.client import client_of, whole_body
+from onward.server.errors import draining_answer
 from onward.server.gate import CLIENT_CLOSED, AccessRecord
 from onward.server.lifecycle import drain_requests
 from onward.server.log import log
+from onward.server.memory import MemoryBudget
 from onward.server.submission import IdempotencyKeys
 from onward.util.checks import check_whole, is_finite
 
@@ -121,6 +124,8 @@ _TIMEOUT = 60.0  # seconds that a request waits for a replica
 _RETRY_DELAY = 0.25  # seconds before all replicas are tried again, if a started response finds all of them busy
 _BUSY = (429, 503)
 _MAX_FINGERPRINTS = 64
+# Headers that stay in the ingress: replicas check no credentials, and Ray may log what it carries.
+_OWN_HEADERS = frozenset({b"x-request-id", b"authorization", b"proxy-authorization", b"cookie"})
 
 
 class _Outcome(enum.Enum):
@@ -132,13 +137,17 @@ class _Outcome(enum.Enum):
 
 
 class Ingress:
-    """An ASGI application that forwards requests to replicas. options: limits of retries. settings: for the ingress
-    itself: the access log, and limits of requests."""
+    """An ASGI application that checks who asks, as a server does (`Access`), and forwards requests to replicas.
+
+    options: limits of retries. settings: for the ingress itself: access, the access log, and limits of requests.
+    """
 
     def __init__(self, replicas: ChannelReplicaSet, options: RetryOptions, settings: Settings | None = None) -> None:
         self._replicas, self._options = replicas, options
         self._settings = Settings() if settings is None else settings
         self._log_prompts = self._settings.access_log and self._settings.log_prompts
+        self._memory = MemoryBudget(self._settings.request_memory)
+        self._access, self._outer = Access(self._settings), with_cors(self._respond, self._settings)
         self._state = State(replicas)
         self._budget, self._quarantine = RetryBudget(options), Quarantine(options)
         self._idempotency = IdempotencyKeys(self._settings.idempotency_seconds)
@@ -149,20 +158,17 @@ class Ingress:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "lifespan":
-            return await _lifespan(receive, send)
+            await _lifespan(receive, send)
+        else:
+            await self._outer(scope, receive, send)
+
+    async def _respond(self, scope: Any, receive: Any, send: Any) -> None:
         access = AccessRecord(scope)
-
-        async def send_with_id(message: Any) -> None:
-            if message["type"] == "http.response.start":
-                access.status = message["status"]
-                if all(name.lower() != b"x-request-id" for name, _ in message["headers"]):  # not a replica's response
-                    message = {**message, "headers": [*message["headers"], (b"x-request-id", access.id.encode())]}
-            await send(message)
-
-        response = ProxiedResponse(send_with_id, log_values=self._log_prompts)
+        noting: Any = access.noting(send)
+        response = ProxiedResponse(noting, log_values=self._log_prompts)
         self.in_flight += 1
         try:
-            await self._handle(scope, receive, response, access.id)
+            await self._handle(scope, receive, response, access)
         except OnwardError as error:
             await response.fail(error)
         finally:
@@ -174,19 +180,26 @@ class Ingress:
                 access.fields |= response.log_fields
                 access.write()
 
-    async def _handle(self, scope: Any, receive: Any, response: ProxiedResponse, request_id: str) -> None:
+    async def _handle(self, scope: Any, receive: Any, response: ProxiedResponse, access: AccessRecord) -> None:
         """Handle a request until the client disconnects. Raises `OnwardError`: it is refused, or fails."""
-        if self._draining and (scope["method"] == "POST" or scope["path"] == "/ready"):
-            raise EngineError("the server is shutting down and takes no more requests")
-        if self.in_flight > self._settings.max_requests:
-            raise EngineBusyError("the ingress is at its limit of concurrent requests; try again in 1 s", 1.0)
-        try:
-            body = await whole_body(Request(scope, receive), self._settings)
-        except ClientDisconnect:
+        self._access.check(scope, access.headers, in_flight=self.in_flight, draining=self._draining)
+        if self._draining and scope["path"] == "/ready":
+            await response.send_response(draining_answer())
             return
+        client = client_of(scope, access.headers, self._settings)
+        with self._memory.reservation(client) as memory:
+            body = b""
+            if scope["method"] == "POST" and scope["path"] not in OPEN_PATHS:  # nothing else has a body
+                try:
+                    body = await whole_body(Request(scope, receive), self._settings, memory)
+                except ClientDisconnect:
+                    return
+            call = replace(self._call_of(scope, body, access), client=client)
+            await self._forward(scope, receive, call, response)
+
+    async def _forward(self, scope: Any, receive: Any, call: ProxiedRequest, response: ProxiedResponse) -> None:
         if self._log_prompts and scope["method"] == "POST":
-            response.log_fields["body"] = body.decode("utf-8", "replace")
-        call = self._call_of(scope, body, request_id)
+            response.log_fields["body"] = call.body.decode("utf-8", "replace")
         serve = self._state.serve if self._state.has(call) else self._serve
         await self._until_disconnected(receive, serve(call, response))
 
@@ -201,14 +214,14 @@ class Ingress:
 
         await drain_requests(lambda: self.in_flight, seconds, cancel)
 
-    def _call_of(self, scope: Any, body: bytes, request_id: str) -> ProxiedRequest:
-        pairs = [(bytes(name), bytes(value)) for name, value in scope["headers"] if name != b"x-request-id"]
-        headers = (*pairs, (b"x-request-id", request_id.encode()))  # replicas log errors under it
+    def _call_of(self, scope: Any, body: bytes, access: AccessRecord) -> ProxiedRequest:
+        pairs = [(bytes(name), bytes(value)) for name, value in scope["headers"] if name not in _OWN_HEADERS]
+        headers = (*pairs, (b"x-request-id", access.id.encode()))  # replicas log errors under it
         call = ProxiedRequest(scope["method"], scope["path"], scope.get("query_string", b""), headers, body, "")
         if last := call.named_headers.get("last-event-id"):  # starts with the key; the application checks the rest
             with contextlib.suppress(OnwardError):
                 return replace(call, response_key=ResponseKey(last.partition(".")[0]).text)
-        key = self._idempotency.response_key(dict(headers), _digest(call.path, body), time.monotonic())
+        key = self._idempotency.response_key(access.headers, _digest(call.path, body), time.monotonic())
         return replace(call, response_key=key)
 
     async def _until_disconnected(self, receive: Any, serving: Any) -> None:

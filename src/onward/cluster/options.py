@@ -6,8 +6,9 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from onward.cluster.ingress import RetryOptions
-from onward.errors import RequestError
+from onward.errors import OptionError, RequestError
 from onward.server import Settings
+from onward.util.api_keys import ApiKeys
 from onward.util.checks import check_whole, is_finite
 from onward.util.option_names import REMOVED, check_option_names
 from onward.util.text_input import TextError, parse_json
@@ -18,7 +19,8 @@ class DeployOptions:
     """The options of a deployment. All values are JSON, as `serve build` writes them.
 
     source: for `onward.load`. name: the model's name in requests; by default the source.
-    load: options of `onward.load`. engine: options of `onward.Engine`. settings: of `onward.server.Settings`.
+    load: options of `onward.load`. engine: options of `onward.Engine`. settings: of `onward.server.Settings`, whose
+        API keys are stored as digests.
     replicas: how many; with max_replicas the minimum, scaled up as the load requires.
     cpus: for a replica with all its ranks, in Ray's accounting. threads: of its kernels; None: as many as cpus.
     retries: see `RetryOptions`. affinity: whether to route requests with a common prefix to one replica.
@@ -48,17 +50,21 @@ class DeployOptions:
         if not isinstance(self.affinity, bool):
             raise RequestError(f"affinity must be true or false; got {self.affinity!r}")
         for name in ("load", "engine", "settings", "retries"):
-            if not isinstance(getattr(self, name), Mapping):
-                raise RequestError(f"{name} must be a mapping of options; got {getattr(self, name)!r}")
+            if not isinstance(value := getattr(self, name), Mapping):
+                got = f"one {type(value).__name__}" if name == "settings" else repr(value)  # it may contain keys
+                raise RequestError(f"{name} must be a mapping of options; got {got}")
         check_option_names(self.settings, [each.name for each in fields(Settings)])
         check_option_names(self.retries, [each.name for each in fields(RetryOptions)])
-        Settings(**self.settings)
+        settings = Settings(**self.settings)
+        if "api_keys" in self.settings:
+            object.__setattr__(self, "settings", {**self.settings, "api_keys": settings.api_keys})
         RetryOptions(**self.retries)
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> "DeployOptions":
         """Make options from a mapping, such as the `args` of a Serve config file. Strings from a command line are
-        parsed as JSON. Raises `RequestError`: an unknown option, or a value outside its range."""
+        parsed as JSON. Raises `RequestError`: an unknown option, a value outside its range, or an API key that is not a
+        digest, since Ray stores and shows such a mapping."""
         known = {each.name: each.type for each in fields(cls)}
         if removed := sorted(set(options) & set(REMOVED)):
             raise RequestError(f"{removed[0]!r} is not a deployment option: {REMOVED[removed[0]]}")
@@ -69,4 +75,8 @@ class DeployOptions:
             if isinstance(value, str) and known[name] not in (str, str | None):
                 with contextlib.suppress(TextError):
                     values[name] = parse_json(value)
+        settings = values.get("settings")
+        if isinstance(settings, Mapping) and not ApiKeys.are_digests(settings.get("api_keys", ())):
+            problem = "must be a list of digests, since Ray stores and shows them: write sha256:DIGEST"
+            raise OptionError("api_keys", f"{problem} (printf %s KEY | sha256sum)")
         return cls(**values)

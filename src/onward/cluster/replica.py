@@ -7,6 +7,7 @@ import warnings
 from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
+import ray
 import torch
 from ray import serve
 
@@ -24,6 +25,7 @@ class Replica:
     """A model, its engine and the application of `onward serve`."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
+        _keep_port_local()
         chosen = DeployOptions.of(options)
         threads = chosen.threads or max(1, int(chosen.cpus))
         onward.set_num_threads(threads)
@@ -33,23 +35,24 @@ class Replica:
             lm = onward.load(chosen.source, **chosen.load)
         self._load_warnings = [str(one.message) for one in caught if issubclass(one.category, OnwardWarning)]
         self._engine = onward.Engine(lm, **chosen.engine)
-        # The ingress writes the access log, with fields from the replicas.
+        # The ingress writes the access log, with fields from the replicas, and has checked who asks: replicas are
+        # reached through Ray alone.
         settings = Settings(**{**chosen.settings, "access_log": False})
         self._hang_seconds = settings.hang_seconds
         self._app = create_app({chosen.name or chosen.source: self._engine}, settings)
         self._watching: asyncio.Task[None] | None = None
         self._name = str(serve.get_replica_context().replica_id.unique_id)
         self._fingerprint = f"{self._engine.fingerprint}-{probe(self._engine)}"
+        self._process = {"host": platform.node(), "pid": os.getpid()}
         self._queues: dict[str, ReplyQueue] = {}
 
     async def serve(self, call: ProxiedRequest, route: RouteAttempt, ingress: str, number: int) -> None:
         """Serve a call of an ingress, which reads the response from `batches`."""
         if self._watching is None:
             self._watching = asyncio.create_task(self._app.streams.watch())
-        where = f"{self._name} {platform.node()} {os.getpid()}"
         queue = self._queue(ingress)
         try:
-            await serve_into(self._app, call, number, queue, where)
+            await serve_into(self._app, call, number, queue, self._name, self._process)
         finally:
             if queue.is_closed:
                 self._drop(ingress, queue)
@@ -97,3 +100,13 @@ class Replica:
     def __del__(self) -> None:
         if hasattr(self, "_engine"):
             self._engine.close(drain=False)
+
+
+def _keep_port_local() -> None:
+    """On a cluster of the loopback interface, have Ray Serve's own port of this replica listen there too: it would on
+    all interfaces. (Calls don't come through that port, but through Ray's actors.)"""
+    from ray.serve._private import replica as serve_replica
+
+    if ray.util.get_node_ip_address() == "127.0.0.1":
+        add_port = serve_replica.add_port_to_grpc_server
+        serve_replica.add_port_to_grpc_server = lambda server, _: add_port(server, "127.0.0.1:0")

@@ -1,6 +1,7 @@
 """The state of all replicas in one response: /metrics, /stats, /health and /ready of an ingress."""
 
 import asyncio
+import contextvars
 import enum
 import json
 from collections import OrderedDict
@@ -98,27 +99,37 @@ class State:
         self._families: dict[str, Metric] = {}  # of all replicas' metrics, without samples
         self._handlers = {"/metrics": self._metrics_of, "/stats": self._stats_of}
         self._handlers |= {"/health": _health_of, "/ready": _health_of}
+        self._readings: dict[str, asyncio.Task[tuple[list[str], dict[str, Response]]]] = {}  # by path
 
     def has(self, call: ProxiedRequest) -> bool:
         """Whether a call asks for the state."""
         return call.method in ("GET", "HEAD") and call.path in self._handlers
 
     async def serve(self, call: ProxiedRequest, response: ProxiedResponse) -> None:
-        """Ask all replicas, and respond for all. If they refuse, for example because of a wrong key, so does this.
-        Raises `BodyError`: the query is invalid."""
+        """Ask all replicas, and respond for all. If they refuse, so does this. Concurrent calls share a reading: anyone
+        may flood /health. Raises `BodyError`: the query is invalid."""
         by = parse_qs(call.query.decode("latin-1"), keep_blank_values=True).get("by", [""])[-1]
         if by not in ("", "replica"):
             raise BodyError(f"by must be replica; got {by[:80]!r}", "by")
-        names = await self._names()
-        requests = [_ask(self._replicas, replace(call, method="GET", query=b""), name, self._timeout) for name in names]
-        received = zip(names, await asyncio.gather(*requests), strict=True)
-        responses = {name: each for name, each in received if each is not None}
+        reading = self._readings.get(call.path)
+        if reading is None or reading.done():
+            # In its own context, since it serves others too (`Channel`).
+            reading = asyncio.get_running_loop().create_task(self._read(call), context=contextvars.Context())
+            self._readings[call.path] = reading
+        names, responses = await asyncio.shield(reading)
         bodies = {name: bytes(each.body) for name, each in responses.items() if each.status_code in _OK}
         refusal = next((each for each in responses.values() if each.status_code not in _OK), None)
         if refusal is not None and not bodies:
             await response.send_response(refusal)
         else:
             await response.send_response(self._handlers[call.path](bodies, names, by == "replica"))
+
+    async def _read(self, call: ProxiedRequest) -> tuple[list[str], dict[str, Response]]:
+        """The replicas, and the responses of those that respond."""
+        names = await self._names()
+        requests = [_ask(self._replicas, replace(call, method="GET", query=b""), name, self._timeout) for name in names]
+        received = zip(names, await asyncio.gather(*requests), strict=True)
+        return names, {name: each for name, each in received if each is not None}
 
     async def _names(self) -> list[str]:
         """The replicas, after waiting a little for some to be available."""
@@ -185,14 +196,14 @@ async def _ask(replicas: ChannelReplicaSet, call: ProxiedRequest, name: str, tim
 
 def _health_of(bodies: Mapping[str, bytes], names: list[str], by_replica: bool) -> Response:
     """A deployment is healthy as long as one replica is: requests go there."""
-    each: dict[str, dict[str, Any]] = {
-        name: json.loads(bodies[name]) if name in bodies else {"status": "unreachable"} for name in names
-    }
-    healthy = [state for state in each.values() if state["status"] == "ok"]
-    if not each:
+    states = {name: json.loads(body) for name, body in bodies.items()}
+    healthy = [state for state in states.values() if state["status"] == "ok"]
+    if not names:
         return plain_error(503, "no replica is available", "no_replica", {"retry-after": "5"})
-    models: Mapping[str, Any] = next((state["models"] for state in [*healthy, *each.values()] if "models" in state), {})
-    content = {"status": "ok" if healthy else "failing", "models": models, "replicas": each, "version": __version__}
+    models: Mapping[str, Any] = next((state["models"] for state in [*healthy, *states.values()]), {})
+    replicas = {name: states[name]["status"] if name in states else "unreachable" for name in names}
+    content = {"status": "ok" if healthy else "failing", "models": models, "replicas": replicas}
+    content["version"] = __version__
     return CompactJSONResponse(content, 200 if healthy else 503)
 
 

@@ -2,9 +2,11 @@
 
 Compiling takes from a fraction of a millisecond to a second, in the calling thread, without blocking others.
 llguidance's own limits bound the work; grammars that they may not bound are tried in another process first
-(`onward.constraints.trial`). So no grammar can take minutes, exhaust the memory or crash the process.
+(`onward.constraints.trial`), and then compiled once in a thread of their own. So no grammar can take minutes, exhaust
+the memory or crash the process.
 """
 
+import hashlib
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -15,10 +17,11 @@ import llguidance
 import numpy as np
 import tokenizers
 
-from onward.constraints.trial import GrammarTrials, needs_trial
+from onward.constraints.trial import PROCESSES, Refusal, Trial, TrialProcesses, needs_trial, wait_for
 from onward.errors import RequestError, TokenizerError, one_line
 from onward.sampling.constraint import Constraint, Mask
 from onward.tokenizer import JsonTokenizer, Tokenizer
+from onward.util.lanes import Lane
 from onward.util.process import renew_in_forks
 
 _END = "<|onward:end of the text|>"
@@ -173,25 +176,34 @@ def brief(message: str) -> str:
 
 
 # Entries of the caches; characters of a grammar.
-_MAX_GRAMMARS, _MAX_VOCABULARIES = 128, 4
+_MAX_GRAMMARS, _MAX_VOCABULARIES, _MAX_TRIED = 128, 4, 1024
+# Bytes of the cached grammars that were tried. Others are small.
+_MAX_BYTES = 64 * 2**20
 MAX_GRAMMAR = 2_000_000
 
 # The defaults: fuel of 1,000,000 is some 20 ms at the start of a lexer; a step of 200,000 some 15 ms (llguidance).
 _LIMITS = llguidance.LLParserLimits(verbose_errors=False)
 
+# The tokenizer, and a digest of the source.
+_Key = tuple[int, bytes]
+
 
 class CompiledGrammars:
-    """The most recently used grammars and vocabularies."""
+    """The most recently used grammars and vocabularies, and the results of trials."""
 
     def __init__(self) -> None:
-        self._trials = GrammarTrials()
+        self._processes = TrialProcesses()
+        self._lane = Lane("grammars", PROCESSES)
         self.renew()
         renew_in_forks(self)
 
     def renew(self) -> None:
         """Clear the caches, also in a forked child, where another thread may have left one inconsistent."""
-        self._matchers: OrderedDict[tuple[int, str], llguidance.LLMatcher] = OrderedDict()
+        self._matchers: OrderedDict[_Key, llguidance.LLMatcher] = OrderedDict()
+        self._sizes: dict[_Key, int] = {}  # bytes of those that were tried
         self._vocabularies: OrderedDict[int, tuple[Tokenizer, Vocabulary]] = OrderedDict()
+        self._tried: OrderedDict[_Key, Refusal] = OrderedDict()  # empty for a grammar that compiles
+        self._trials: dict[_Key, Trial] = {}  # queued or running
         self._lock = threading.Lock()
 
     def constraint(self, source: str, tokenizer: Tokenizer, stop_ids: AbstractSet[int], name: str) -> GrammarConstraint:
@@ -199,26 +211,82 @@ class CompiledGrammars:
         if len(source) > MAX_GRAMMAR:
             raise RequestError(f"{name} has {len(source):,} characters; the longest grammar has {MAX_GRAMMAR:,}")
         vocabulary = self.vocabulary(tokenizer)
-        key = (id(tokenizer), source)
+        key = (id(tokenizer), hashlib.sha256(source.encode()).digest())
+        matcher: llguidance.LLMatcher | Refusal | None
         with self._lock:
-            cached = self._matchers.get(key)
-            if cached is not None:
+            matcher = self._tried.get(key) or self._matchers.get(key)
+            if key in self._matchers:
                 self._matchers.move_to_end(key)
-                return GrammarConstraint(cached.deep_copy(), vocabulary.end, stop_ids, name)
-        # Compile without the lock, so that others don't wait. Two threads may compile the same grammar.
-        if needs_trial(source):
-            self._trials.check(source, vocabulary.tokens, vocabulary.described, name)
+        if not matcher:
+            # Without the lock, so that others don't wait. Two threads may compile the same grammar, if it is small.
+            if needs_trial(source):
+                matcher = wait_for(key, lambda client: self._trial(key, source, vocabulary, client))
+            else:
+                matcher = self._compile(key, source, vocabulary)
+        if isinstance(matcher, Refusal):
+            raise RequestError(f"{name} {matcher}")
+        return GrammarConstraint(matcher.deep_copy(), vocabulary.end, stop_ids, name)
+
+    def _trial(self, key: _Key, source: str, vocabulary: Vocabulary, client: str) -> Trial:
+        """Join the trial of a grammar, or queue one."""
+        with self._lock:
+            trial = self._trials.get(key)
+            if trial is not None and not trial.abandoned:
+                return trial
+            trial = self._trials[key] = Trial(key)
+        self._lane.submit(lambda: self._run(trial, key, source, vocabulary), client)
+        return trial
+
+    def _run(self, trial: Trial, key: _Key, source: str, vocabulary: Vocabulary) -> None:
+        """Try a grammar, unless the result is known, and compile it."""
+        result: llguidance.LLMatcher | Refusal | None = None
+        try:
+            with self._lock:
+                refusal = self._tried.get(key)
+            if refusal is None and not trial.abandoned:
+                refusal = self._processes.attempt(trial, source, vocabulary.tokens, vocabulary.described)
+                if refusal:
+                    refusal = Refusal(f"cannot be compiled: {refusal}", lasting=refusal.lasting)
+                self._remember(key, refusal, trial)
+            if refusal:
+                result = refusal
+            elif not trial.abandoned:
+                result = self._compile(key, source, vocabulary, 0 if refusal is None else refusal.nbytes)
+                if isinstance(result, Refusal):
+                    self._remember(key, result, trial)
+        except BaseException as error:
+            trial.future.set_exception(error)
+        else:
+            trial.future.set_result(result)
+        finally:
+            with self._lock:
+                if self._trials.get(key) is trial:
+                    del self._trials[key]
+
+    def _remember(self, key: _Key, refusal: Refusal, trial: Trial) -> None:
+        with self._lock:
+            if refusal.lasting and not trial.abandoned and key[0] in self._vocabularies:
+                self._tried[key] = refusal
+                if len(self._tried) > _MAX_TRIED:
+                    self._tried.popitem(last=False)
+
+    def _compile(
+        self, key: _Key, source: str, vocabulary: Vocabulary, nbytes: int = 0
+    ) -> "llguidance.LLMatcher | Refusal":
+        """Compile a grammar and cache it. nbytes: that it takes, if it was tried."""
         matcher = llguidance.LLMatcher(vocabulary.tokens, source, log_level=0, limits=_LIMITS)
         brace = vocabulary.tokens.tokenize_str("{")
         # A vocabulary without a brace returns an id past its end.
         known = all(token < vocabulary.tokens.vocab_size for token in brace)
-        _check_start(matcher, brace if known else [], name)
+        if problem := _start_problem(matcher, brace if known else []):
+            return Refusal(problem)
         with self._lock:
-            if id(tokenizer) in self._vocabularies:
-                self._matchers[key] = matcher.deep_copy()
-                if len(self._matchers) > _MAX_GRAMMARS:
-                    self._matchers.popitem(last=False)
-        return GrammarConstraint(matcher, vocabulary.end, stop_ids, name)
+            if key[0] in self._vocabularies:
+                self._matchers[key] = matcher
+                self._sizes[key] = nbytes
+                while len(self._matchers) > _MAX_GRAMMARS or sum(self._sizes.values()) > _MAX_BYTES:
+                    self._sizes.pop(self._matchers.popitem(last=False)[0], None)
+        return matcher
 
     def vocabulary(self, tokenizer: Tokenizer) -> Vocabulary:
         with self._lock:
@@ -231,25 +299,26 @@ class CompiledGrammars:
             _, vocabulary = self._vocabularies.setdefault(id(tokenizer), (tokenizer, vocabulary))
             if len(self._vocabularies) > _MAX_VOCABULARIES:
                 dropped, _ = self._vocabularies.popitem(last=False)
-                self._matchers = OrderedDict(item for item in self._matchers.items() if item[0][0] != dropped)
+                for cache in (self._matchers, self._tried, self._sizes):
+                    for key in [key for key in cache if key[0] == dropped]:
+                        del cache[key]
         return vocabulary
 
 
-def _check_start(matcher: llguidance.LLMatcher, brace: list[int], name: str) -> None:
-    """Raise `RequestError` if a grammar cannot be compiled, or cannot be followed through an opening brace.
+def _start_problem(matcher: llguidance.LLMatcher, brace: list[int]) -> str:
+    """Why a grammar cannot be compiled, or cannot be followed through an opening brace; empty if it can.
 
     A grammar with too many possibilities at some position fails when a text reaches it, and the largest object of a
     schema is mostly the first.
     """
     if matcher.is_error():
-        raise RequestError(f"{name} cannot be compiled: {brief(matcher.get_error())}")
+        return f"cannot be compiled: {brief(matcher.get_error())}"
     ahead = matcher.deep_copy()
     ahead.compute_bitmask()
     if not ahead.is_error() and ahead.validate_tokens(brace) == len(brace):
         ahead.consume_tokens(brace)
         ahead.compute_bitmask()
-    if ahead.is_error():
-        raise RequestError(f"{name} cannot be followed: {brief(ahead.get_error())}")
+    return f"cannot be followed: {brief(ahead.get_error())}" if ahead.is_error() else ""
 
 
 _cache = CompiledGrammars()
@@ -261,6 +330,7 @@ def compiled(source: str, tokenizer: Tokenizer, stop_ids: AbstractSet[int], name
     Raises:
         RequestError: the grammar is invalid, too large, or matches no text.
         TokenizerError: the bytes of the tokenizer's tokens are not known.
+        TrialPending: the grammar is being tried (only inside `onward.constraints.trial.deferred`).
     """
     return _cache.constraint(source, tokenizer, stop_ids, name)
 

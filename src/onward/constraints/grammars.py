@@ -4,15 +4,16 @@ import json
 from collections.abc import Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import llguidance
 
 from onward.constraints.compiler import GrammarConstraint, compiled
-from onward.errors import RequestError, TokenizerError, one_line
+from onward.errors import OptionError, RequestError, TokenizerError, blaming, one_line
 from onward.schemas import Spacing, check_schema, has_large_numbers, json_rules, lark_string, normalized
 from onward.tokenizer import Tokenizer
 from onward.util.checks import as_tuple
+from onward.util.text import brief
 from onward.util.text_input import parse_json
 
 
@@ -20,7 +21,10 @@ class Grammar:
     """A grammar in a language that llguidance compiles.
 
     Call it with a tokenizer, and with the ids that end a text, for a constraint at the start of a text.
+    option: the option to blame for errors.
     """
+
+    option: ClassVar[str] = "constraint"
 
     def source(self) -> str:
         """The grammar in llguidance's format."""
@@ -37,7 +41,8 @@ class Grammar:
             raise TokenizerError(
                 f"{self!r} is of text, and this model has no tokenizer: give constraint= an onward.Constraint over ids"
             )
-        return compiled(self.source(), tokenizer, stop_ids, repr(self))
+        with blaming(self.option):
+            return compiled(self.source(), tokenizer, stop_ids, repr(self))
 
 
 @dataclass(frozen=True)
@@ -45,11 +50,12 @@ class Regex(Grammar):
     """A regular expression for the whole text, in Rust's syntax (https://docs.rs/regex): no look-around and no
     backreferences."""
 
+    option = "regex"
     pattern: str
 
     def __post_init__(self) -> None:
         if not isinstance(self.pattern, str):
-            raise RequestError(f"regex must be a pattern as a str; got {self.pattern!r}")
+            raise OptionError("regex", f"must be a pattern as a str; got {self.pattern!r}")
 
     def source(self) -> str:
         return llguidance.LLMatcher.grammar_from_regex(self.pattern)
@@ -60,11 +66,12 @@ class Lark(Grammar):
     """A context-free grammar with the rule `start`, in llguidance's variant of Lark's syntax
     (https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md)."""
 
+    option = "grammar"
     text: str
 
     def __post_init__(self) -> None:
         if not isinstance(self.text, str) or not self.text.strip():
-            raise RequestError(f"grammar must be a grammar in Lark's syntax as a str; got {self.text!r}")
+            raise OptionError("grammar", f"must be a grammar in Lark's syntax as a str; got {self.text!r}")
 
     def source(self) -> str:
         return llguidance.LLMatcher.grammar_from_lark(self.text)
@@ -79,12 +86,13 @@ class Lark(Grammar):
 class Choice(Grammar):
     """A choice of several texts."""
 
+    option = "choice"
     texts: tuple[str, ...]
 
     def __init__(self, texts: str | Iterable[str]) -> None:
         choices = as_tuple("choice", texts, str)
         if not choices or not all(isinstance(text, str) and text for text in choices):
-            raise RequestError(f"choice must be one or more non-empty texts; got {texts!r}")
+            raise OptionError("choice", f"must be one or more non-empty texts; got {brief(texts)}")
         object.__setattr__(self, "texts", choices)
 
     def source(self) -> str:
@@ -99,6 +107,10 @@ class AfterText(Grammar):
 
     beginning: str
     grammar: Grammar
+
+    @property
+    def option(self) -> str:  # type: ignore[override]
+        return self.grammar.option
 
     def source(self) -> str:
         return followed(f"start: beginning @following\n{self.beginning}", self.grammar)
@@ -144,26 +156,27 @@ class JsonSchema(Grammar):
         RequestError: the schema is invalid.
     """
 
+    option = "json_schema"
+
     def __init__(self, schema: Any, *, whitespace: bool = True) -> None:
         self.python_class: Any = None
         if isinstance(schema, type) and isinstance(schema, PydanticClass):
             self.python_class = schema
             schema = _closed(schema.model_json_schema())
         if not isinstance(schema, Mapping | bool):
-            raise RequestError(
-                f"json_schema must be a JSON Schema as a dict, or a pydantic class; got {schema!r}: for any JSON give "
-                "{}"
-            )
+            problem = f"must be a JSON Schema as a dict, or a pydantic class; got {schema!r}: for any JSON give {{}}"
+            raise OptionError(self.option, problem)
         if schema is False:
-            raise RequestError("json_schema is False, which matches no text: for any JSON give {}")
-        check_schema(schema, "json_schema")
+            raise OptionError(self.option, "is False, which matches no text: for any JSON give {}")
         try:
-            json.dumps(schema, allow_nan=False)  # also the values that `normalized` drops
-            self.text = json.dumps(normalized(schema, "json_schema"), allow_nan=False)
+            with blaming(self.option):
+                check_schema(schema, self.option)
+                json.dumps(schema, allow_nan=False)  # also the values that `normalized` drops
+                self.text = json.dumps(normalized(schema, self.option), allow_nan=False)
         except RequestError:
             raise
         except (TypeError, ValueError, RecursionError) as error:
-            raise RequestError(f"json_schema is not JSON ({one_line(error)})") from error
+            raise OptionError(self.option, f"is not JSON ({one_line(error)})") from error
         self.whitespace = whitespace
 
     def __repr__(self) -> str:
@@ -191,11 +204,12 @@ class JsonSchema(Grammar):
         try:
             return llguidance.LLMatcher.grammar_from_json_schema(text, defaults=defaults)
         except ValueError as error:  # such as a number in an unknown keyword that is not a double
-            raise RequestError(f"json_schema cannot be read: {one_line(error)}") from error
+            raise OptionError(self.option, f"cannot be read: {one_line(error)}") from error
 
     def rules(self, name: str) -> list[str]:
         """Rules in Lark's syntax; `name` derives this JSON."""
-        return json_rules(name, json.loads(self.text), self.spacing, "json_schema")
+        with blaming(self.option):
+            return json_rules(name, json.loads(self.text), self.spacing, self.option)
 
     @property
     def spacing(self) -> Spacing:

@@ -18,11 +18,11 @@ from onward.decoding.row_cache import RowCacheManager
 from onward.decoding.sequence import Sequence
 from onward.decoding.shared_cache import slots_for
 from onward.decoding.step import DecodeStep, FunctionSampler, SamplerCache, TokenSampler
-from onward.errors import ContextOverflowError, RequestError
+from onward.errors import ContextOverflowError, OptionError, RequestError
 from onward.models import Cache, Forward, Model, Params, padded_length, reused_run
 from onward.sampling import Constraint, ConstraintState, Sampler, SamplingParams, greedy
 from onward.sampling.draw import GREEDY
-from onward.sampling.params import UnseededOptionsDict
+from onward.sampling.options_dict import UnseededOptionsDict
 from onward.util.checks import as_tuple, check_whole, plain
 
 
@@ -61,17 +61,18 @@ def generate(
     if not isinstance(model, Model):
         raise RequestError(f"generate takes an onward.Model; got {type(model).__name__}: see onward.Model.from_module")
     if constraint is not None and not isinstance(constraint, Constraint):
-        raise RequestError(f"constraint must be an onward.Constraint; got {constraint!r}")
+        raise OptionError("constraint", f"must be an onward.Constraint; got {constraint!r}")
     prompt_tokens = _as_tensor(prompt_tokens)
     prompts = _checked_prompts(prompt_tokens, model.vocab_size)
     if "stop" in options:
-        raise RequestError("stop strings need a text, but onward.generate has only ids: use eos, or LanguageModel")
+        message = "stop strings need a text, but onward.generate has only ids: use eos, or LanguageModel"
+        raise RequestError(message, "stop")
     common = SamplingParams(temperature=1.0).replace(**options)
     common.check_length(max_new_tokens)
     stop_ids = common.stop_ids
-    for name, token in [("pad", pad), *(("eos", token) for token in stop_ids)]:
-        if token is not None:
-            _check_id(name, token, model.vocab_size)
+    common.check_ids(model.vocab_size)
+    if pad is not None:
+        _check_id("pad", pad, model.vocab_size)
     check_room(prompt_tokens.shape[1], max_new_tokens, model.max_seq_len)
     requests = [common.replace(seed=row_seed) for row_seed in _row_seeds(seed, len(prompts))]
     sampler = Sampler(requests, model.device)  # it draws missing seeds
@@ -101,7 +102,7 @@ def _row_seeds(seed: int | abc.Sequence[int] | None, rows: int) -> list[int | No
     if not isinstance(seed, abc.Sequence):
         return [seed] * rows
     if len(seed) != rows:
-        raise RequestError(f"seed must be one number or one for each of the {rows} rows; got {len(seed)}")
+        raise OptionError("seed", f"must be one number or one for each of the {rows} rows; got {len(seed)}")
     return list(seed)
 
 
@@ -109,7 +110,7 @@ def _as_tensor(prompt_tokens: object) -> Tensor:
     if isinstance(prompt_tokens, np.ndarray) and prompt_tokens.dtype.kind in "iuf":
         return torch.tensor(prompt_tokens)
     if not isinstance(prompt_tokens, Tensor):
-        raise RequestError(f"prompt_tokens must be a tensor of ids [B, P]; got {type(prompt_tokens).__name__}")
+        raise OptionError("prompt_tokens", f"must be a tensor of ids [B, P]; got {type(prompt_tokens).__name__}")
     return prompt_tokens
 
 
@@ -129,7 +130,7 @@ def _checked_prompts(prompt_tokens: Tensor, vocab_size: int) -> list[list[int]]:
 def _check_id(name: str, token: int, vocab_size: int) -> None:
     check_whole(name, token, low=0)
     if token >= vocab_size:
-        raise RequestError(f"{name} names id {token}, but the vocabulary ends at {vocab_size - 1}")
+        raise OptionError(name, f"names id {token}, but the vocabulary ends at {vocab_size - 1}")
 
 
 class _ModelsOwn:
@@ -190,7 +191,7 @@ def stream(
     check_whole("prefill_chunk", prefill_chunk, low=1)
     name, ids = _named_ids(prompt, first_token)
     if not isinstance(max_new_tokens, int) or isinstance(max_new_tokens, bool):
-        raise RequestError(f"max_new_tokens must be a whole number; got {max_new_tokens!r}")
+        raise OptionError("max_new_tokens", f"must be a whole number; got {max_new_tokens!r}")
     model = _model(forward, cache, params, name, ids)
     stop_ids = frozenset(as_tuple("eos", plain(eos), int))
     # The last new token is not processed.
@@ -199,7 +200,7 @@ def stream(
     _check_room([limit for limit in limits if limit is not None], offset, len(ids), max_new_tokens)
     if cache is _OWN:
         if offset:
-            raise RequestError(f"offset {offset} needs a cache that holds {offset} positions: pass that cache")
+            raise OptionError("offset", f"{offset} needs a cache that holds {offset} positions: pass that cache")
         cache = model.new_cache(1, padded_length(max(length, 1), model))
     run = reused_run(model, compile)
     checked = run if isinstance(forward, Model) else VocabularyCheck(run, name, ids)

@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from onward.decoding.batch import PickingRun
-from onward.errors import ContextOverflowError, ProgramError, RequestError
+from onward.errors import ContextOverflowError, OptionError, ProgramError
 from onward.models import Cache
 from onward.program import SamplingKernel
-from onward.util.checks import check_whole, plain, plain_items
+from onward.util.checks import check_id, plain, plain_items
 
 # A list or a tuple, or a one-dimensional array or tensor of integers.
 PromptIds = Sequence[int] | NDArray[np.integer] | Tensor
@@ -28,15 +28,15 @@ def prompt_ids(name: str, prompt: PromptIds) -> list[int]:
         RequestError: no ids, more than one dimension, or an element that is not an integer of 0 or more.
     """
     if isinstance(prompt, Tensor | np.ndarray) and prompt.ndim != 1:
-        raise RequestError(f"{name} must have one dimension, the ids of one row; got {list(prompt.shape)}")
+        raise OptionError(name, f"must have one dimension, the ids of one row; got {list(prompt.shape)}")
     listed = plain(prompt)
     if isinstance(listed, str | bytes) or not isinstance(listed, Sequence):
-        raise RequestError(f"{name} must be a list of ids, or one dimension of a tensor or array; got {prompt!r}")
+        raise OptionError(name, f"must be a list of ids, or one dimension of a tensor or array; got {prompt!r}")
     if not listed:
-        raise RequestError(f"{name} must contain at least one id; got none")
+        raise OptionError(name, "must contain at least one id; got none")
     ids = plain_items(listed)
     for token in ids:
-        check_whole(f"{name}: an id", token, low=0)
+        check_id(name, token)
     return ids
 
 
@@ -84,9 +84,8 @@ class VocabularyCheck:
     def _check(self, logits: Tensor) -> None:
         self._checked = True
         if self._largest >= logits.shape[-1]:
-            raise RequestError(
-                f"{self._name} names id {self._largest}, but the vocabulary ends at {logits.shape[-1] - 1}"
-            ) from None
+            problem = f"names id {self._largest}, but the vocabulary ends at {logits.shape[-1] - 1}"
+            raise OptionError(self._name, problem) from None
 
 
 def check_room(prompt: int, new: int, context: int | None, cache_len: int | None = None) -> None:
@@ -98,9 +97,10 @@ def check_room(prompt: int, new: int, context: int | None, cache_len: int | None
     holder = "context" if limit == context else "cache"
     if prompt > limit or new == 0:
         raise ContextOverflowError(
-            f"the prompt is {prompt} tokens long, but the {holder} holds {limit}: shorten the prompt"
+            f"the prompt is {prompt} tokens long, but the {holder} holds {limit}: shorten the prompt", option="prompt"
         )
     raise ContextOverflowError(
         f"prompt ({prompt} tokens) + max_new_tokens ({new}) = {prompt + new}, but the {holder} holds {limit}: "
-        f"ask for at most {limit - prompt} new tokens or shorten the prompt"
+        f"ask for at most {limit - prompt} new tokens or shorten the prompt",
+        option="prompt",
     )

@@ -1,5 +1,6 @@
 """The connections between ranks: integers and tensors, sent in order."""
 
+import socket
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -130,11 +131,21 @@ def meet(rank: int, world: int, address: str | None) -> tuple[Store, str]:
     if not host or not port.isdigit():
         raise RequestError(f"address must be HOST:PORT, such as 10.0.0.1:29500; got {address!r}")
     timeout = timedelta(seconds=_START_TIMEOUT)
+    options: dict[str, Any] = {"timeout": timeout, "wait_for_workers": False}
     try:
-        store = TCPStore(host, int(port), world, rank == 0, timeout=timeout, wait_for_workers=False)
-    except (RuntimeError, ValueError) as error:
+        if rank == 0 and is_loopback(host):  # the store itself would listen on all interfaces
+            with socket.create_server((host, int(port)), backlog=max(128, world)) as listener:
+                port = str(listener.getsockname()[1])
+                options["master_listen_fd"] = listener.detach()
+        store = TCPStore(host, int(port), world, rank == 0, **options)
+    except (RuntimeError, ValueError, OSError, OverflowError) as error:
         raise RankError(f"rank {rank} cannot reach rank 0 at {address}: {one_line(error)}") from error
     return store, f"{host}:{store.port}"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host is reached from this machine alone."""
+    return host in ("127.0.0.1", "localhost")
 
 
 def await_all(store: Store, world: int, check: Callable[[], None]) -> None:

@@ -16,7 +16,7 @@ from onward.checkpoint import GgufCheckpoint, open_checkpoint
 from onward.distributed.follower import RankWorker
 from onward.distributed.group import RankGroup, new_blocks, new_cache
 from onward.distributed.launchers import Processes, heartbeats
-from onward.distributed.links import Links, await_all, meet
+from onward.distributed.links import Links, await_all, is_loopback, meet
 from onward.distributed.pipeline import PipelineForward, rank_run
 from onward.distributed.ray import RankHandles, RayRanks, address_here
 from onward.distributed.stage import Stage, StageParams, hidden_states, stage_of
@@ -180,4 +180,4 @@ def _dtype_of(params: StageParams) -> torch.dtype:
 def _interface(address: str) -> str | None:
     """The loopback interface for ranks on one host; None lets gloo choose one."""
     host = address.rpartition(":")[0]
-    return host if host in ("127.0.0.1", "localhost") else None
+    return host if is_loopback(host) else None

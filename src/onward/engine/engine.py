@@ -8,6 +8,7 @@ from typing import Any, NoReturn, Self, Unpack, overload
 
 from torch import Tensor
 
+from onward.cache.kinds import total_memory
 from onward.cache.manager import PagedCacheManager
 from onward.cache.slot import digest_of
 from onward.decoding import CacheManager, RowCacheManager
@@ -19,20 +20,19 @@ from onward.engine.request import EngineRequest
 from onward.engine.scheduler import Scheduler
 from onward.engine.stats import EngineStats
 from onward.engine.worker import EngineWorker
-from onward.errors import ContextOverflowError, EngineError, RequestError
+from onward.errors import ContextOverflowError, EngineError, OptionError, RequestError
 from onward.language_model import ChatOptionsDict, GenerateOptionsDict, LanguageModel, Messages, Prompt, Request
 from onward.language_model.job import RequestState
 from onward.language_model.request import Emitted, checked_emitted, one_prompt
 from onward.models import Model
 from onward.models.model import computation
-from onward.native.machine import memory_limit
 from onward.ops.kv_write import BLOCK
 from onward.program.leaves import leaves_of
 from onward.util.checks import check_whole, is_finite
 from onward.util.option_names import checks_option_names
 from onward.util.text import described, in_bytes
 
-# The largest share of the machine's memory that a cache takes by default.
+# The largest share of a device's memory that a cache takes by default.
 _MAX_MEMORY_SHARE = 0.25
 # Positions per sequence for models without a max_seq_len.
 _DEFAULT_CONTEXT = 4096
@@ -43,11 +43,11 @@ def engine_slots(model: Model, max_sequences: int, cache_memory: int | None) -> 
     """The cache of an engine. Raises `RequestError` for too little memory for one block.
 
     cache_memory: bytes of keys, values and recurrent states. None allocates for all sequences at full length, up to a
-        quarter of the machine's memory. A paged cache takes memory only as it is written.
+        quarter of the memory of the model's device. A paged cache takes memory only as it is written.
     """
     if cache_memory is not None:
         check_whole("cache_memory", cache_memory, low=1)
-    limit = int(_MAX_MEMORY_SHARE * memory_limit()) if cache_memory is None else cache_memory
+    limit = int(_MAX_MEMORY_SHARE * total_memory(model.device)) if cache_memory is None else cache_memory
     context = _DEFAULT_CONTEXT if model.max_seq_len is None else model.max_seq_len
     if model.new_blocks is None:
         return _dense(model, max_sequences, context, limit, cache_memory)
@@ -161,13 +161,23 @@ class Engine:
         self.close(drain=kind is None)
 
     @overload
-    def submit(self, prompt: Prompt, *, priority: int = 0, **options: Unpack[GenerateOptionsDict]) -> Generation: ...
+    def submit(
+        self, prompt: Prompt, *, priority: int = 0, client: str | None = None, **options: Unpack[GenerateOptionsDict]
+    ) -> Generation: ...
 
     @overload
-    def submit(self, *, messages: Messages, priority: int = 0, **options: Unpack[ChatOptionsDict]) -> Generation: ...
+    def submit(
+        self, *, messages: Messages, priority: int = 0, client: str | None = None, **options: Unpack[ChatOptionsDict]
+    ) -> Generation: ...
 
     def submit(
-        self, prompt: Prompt | None = None, *, messages: Messages | None = None, priority: int = 0, **options: Any
+        self,
+        prompt: Prompt | None = None,
+        *,
+        messages: Messages | None = None,
+        priority: int = 0,
+        client: str | None = None,
+        **options: Any,
     ) -> Generation:
         """Validate and queue a request, and return immediately.
 
@@ -175,6 +185,7 @@ class Engine:
             prompt: a text, ids, or a `Request`.
             messages: a conversation instead of a prompt, as for `LanguageModel.chat`.
             priority: smaller values go first.
+            client: a name of the one who asks. It does not change the text; requests without one share a client.
             options: those of `LanguageModel.generate`; with messages those of `chat`. time_limit starts now.
 
         Raises:
@@ -183,7 +194,7 @@ class Engine:
             EngineBusyError: the queue is full; `retry_after` estimates in how many seconds to try again.
             EngineError: the engine is closed.
         """
-        return self._submit(self._request(prompt, messages, options), priority, None)
+        return self._submit(self._request(prompt, messages, options), priority, client, None)
 
     @overload
     def resume(
@@ -193,6 +204,7 @@ class Engine:
         emitted: Emitted,
         fingerprint: str | None = None,
         priority: int = 0,
+        client: str | None = None,
         **options: Unpack[GenerateOptionsDict],
     ) -> Generation: ...
 
@@ -204,6 +216,7 @@ class Engine:
         emitted: Emitted,
         fingerprint: str | None = None,
         priority: int = 0,
+        client: str | None = None,
         **options: Unpack[ChatOptionsDict],
     ) -> Generation: ...
 
@@ -215,6 +228,7 @@ class Engine:
         emitted: Emitted,
         fingerprint: str | None = None,
         priority: int = 0,
+        client: str | None = None,
         **options: Any,
     ) -> Generation:
         """Continue a request from ids that another engine or process has emitted for it.
@@ -227,7 +241,8 @@ class Engine:
 
         Args:
             emitted: the ids of the text so far; with n above 1 a list for each text (`Generation.emitted`).
-            prompt, messages, priority, options: as in `submit`, unchanged. Sampling needs a seed.
+            prompt, messages, options: as in `submit`, unchanged. Sampling needs a seed.
+            priority, client: as in `submit`.
             fingerprint: the `fingerprint` of the engine that emitted the ids, or its `fingerprint_with` the request's
                 adapter, to compare with this engine's.
 
@@ -239,17 +254,28 @@ class Engine:
         request = self._request(prompt, messages, options)
         if fingerprint is not None:
             check_same_bits(fingerprint, self.fingerprint_with(request.options.adapter))
-        return self._submit(request, priority, checked_emitted(emitted, request, self.lm.model.vocab_size))
+        return self._submit(request, priority, client, checked_emitted(emitted, request, self.lm.model.vocab_size))
 
-    def _submit(self, request: Request, priority: int, emitted: list[list[int]] | None) -> Generation:
+    def _submit(
+        self, request: Request, priority: int, client: str | None, emitted: list[list[int]] | None
+    ) -> Generation:
         check_whole("priority", priority, low=-_MAX_PRIORITY)
         if priority > _MAX_PRIORITY:
             raise RequestError(f"priority must be {_MAX_PRIORITY} or less; got {priority}")
+        if not (client is None or isinstance(client, str)):
+            raise OptionError("client", f"must be a text or None; got {client!r}")
+        rows = request.options.rows
+        if rows > self.max_sequences:  # before there is memory for each
+            raise RequestError(
+                f"the request runs {rows} texts at once, but the engine only {self.max_sequences}: ask for fewer, or "
+                "give the engine a larger max_sequences",
+                "n" if request.options.n == rows else "beams",
+            )
         job = RequestState(request, self.lm.tokenizer, self.lm.adapters)
         if emitted is not None:
             job.replay(emitted)
         worker, vocab_size = self._worker, self.lm.model.vocab_size
-        queued = EngineRequest(job, priority, worker.slots, vocab_size, worker.cancel, worker.notifier)
+        queued = EngineRequest(job, priority, client, worker.slots, vocab_size, worker.cancel, worker.notifier)
         self._check_fits(queued)
         if replayed := job.replayed_pieces():
             queued.generation.add(replayed, None)
@@ -315,11 +341,6 @@ class Engine:
         return self.lm.request(one_prompt(prompt, "submit", "submit each"), **options)
 
     def _check_fits(self, request: EngineRequest) -> None:
-        if request.sequences > self.max_sequences:
-            raise RequestError(
-                f"the request runs {request.sequences} texts at once, but the engine only {self.max_sequences}: ask "
-                "for fewer, or give the engine a larger max_sequences"
-            )
         if request.needed_blocks > self._worker.slots.total:
             longest = request.job.sequences[0].longest
             raise ContextOverflowError(

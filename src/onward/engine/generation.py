@@ -116,6 +116,11 @@ class Generation:
             at += len(new)
             yield from new
 
+    @property
+    def tokens(self) -> int:
+        """The number of pieces so far."""
+        return len(self._pieces)
+
     def pieces(self, start: int = 0) -> list[Piece]:
         """The pieces so far, from index `start` on."""
         return self._pieces[start:]

@@ -15,7 +15,8 @@ from onward.language_model.job import RequestState
 class EngineRequest:
     """A `RequestState` with its generation: a `SchedulerRequest`, hashed by identity.
 
-    priority: smaller values go first. error: the error that ended it. cancel: called from any thread to end it.
+    priority: smaller values go first. client: the name of who asks. error: the error that ended it.
+    cancel: called from any thread to end it.
     longest_draft: how many positions past those of a step a draft may take.
     """
 
@@ -23,12 +24,13 @@ class EngineRequest:
         self,
         job: RequestState,
         priority: int,
+        client: str | None,
         slots: CacheManager,
         vocab_size: int,
         cancel: Callable[["EngineRequest"], None],
         notifier: LoopNotifier,
     ) -> None:
-        self.job, self.priority = job, priority
+        self.job, self.priority, self.client = job, priority, client
         self.generation = Generation(job.request, partial(cancel, self), notifier)
         self.error: BaseException | None = None
         draft = job.request.options.draft
@@ -68,12 +70,20 @@ class EngineRequest:
         return blocks + (len(self.job.sequences) - 1) * (blocks - shared)
 
     @property
+    def cache_share(self) -> float:
+        return self.needed_blocks / self._slots.total
+
+    @property
     def promised_blocks(self) -> int:
         """How many of its reserved blocks it has not taken yet."""
         if not self._reserved:
             return 0
         slots = [holder.slot for sequence in self.job.sequences for holder in sequence.holders()]
         return max(0, self._reserved - self._slots.blocks_of(slots))
+
+    @property
+    def decodes(self) -> bool:
+        return self._leader is None and all(row.total - row.computed == 1 for row in self.rows())
 
     def begin(self, new_tokens: int, available: int) -> bool:
         """Take slots if `available` blocks suffice. new_tokens: how many to reserve for each text."""
@@ -106,6 +116,10 @@ class EngineRequest:
         for sequence in self.job.sequences:
             if sequence is leader or not sequence.pending:
                 continue
+            if sequence.token_ids and self._acquire(sequence, sequence.longest):  # its blocks from before a preemption
+                if sequence.computed >= self._shared:
+                    continue
+                self._leave(sequence)
             sequence.slot = self._slots.fork(leader.slot, self._shared, sequence.longest)
             sequence.computed = self._shared
             if sequence.slot is None:  # rows that cannot be copied
@@ -177,10 +191,11 @@ class EngineRequest:
                     computed = sequence.computed
                     total = min(total, scoring if computed < scoring else computed + self._scored_chunk)
                 if total > sequence.computed:
-                    yield Row(sequence, sequence.computed, total)
+                    yield Row(sequence, sequence.computed, total, self.client)
 
 
 class Row(NamedTuple):
     sequence: Sequence
     computed: int
     total: int
+    client: str | None

@@ -1,31 +1,37 @@
 """Admission, preemption and the division of a step: the engine's decisions, computed from numbers alone.
 
 The scheduler reads no clock, starts no thread and knows no model. The caller passes the time, and holds a lock if
-several threads call. Between two steps the engine calls `ended`, `expire`, `admit`, `plan` and, if a row finds no
-block, `preempt` and `plan` again; after a step `record_step`; and `offer` at any time.
+several threads call. Between two steps the engine calls `ended`, `expire`, `admit` and `make_room` in turn, `plan` and,
+if a row finds no block, `preempt` and `plan` again; after a step `record_step`; and `offer` at any time.
 
-**Order.** A request of priority p that arrives at t ranks like one of priority 0 that arrives at t + p * ageing.
+**Order.** A request of priority p that arrives at t ranks like one of priority 0 that arrives at t + p * ageing. With
+several clients `Clients` chooses the next one, and those that are preempted for it.
 
-**Admission.** The head of the queue is admitted as soon as its sequences and its blocks fit; nothing overtakes it.
+**Admission.** The next request is admitted as soon as its sequences and its blocks fit; nothing overtakes it.
 The blocks of the prompt and of all new tokens are reserved; with `overcommit` above 1 only `1 / overcommit` of the
 new tokens.
 
-**Preemption.** The newest running request is preempted and goes back to the head of the queue. Admission then pauses
-until a request has ended, and the preempted one returns with all its blocks reserved. So the oldest running request
-always progresses.
+**Preemption.** If blocks are missing, the newest running request of the client with the largest share is preempted and
+goes back to the head of its queue, but never the oldest of all. Admission then pauses until a request has ended, and
+the preempted one returns with all its blocks reserved. So the oldest running request is preempted for no block.
+
+**Limits of the queue.** Against a client count its own waiting requests and tokens, and those of each other client up
+to half of the limit. So a client alone may fill the queue, and the others still have half of it.
 
 **Prompts.** Decoding rows take part in every step. Prompts get the time that decoding leaves of `max_step_ms`, as
 measured by `StepTimeModel`, but at least 4 tokens a step. Without that limit a step may take 2.25 times as long as
 its decoding rows alone, and at least 100 ms; then prompts get at least 16 tokens. When nothing decodes they get
-`prefill_chunk` tokens. Steps alternate between the oldest prompt and the one with the fewest remaining tokens; the
-rest goes to the next. So the oldest prompt takes at most twice as many steps as it would alone, plus one.
+`prefill_chunk` tokens. Steps alternate between the oldest prompt and the one with the fewest remaining tokens, of the
+client with the fewest prompts; the rest goes to the next. So the oldest prompt takes at most twice as many steps as it
+would alone, plus one.
 """
 
 import math
-from bisect import insort
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
+from onward.engine.clients import Clients, ItemT
 from onward.engine.throughput import Chunk, StepTimeModel, Throughput
 
 # The minimum number of prompt tokens in a step, with a limit and without: prompts progress however slow steps are.
@@ -40,30 +46,6 @@ _SIZES = (4, 8, 16, *(size for power in range(5, 24) for size in (1 << power, 3 
 _DEFAULT_RETRY, _MAX_RETRY = 1.0, 600.0
 
 
-class SchedulerRequest(Protocol):
-    """The numbers that the scheduler reads. Requests are hashed by identity."""
-
-    @property
-    def priority(self) -> int:
-        """Smaller values go first."""
-
-    @property
-    def sequences(self) -> int:
-        """The rows that it takes at once, samples or beams: at most `max_sequences`."""
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Tokens to process before it decodes: those of its prompt, and after a preemption its generated ones."""
-
-    @property
-    def max_new_tokens(self) -> int:
-        """The maximum number of tokens that each of its sequences may still generate."""
-
-    @property
-    def deadline(self) -> float:
-        """On the clock of `now`; infinity means none."""
-
-
 class Row(Protocol):
     """One running sequence: `computed` of its `total` tokens are in the KV cache; total > computed."""
 
@@ -73,8 +55,11 @@ class Row(Protocol):
     @property
     def total(self) -> int: ...
 
+    @property
+    def client(self) -> str | None:
+        """That of its request."""
 
-ItemT = TypeVar("ItemT", bound=SchedulerRequest)
+
 RowT = TypeVar("RowT", bound=Row)
 
 
@@ -83,14 +68,6 @@ class QueueFull(NamedTuple):
 
     reason: str
     seconds: float
-
-
-class _Waiting(NamedTuple, Generic[ItemT]):
-    """rank: its unique place in the queue, smaller first. tokens: of its prompt, as counted on arrival."""
-
-    rank: tuple[float, int]
-    item: ItemT
-    tokens: int
 
 
 class Scheduler(Generic[ItemT]):
@@ -120,11 +97,9 @@ class Scheduler(Generic[ItemT]):
         self._overcommit = overcommit
         self._ageing = ageing
         self.pace, self.throughput = StepTimeModel(), Throughput()
-        self.waiting_tokens = self.preemptions = 0
-        self._queue: list[_Waiting[ItemT]] = []
-        self._running: dict[ItemT, None] = {}  # in order of admission
+        self.preemptions = 0
+        self._clients: Clients[ItemT] = Clients(max_sequences)
         self._preempted: set[ItemT] = set()  # waiting or running again
-        self._sequences = 0  # of all running requests
         self._earliest = math.inf  # a lower bound of the deadlines of waiting requests
         self._offers = self._admitted = 0  # in all, and since the last step
         self._admission_paused = False  # until a request has ended
@@ -133,23 +108,30 @@ class Scheduler(Generic[ItemT]):
 
     @property
     def waiting(self) -> int:
-        return len(self._queue)
+        return len(self._clients.waiting)
+
+    @property
+    def waiting_tokens(self) -> int:
+        return self._clients.waiting_tokens
 
     @property
     def running(self) -> Sequence[ItemT]:
         """The running requests in order of admission."""
-        return list(self._running)
+        return list(self._clients.running)
 
     def offer(self, item: ItemT, now: float) -> QueueFull | None:
         """Queue a request and return None, or reject it and change nothing."""
         assert 0 < item.sequences <= self._max_sequences, "such a request could never run"
-        tokens = item.prompt_tokens
-        if self.waiting >= self._max_waiting:
-            reason = f"{self.waiting} requests wait (max_waiting={self._max_waiting})"
-            return QueueFull(reason, _wait(1 + self.waiting - self._max_waiting, self.throughput.admitted))
-        excess = self.waiting_tokens + tokens - self._max_waiting_tokens
-        if excess > 0 and self._queue:
-            reason = f"{self.waiting_tokens} tokens of prompts wait (max_waiting_tokens={self._max_waiting_tokens})"
+        tokens, most, most_tokens = item.prompt_tokens, self._max_waiting, self._max_waiting_tokens
+        waiting, waiting_tokens = self.waiting, self.waiting_tokens
+        if waiting >= most or waiting_tokens + tokens > most_tokens:
+            waiting, waiting_tokens = self._clients.counted(item.client, -(-most // 2), -(-most_tokens // 2))
+        if waiting >= most:
+            reason = f"{self.waiting} requests wait (max_waiting={most})"
+            return QueueFull(reason, _wait(1 + waiting - most, self.throughput.admitted))
+        excess = waiting_tokens + tokens - most_tokens
+        if excess > 0 and waiting:
+            reason = f"{self.waiting_tokens} tokens of prompts wait (max_waiting_tokens={most_tokens})"
             return QueueFull(f"{reason}, and this one has {tokens}", _wait(excess, self.throughput.prompt))
         self._offers += 1
         self._wait(item, (now + item.priority * self._ageing, self._offers))
@@ -158,20 +140,20 @@ class Scheduler(Generic[ItemT]):
     def ended(self, item: ItemT) -> None:
         """Remove a request that has ended or was cancelled, if it waits or runs."""
         self._preempted.discard(item)
-        if item in self._running:
-            self._leave(item)
+        if item in self._clients.running:
             self._admission_paused = False
-        else:
-            self._remove([waiting for waiting in self._queue if waiting.item is item])
+        elif item not in self._clients.waiting:
+            return
+        self._clients.remove(item)
 
     def expire(self, now: float) -> list[ItemT]:
         """Remove and return the waiting requests whose deadline has passed."""
         if now < self._earliest:
             return []
-        late = [waiting.item for waiting in self._queue if waiting.item.deadline <= now]
+        late = [item for item in self._clients.waiting if item.deadline <= now]
         for item in late:
             self.ended(item)
-        self._earliest = min((waiting.item.deadline for waiting in self._queue), default=math.inf)
+        self._earliest = min((item.deadline for item in self._clients.waiting), default=math.inf)
         return late
 
     def admit(self, reserve: Callable[[ItemT, int], bool]) -> list[ItemT]:
@@ -179,39 +161,57 @@ class Scheduler(Generic[ItemT]):
 
         reserve(item, new_tokens): take the blocks for its `prompt_tokens` and for `new_tokens` of each of its
             sequences, and return True; or take none and return False. The caller frees them when the request ends or is
-            preempted. With nothing else running it must eventually return True, or the head waits forever.
+            preempted. With nothing else running it must eventually return True, or the next request waits forever.
         """
         admitted: list[ItemT] = []
-        while self._queue and not (self._admission_paused and self._running):
-            head = self._queue[0]
-            item = head.item
-            if self._sequences + item.sequences > self._max_sequences:
+        clients = self._clients
+        while not self._waits_for_an_end and (item := clients.next()) is not None:
+            if clients.sequences + item.sequences > self._max_sequences:
                 break
-            overcommit = 1.0 if item in self._preempted else self._overcommit
+            returns = item in self._preempted
+            overcommit = 1.0 if returns else self._overcommit
             if not reserve(item, math.ceil(item.max_new_tokens / overcommit)):
                 break
-            self._remove([head])
-            self._running[item] = None
-            self._sequences += item.sequences
+            clients.run(item, protected=returns)
             self._admitted += 1
             admitted.append(item)
         return admitted
 
+    def make_room(self) -> ItemT | None:
+        """After `admit`: preempt a request of another client for the next one, if it may have the room, and return it.
+
+        The caller frees its blocks and calls `admit` again, and so on until this returns None.
+        """
+        victim = None if self._waits_for_an_end else self._clients.victim()
+        if victim is not None:
+            self._preempt(victim)
+        return victim
+
     def preempt(self) -> ItemT | None:
-        """Preempt the newest running request: move it to the head of the queue and return it.
+        """Preempt a running request because blocks are missing: move it to the head of the queue and return it.
 
         None if fewer than two run: a single request that finds no block has to end.
         """
-        if len(self._running) < 2:
-            return None
-        item = next(reversed(self._running))
-        self._leave(item)
+        victim = self._clients.newest()
+        if victim is not None:
+            self._preempt(victim)
+            self._admission_paused = True
+        return victim
+
+    @property
+    def _waits_for_an_end(self) -> bool:
+        return self._admission_paused and bool(self._clients.running)
+
+    def _preempt(self, item: ItemT) -> None:
+        self._clients.remove(item)
         self._preempted.add(item)
         self.preemptions += 1
         # A later preemption hits an older request, so it goes before earlier ones.
         self._wait(item, (-math.inf, -self.preemptions))
-        self._admission_paused = True
-        return item
+
+    def _wait(self, item: ItemT, rank: tuple[float, int]) -> None:
+        self._clients.wait(item, rank)
+        self._earliest = min(self._earliest, item.deadline)
 
     def plan(self, rows: Sequence[RowT]) -> list[tuple[RowT, int]]:
         """How many tokens of each row the next step processes, at least one; rows that have to wait are omitted.
@@ -221,8 +221,9 @@ class Scheduler(Generic[ItemT]):
         self._decoding = sum(row.total - row.computed == 1 for row in rows)
         self._chunks = []
         prompts = [row for row in rows if row.total - row.computed > 1]
-        if self._shortest_first:
-            prompts.sort(key=lambda row: row.total - row.computed)
+        if self._shortest_first and len(prompts) > 1:
+            of_client = Counter(row.client for row in prompts)
+            prompts.sort(key=lambda row: (of_client[row.client], row.total - row.computed))
         seconds = self._seconds_for_prompts() if self._decoding else math.inf
         tokens = self._prefill_chunk
         counts: dict[int, int] = {}
@@ -257,27 +258,13 @@ class Scheduler(Generic[ItemT]):
 
     def record_step(self, seconds: float, output: int) -> None:
         """Record the time of the last planned step, and the number of tokens it emitted."""
+        self._clients.record_step(seconds)
         self.pace.record_step(self._decoding, self._chunks, seconds)
         prompt = sum(tokens for _, tokens in self._chunks)
         self.throughput.record_step(seconds, prompt=prompt, output=output, admitted=self._admitted)
         self._admitted = 0
         if self._chunks:
             self._shortest_first = not self._shortest_first
-
-    def _wait(self, item: ItemT, rank: tuple[float, int]) -> None:
-        waiting = _Waiting(rank, item, item.prompt_tokens)
-        insort(self._queue, waiting, key=lambda waiting: waiting.rank)
-        self._earliest = min(self._earliest, item.deadline)
-        self.waiting_tokens += waiting.tokens
-
-    def _remove(self, removed: Sequence[_Waiting[ItemT]]) -> None:
-        for waiting in removed:
-            self._queue.remove(waiting)
-            self.waiting_tokens -= waiting.tokens
-
-    def _leave(self, item: ItemT) -> None:
-        del self._running[item]
-        self._sequences -= item.sequences
 
 
 def _wait(amount: float, rate: float) -> float:

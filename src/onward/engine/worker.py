@@ -174,11 +174,20 @@ class EngineWorker:
     def _next_work(self) -> list[ScheduledSequence]:
         while True:
             self._end_some(time.monotonic())
-            for request in self._scheduler.admit(self._begin):
-                self._join(request)
+            self._admit()
             work = self._plan()
             if work or not any(request.error is not None for request in self._scheduler.running):
                 return work
+
+    def _admit(self) -> None:
+        """Start requests of the queue, and preempt those of other clients where fairness asks for it."""
+        while True:
+            for request in self._scheduler.admit(self._begin):
+                self._join(request)
+            if (victim := self._scheduler.make_room()) is None:
+                return
+            self._remove(victim)
+            victim.preempt()
 
     def _plan(self) -> list[ScheduledSequence]:
         """The work of each row in the next step. The newest requests are preempted if there are too few blocks."""

@@ -4,13 +4,8 @@ from onward.language_model.chat import ChatReader
 from onward.language_model.completion import Completion, Piece, Timing
 from onward.language_model.generation_config import generation_defaults, within_vocabulary
 from onward.language_model.language_model import LanguageModel, Messages
-from onward.language_model.options import (
-    ChatOptionsDict,
-    Draft,
-    GenerateOptions,
-    GenerateOptionsDict,
-    split_chat_options,
-)
+from onward.language_model.options import ChatOptionsDict, Draft, GenerateOptions, split_chat_options
+from onward.language_model.options_dict import GenerateOptionsDict
 from onward.language_model.quantize_mixed import Calibration, calibration_ids
 from onward.language_model.quantize_model import quantize, quantize_folder
 from onward.language_model.request import Ids, Prompt, Request, RequestReader, SpeculatorCache

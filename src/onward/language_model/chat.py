@@ -24,9 +24,10 @@ from onward.chat import (
     template_messages,
 )
 from onward.constraints import AfterText, Grammar, GrammarConstraint, JsonSchema, Lark, compiled, symbol
-from onward.errors import RequestError, TokenizerError
-from onward.language_model.options import CONSTRAINTS, GenerateOptions, GenerateOptionsDict, split_chat_options
-from onward.language_model.request import needed_tokenizer
+from onward.errors import OptionError, RequestError, TokenizerError, blaming
+from onward.language_model.options import CONSTRAINTS, GenerateOptions, split_chat_options
+from onward.language_model.options_dict import GenerateOptionsDict
+from onward.language_model.request import check_length, needed_tokenizer
 from onward.schemas import SPACED, json_rules
 from onward.tokenizer import Tokenizer
 from onward.util.text_input import check_value
@@ -48,6 +49,7 @@ class ToolGrammar(Lark):
     """The grammar of answers with tool calls. tools: the callable tools. json_schema: of an answer without calls; None
     for any text."""
 
+    option = "tools"
     tools: tuple[Tool, ...] = dataclasses.field(default=(), compare=False)
     json_schema: JsonSchema | None = None
 
@@ -60,19 +62,21 @@ class ToolGrammar(Lark):
             return super().__call__(tokenizer, stop_ids)
         except RequestError:
             assert tokenizer is not None, "without one it is a TokenizerError"
-            for tool in self.tools:
-                rules = json_rules("start", arguments_schema(tool), SPACED, tool.place)
-                compiled(Lark("\n".join(rules)).source(), tokenizer, stop_ids, tool.place)
+            with blaming(self.option):
+                for tool in self.tools:
+                    rules = json_rules("start", arguments_schema(tool), SPACED, tool.place)
+                    compiled(Lark("\n".join(rules)).source(), tokenizer, stop_ids, tool.place)
             raise
 
 
 @dataclass(frozen=True)
 class ChatReader:
-    """Makes prompts from conversations, for one model. format: of the model's answers."""
+    """Makes prompts from conversations, for one model. format: of the model's answers. context: its maximum tokens."""
 
     template: ChatTemplate | None
     tokenizer: Tokenizer | None
     format: MessageFormat
+    context: int | None = None
 
     def read(self, messages: Sequence[Message | AssistantMessage], options: Mapping[str, Any]) -> ParsedChat:
         """Validate a conversation and its options, and render the prompt.
@@ -86,13 +90,13 @@ class ChatReader:
         use = read_tool_use(*(rest.pop(name, None) for name in ("tools", "tool_choice", "parallel_tool_calls")))
         if use.tools and use.choice != "none":
             if self.template is not None and "tools" not in self.template.variables:
-                raise RequestError(
-                    "tools cannot be passed to this model: its chat template does not read tools; write a message"
-                )
+                problem = "cannot be passed to this model: its chat template does not read tools; write a message"
+                raise OptionError("tools", problem)
             rest["tools"] = [tool.given for tool in use.tools]
         variables, others = split_chat_options(self.template, rest)
         text = self.text(messages, variables, now)
         tokenizer = needed_tokenizer(self.tokenizer, "a chat")
+        check_length(text, tokenizer, self.context)
         # The names of tools that only the template knows are unknown.
         tools = {tool.name: tool.parameters for tool in use.tools} if variables.get("tools") else None
         answer = AnswerFormat.of(self.format, tokenizer, text, tools)
@@ -100,13 +104,15 @@ class ChatReader:
         schema = self._schema_beside(use, others)
         if use.is_constrained or schema is not None:
             if constraints and (schema is None or constraints != ["json_schema"]):
-                raise RequestError(f"{constraints[0]} and the requested tool calls are mutually exclusive: give one")
+                message = f"{constraints[0]} and the requested tool calls are mutually exclusive: give one"
+                raise RequestError(message, constraints[0])
             thinking_answer = answer if self._may_think else dataclasses.replace(answer, thinking=False)
             others.pop("json_schema", None)
             content = None
             if schema is not None and use.choice != "required":
                 content = Content(schema.rules("content"), schema.spacing, schema.has_large_numbers)
-            grammar = answer_grammar(thinking_answer, use, self._symbols(tokenizer), content)
+            with blaming("tools"):
+                grammar = answer_grammar(thinking_answer, use, self._symbols(tokenizer), content)
             others["constraint"] = ToolGrammar(grammar, use.callable_tools, None if content is None else schema)
         elif constraints and (beginning := content_beginning(answer, self._symbols(tokenizer))):
             constrained: Any = {name: others.pop(name) for name in constraints}  # type: ignore[misc]
@@ -147,7 +153,9 @@ class ChatReader:
         check_value(messages, "messages")
         self.template.check_variables(variables)
         takes_text = any(_TAKES_TEXT.search(source) for source in self.template.sources)
-        return self.template.render(template_messages(messages, arguments_as_text=takes_text), now, **variables)
+        with blaming("messages"):
+            read = template_messages(messages, arguments_as_text=takes_text)
+        return self.template.render(read, now, **variables)
 
     def _symbols(self, tokenizer: Tokenizer) -> dict[str, int]:
         """The ids of the markers that grammars cannot express as text."""

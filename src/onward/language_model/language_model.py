@@ -17,7 +17,8 @@ from onward.decoding.speculation import ModelDrafter, Speculator, as_drafter, ch
 from onward.errors import CheckpointError, RequestError
 from onward.language_model.chat import ChatReader
 from onward.language_model.completion import Completion, Piece
-from onward.language_model.options import ChatOptionsDict, Draft, GenerateOptions, GenerateOptionsDict
+from onward.language_model.options import ChatOptionsDict, Draft, GenerateOptions
+from onward.language_model.options_dict import GenerateOptionsDict
 from onward.language_model.request import (
     Ids,
     Prompt,
@@ -96,8 +97,7 @@ class LanguageModel:
             self.load_adapter(name, folder)
 
     def _arguments(self, model: Model) -> tuple[Any, ...]:
-        compile, draft = self._model_run.compile, self._draft_source
-        rest = self.defaults, self.prefill_chunk, compile, draft, self.prefix_memory
+        rest = self.defaults, self.prefill_chunk, self._model_run.compile, self._draft_source, self.prefix_memory
         return model, self.tokenizer, self.chat_template, *rest, self._message_format
 
     @property
@@ -368,7 +368,7 @@ class LanguageModel:
 
     @property
     def _chat_reader(self) -> ChatReader:
-        return ChatReader(self.chat_template, self.tokenizer, self.message_format)
+        return ChatReader(self.chat_template, self.tokenizer, self.message_format, self.model.max_seq_len)
 
     @property
     def _runner(self) -> Runner:

@@ -7,58 +7,29 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, Self, TypeAlias, Unpack
+from typing import Any, Literal, Self, TypeAlias, Unpack
 
 from onward.chat import ChatTemplate, ToolChoice, ToolLike
 from onward.constraints import Choice, JsonSchema, Lark, Regex
 from onward.decoding import StopWhen
-from onward.decoding.speculation import Drafter, Speculator
-from onward.errors import RequestError
+from onward.decoding.speculation import Drafter, ModelHolder, Speculator
+from onward.errors import OptionError, RequestError, blaming
+from onward.language_model.options_dict import GenerateOptionsDict
 from onward.models import Model
-from onward.sampling import Constraint, SamplingOptionsDict, SamplingParams
+from onward.sampling import Constraint, SamplingParams
 from onward.sampling.params import option_names as names_of
 from onward.sampling.transforms import Filter, transforms_of
 from onward.tokenizer import Tokenizer
-from onward.util.checks import as_tuple, check_whole, is_finite, plain
+from onward.util.checks import plain
 from onward.util.option_names import check_option_names
-
-
-class DraftLanguageModel(Protocol):
-    """The attributes of a `LanguageModel` that drafting needs."""
-
-    model: Model
-    tokenizer: Tokenizer | None
-
+from onward.util.options import LENGTH, OUTPUT, STRUCTURE, TEXTS, option
 
 # What `draft=` takes: "lookup", "suffix", a smaller model of the same vocabulary, a drafter; None drafts nothing.
-Draft: TypeAlias = str | DraftLanguageModel | Model | Drafter | Speculator
+Draft: TypeAlias = str | ModelHolder | Model | Drafter | Speculator
 
 # What `constraint=` takes: a constraint in its initial state, or a function (tokenizer, ids that end a text) that makes
 # one, like every `onward.constraints.Grammar`.
 ConstraintMaker: TypeAlias = Constraint | Callable[[Tokenizer | None, AbstractSet[int]], Constraint]
-
-
-class GenerateOptionsDict(SamplingOptionsDict, total=False):
-    """The fields of `GenerateOptions` as keyword arguments, for editors and type checkers."""
-
-    max_new_tokens: int | None
-    stop: str | Sequence[str]
-    time_limit: float | None
-    stop_when: StopWhen | None
-    cancel: threading.Event | None
-    n: int
-    beams: int
-    length_penalty: float
-    early_stopping: bool | Literal["never"]
-    logprobs: int | None
-    prompt_logprobs: int | None
-    draft: Draft | None
-    adapter: str | None
-    json_schema: Mapping[str, Any] | bool | type | JsonSchema | None
-    regex: str | None
-    grammar: str | None
-    choice: str | Sequence[str] | None
-    constraint: ConstraintMaker | None
 
 
 class ChatOptionsDict(GenerateOptionsDict, total=False):
@@ -142,70 +113,84 @@ class GenerateOptions(SamplingParams):
         RequestError: a value outside its range, or options that contradict each other.
     """
 
-    max_new_tokens: int | None = 128
-    stop: tuple[str, ...] = ()
-    time_limit: float | None = None
-    stop_when: StopWhen | None = None
-    cancel: threading.Event | None = None
-    n: int = 1
-    beams: int = 1
-    length_penalty: float = 1.0
-    early_stopping: bool | Literal["never"] = False
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    draft: Speculator | None = None
-    adapter: str | None = None
-    json_schema: JsonSchema | None = None
-    regex: str | None = None
-    grammar: str | None = None
-    choice: tuple[str, ...] | None = None
-    constraint: ConstraintMaker | None = None
+    max_new_tokens: int | None = option(
+        128, low=0, help="Maximum number of tokens to generate.", group=LENGTH, flag="-n"
+    )
+    stop: tuple[str, ...] = option((), low=1, help="Stop before TEXT.", group=LENGTH)
+    time_limit: float | None = option(
+        None, above=0, unit="seconds", help="Stop after SECONDS.", group=LENGTH, metavar="SECONDS"
+    )
+    stop_when: StopWhen | None = option(
+        None, help="Stop where this function of (ids, text) returns True.", group=LENGTH, flag=""
+    )
+    cancel: threading.Event | None = option(None, help="Stop once this event is set.", group=LENGTH, flag="")
+    n: int = option(1, low=1, help="Number of texts, separated by '---' lines.", group=TEXTS, flag="--samples")
+    beams: int = option(1, low=1, help="Number of beams; prints the best text, or the best --samples.", group=TEXTS)
+    # With a larger penalty length^length_penalty would leave the range of a float for texts of a million tokens.
+    length_penalty: float = option(
+        1.0, low=-50, high=50, help="Length penalty of beam search; above 0 favors long texts.", group=TEXTS
+    )
+    early_stopping: bool | Literal["never"] = option(
+        False, help="When a beam search ends: True, False or 'never'.", group=TEXTS, flag=""
+    )
+    logprobs: int | None = option(
+        None, low=0, help="With --json, include logprobs of each token and the N most likely.", group=OUTPUT
+    )
+    prompt_logprobs: int | None = option(None, low=0, help="The same for the prompt's tokens.", group=OUTPUT)
+    draft: Speculator | None = option(
+        None, takes=Draft | None, help="Speculative decoding; the text is unchanged.", group=OUTPUT, flag=""
+    )
+    adapter: str | None = option(None, help="Name of a loaded adapter to apply.", group=OUTPUT, flag="")
+    json_schema: JsonSchema | None = option(
+        None,
+        takes=Mapping[str, Any] | bool | type | JsonSchema | None,
+        help="Generate JSON that conforms to the JSON Schema in FILE.",
+        group=STRUCTURE,
+        metavar="FILE",
+    )
+    regex: str | None = option(
+        None,
+        help="Generate text that matches PATTERN from start to end.",
+        group=STRUCTURE,
+        metavar="PATTERN",
+    )
+    grammar: str | None = option(
+        None, help="Generate text that matches the Lark grammar in FILE.", group=STRUCTURE, metavar="FILE"
+    )
+    choice: tuple[str, ...] | None = option(None, low=1, help="Generate TEXT or another --choice.", group=STRUCTURE)
+    constraint: ConstraintMaker | None = option(
+        None, help="A constraint in its initial state, or a function that makes one.", group=STRUCTURE, flag=""
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check_end()
-        check_whole("n", self.n, low=1)
-        check_whole("beams", self.beams, low=1)
-        for name in ("logprobs", "prompt_logprobs"):
-            if getattr(self, name) is not None:
-                check_whole(name, getattr(self, name), low=0)
-        # With a larger penalty length^length_penalty would leave the range of a float for texts of a million tokens.
-        if not (is_finite(self.length_penalty) and abs(self.length_penalty) <= 50):
-            raise RequestError(f"length_penalty must be a number from -50 to 50; got {self.length_penalty!r}")
-        if not (isinstance(self.early_stopping, bool) or self.early_stopping == "never"):
-            raise RequestError(f'early_stopping must be True, False or "never"; got {self.early_stopping!r}')
-        if self.draft is not None and not isinstance(self.draft, Speculator):
-            raise RequestError(f"draft must be an onward.Speculator; got {self.draft!r}")
-        if self.adapter is not None and not isinstance(self.adapter, str):
-            raise RequestError(f"adapter must be the name of a loaded adapter; got {self.adapter!r}")
-        self._check_search()
-        self._check_constraint()
-
-    def _check_end(self) -> None:
-        self._set("stop", as_tuple("stop", self.stop, str))
-        if not all(isinstance(text, str) and text for text in self.stop):
-            raise RequestError(f"stop must be non-empty strings; got {list(self.stop)!r}")
         if self.max_new_tokens is not None:
             self.check_length(self.max_new_tokens)
-        if self.time_limit is not None and not (is_finite(self.time_limit) and self.time_limit > 0):
-            raise RequestError(f"time_limit must be a number of seconds above 0; got {self.time_limit!r}")
         if self.stop_when is not None and not callable(self.stop_when):
-            raise RequestError(f"stop_when must be a function of (ids, text); got {self.stop_when!r}")
+            raise OptionError("stop_when", f"must be a function of (ids, text); got {self.stop_when!r}")
         if self.cancel is not None and not isinstance(self.cancel, threading.Event):
-            raise RequestError(f"cancel must be a threading.Event; got {self.cancel!r}")
+            raise OptionError("cancel", f"must be a threading.Event; got {self.cancel!r}")
+        if not (isinstance(self.early_stopping, bool) or self.early_stopping == "never"):
+            raise OptionError("early_stopping", f'must be True, False or "never"; got {self.early_stopping!r}')
+        if self.draft is not None and not isinstance(self.draft, Speculator):
+            raise OptionError("draft", f"must be an onward.Speculator; got {self.draft!r}")
+        self._check_search()
+        self._check_constraint()
 
     def _check_constraint(self) -> None:
         constraints = [name for name in CONSTRAINTS if getattr(self, name) is not None]
         if len(constraints) > 1:
-            raise RequestError(f"{' and '.join(constraints)} are mutually exclusive: give one of them")
+            message = f"{' and '.join(constraints)} are mutually exclusive: give one of them"
+            raise RequestError(message, constraints[1])
         if self.json_schema is not None and not isinstance(self.json_schema, JsonSchema):
             self._set("json_schema", JsonSchema(self.json_schema))
         if self.choice is not None:
             self._set("choice", Choice(self.choice).texts)
         if self.constraint is not None and not (isinstance(self.constraint, Constraint) or callable(self.constraint)):
-            raise RequestError(
-                "constraint must be an onward.Constraint, with mask, accept, rollback, fork, is_done and forced, or a "
-                f"function of (tokenizer, stop_ids) that makes one; got {self.constraint!r}"
+            raise OptionError(
+                "constraint",
+                "must be an onward.Constraint, with mask, accept, rollback, fork, is_done and forced, or a function of "
+                f"(tokenizer, stop_ids) that makes one; got {self.constraint!r}",
             )
         _ = self.constrained_by  # validates the others
 
@@ -228,9 +213,11 @@ class GenerateOptions(SamplingParams):
         maker = self.constrained_by
         if maker is None or isinstance(maker, Constraint):
             return None if maker is None else maker.fork()
-        constraint = maker(tokenizer, self.stop_ids)
+        with blaming("constraint"):
+            constraint = maker(tokenizer, self.stop_ids)
         if not isinstance(constraint, Constraint):
-            raise RequestError(f"the constraint function must return an onward.Constraint; it returned {constraint!r}")
+            message = f"the constraint function must return an onward.Constraint; it returned {constraint!r}"
+            raise RequestError(message, "constraint")
         return constraint
 
     @property
@@ -265,22 +252,24 @@ class GenerateOptions(SamplingParams):
     def _check_search(self) -> None:
         if self.beams > 1:
             if self.draft is not None:
-                raise RequestError("a beam search cannot use a draft: leave out beams or draft")
+                raise RequestError("a beam search cannot use a draft: leave out beams or draft", "draft")
             if self.n > self.beams:
-                raise RequestError(
-                    f"n is {self.n}, but {self.beams} beams find {self.beams} texts: ask for fewer, or for more beams"
+                raise OptionError(
+                    "n",
+                    f"is {self.n}, but {self.beams} beams find {self.beams} texts: ask for fewer, or for more beams",
                 )
             if drawing := [name for name, neutral in _SAMPLING_OPTIONS.items() if getattr(self, name) != neutral]:
-                raise RequestError(
-                    f"beams={self.beams} searches and does not sample: leave out {', '.join(drawing)}, or give beams=1"
-                )
+                problem = f"searches and does not sample: leave out {', '.join(drawing)}, or give beams=1"
+                raise RequestError(f"beams={self.beams} {problem}", drawing[0])
         elif self.n > 1 and self.temperature == 0:
             raise RequestError(
-                f"n={self.n} with temperature 0 is the same text {self.n} times: give a temperature above 0, or beams"
+                f"n={self.n} with temperature 0 is the same text {self.n} times: give a temperature above 0, or beams",
+                option="n",
             )
         changed = [name for name in BEAM_OPTIONS if getattr(self, name) != getattr(type(self), name)]
         if self.beams == 1 and changed:
-            raise RequestError(f"{', '.join(changed)} would change nothing without a beam search: give beams=2 or more")
+            message = f"{', '.join(changed)} would change nothing without a beam search: give beams=2 or more"
+            raise RequestError(message, changed[0])
 
 
 @functools.cache

@@ -17,11 +17,12 @@ from onward.constraints import Grammar
 from onward.decoding.pinned_prefix import PinnedPrefix
 from onward.decoding.prompt import check_room
 from onward.decoding.speculation import Drafter, Speculator, as_drafter
-from onward.errors import RequestError, TokenizerError
-from onward.language_model.options import GenerateOptions, GenerateOptionsDict, option_names
+from onward.errors import ContextOverflowError, OptionError, RequestError, TokenizerError, blaming
+from onward.language_model.options import GenerateOptions, option_names
+from onward.language_model.options_dict import GenerateOptionsDict
 from onward.models import Cache, Model
 from onward.models.adapters import Adapters
-from onward.tokenizer import Tokenizer
+from onward.tokenizer import TextLengths, Tokenizer
 from onward.util.checks import check_whole, plain, plain_items
 from onward.util.option_names import check_option_names
 from onward.util.process import renew_in_forks
@@ -110,7 +111,10 @@ class RequestReader:
     ) -> Request:
         base = prompt.options if isinstance(prompt, Request) else defaults
         chosen = base.replace(**{**options, **self._own_draft(prompt, base, options)})
-        ids = self.prompt_ids(prompt.prompt if isinstance(prompt, Request) else prompt)
+        if isinstance(prompt, str):
+            check_length(prompt, self.tokenizer, self.model.max_seq_len)
+        with blaming("prompt"):
+            ids = self.prompt_ids(prompt.prompt if isinstance(prompt, Request) else prompt)
         answer = prompt.answer if isinstance(prompt, Request) else None
         return Request(tuple(ids), self._served(chosen, len(ids), cache_len), answer)
 
@@ -120,34 +124,37 @@ class RequestReader:
         """The speculator of a prompt: that of its options, the request's own, or the model's. Beams have none unless
         the options ask for one."""
         if "draft" in options:
-            return {"draft": self.speculator(options["draft"])}
+            with blaming("draft"):
+                return {"draft": self.speculator(options["draft"])}
         if plain(options.get("beams", base.beams)) != 1:
             return {"draft": None}
         return {} if isinstance(prompt, Request) else {"draft": self.draft}
 
     def _served(self, options: GenerateOptions, prompt_len: int, cache_len: int | None) -> GenerateOptions:
         """Validate the options for the model and its tokenizer, with ids instead of words and a max_new_tokens."""
-        self.adapters.find(options.adapter)
+        with blaming("adapter"):
+            self.adapters.find(options.adapter)
         context, vocab_size = self.model.max_seq_len, self.model.vocab_size
         if options.stop and self.tokenizer is None:
             raise TokenizerError("stop strings need a tokenizer, but this model has none: use eos with ids")
-        if out := [token for token in options.eos or () if token >= vocab_size]:
-            raise RequestError(f"eos names id {out[0]}, but the vocabulary ends at {vocab_size - 1}")
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(options, name) is not None:
                 check_top(name, getattr(options, name), vocab_size)
         changes: dict[str, Any] = {}
         if any(isinstance(word, str) for word in options.bad_words):
-            changes["bad_words"] = tuple(self._word_ids(options.bad_words))
+            with blaming("bad_words"):
+                changes["bad_words"] = tuple(self._word_ids(options.bad_words))
         if options.max_new_tokens is None:
             limits = [limit for limit in (context, cache_len) if limit is not None]
             if not limits:
                 raise RequestError(
                     "max_new_tokens=None generates to the end of the context, but this model has no max_seq_len: "
-                    "give a number"
+                    "give a number",
+                    option="max_new_tokens",
                 )
             changes["max_new_tokens"] = max(0, min(limits) - prompt_len)
         options = options.replace(**changes) if changes else options
+        options.check_ids(vocab_size)
         check_room(prompt_len, options.max_new_tokens or 0, context, cache_len)
         if isinstance(options.constrained_by, Grammar):  # compile it now: the result is cached
             options.new_constraint(self.tokenizer)
@@ -159,7 +166,8 @@ class RequestReader:
             if isinstance(text, Request) and text.options.adapter != adapter:
                 raise RequestError(
                     f"the text to score is a request with adapter={text.options.adapter!r}, but the call has "
-                    f"adapter={adapter!r}: they must be equal"
+                    f"adapter={adapter!r}: they must be equal",
+                    option="adapter",
                 )
         return [self.prompt_ids(text.prompt if isinstance(text, Request) else text) for text in texts]
 
@@ -193,7 +201,8 @@ def as_list(prompt: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:
     if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
         raise RequestError(
             f"a prompt is a str, ids (a list, or one dimension of an array or tensor), or a Request; or a list of "
-            f"those; got {type(prompt).__name__}"
+            f"those; got {type(prompt).__name__}",
+            option="prompt",
         )
     items: list[Any] = list(prompt)
     if items and all(_is_prompt(item) for item in items):
@@ -205,7 +214,7 @@ def one_prompt(prompt: Prompt, taker: str, advice: str = "use generate for sever
     """Reject a list of prompts. taker: the subject of the error message."""
     prompts, is_batch = as_list(prompt)
     if is_batch:
-        raise RequestError(f"{taker} takes one prompt; got a list of {len(prompts)}: {advice}")
+        raise RequestError(f"{taker} takes one prompt; got a list of {len(prompts)}: {advice}", "prompt")
     return prompts[0]
 
 
@@ -215,11 +224,11 @@ def _is_prompt(item: Any) -> bool:
 
 def _checked_per_prompt(per_prompt: object, prompts: int) -> list[Mapping[str, Any]]:
     if isinstance(per_prompt, str | Mapping) or not isinstance(per_prompt, Sequence):
-        raise RequestError(f"per_prompt must be a list of options as dicts, one a prompt; got {per_prompt!r}")
+        raise OptionError("per_prompt", f"must be a list of options as dicts, one a prompt; got {per_prompt!r}")
     if len(per_prompt) != prompts:
-        raise RequestError(f"per_prompt has options for {len(per_prompt)} prompts, but there are {prompts}")
+        raise OptionError("per_prompt", f"has options for {len(per_prompt)} prompts, but there are {prompts}")
     if wrong := [own for own in per_prompt if not isinstance(own, Mapping)]:
-        raise RequestError(f"per_prompt must hold a dict of options for each prompt; got {wrong[0]!r}")
+        raise OptionError("per_prompt", f"must hold a dict of options for each prompt; got {wrong[0]!r}")
     for own in per_prompt:
         check_option_names(own, option_names())
     return list(per_prompt)
@@ -229,6 +238,19 @@ def needed_tokenizer(tokenizer: Tokenizer | None, what: str) -> Tokenizer:
     if tokenizer is None:
         raise TokenizerError(f"{what} needs a tokenizer, but this model has no tokenizer.json: give ids")
     return tokenizer
+
+
+def check_length(text: str, tokenizer: Tokenizer | None, context: int | None, option: str = "prompt") -> None:
+    """Raise `ContextOverflowError` for a text whose length alone shows that it exceeds the context. option: that it is
+    the value of."""
+    if context is None or len(text) <= context or not isinstance(tokenizer, TextLengths):
+        return
+    if (tokens := tokenizer.least_tokens(text)) > context:
+        raise ContextOverflowError(
+            f"{option} has {len(text):,} characters, which is at least {tokens:,} tokens, but the context holds "
+            f"{context:,}: shorten it",
+            option,
+        )
 
 
 def checked_ids(ids: Ids, vocab_size: int) -> list[int]:
@@ -268,7 +290,7 @@ def check_top(name: str, count: int, vocab_size: int) -> None:
     """Raise `RequestError` unless `count` is from 0 to the size of the vocabulary."""
     check_whole(name, count, low=0)
     if count > vocab_size:
-        raise RequestError(f"{name} is {count}, but the vocabulary has {vocab_size} ids: ask for fewer")
+        raise OptionError(name, f"is {count}, but the vocabulary has {vocab_size} ids: ask for fewer")
 
 
 # The maximum number of cached speculators. Each holds what it has learned and the programs of its draft model.
@@ -311,10 +333,11 @@ def checked_emitted(emitted: Emitted, request: Request, vocab_size: int) -> list
     if options.seed is None and options.temperature > 0 and options.beams == 1:
         raise RequestError(
             "a sampled request without a seed cannot be resumed: give the seed of its texts "
-            "(Completion.seed; submit it with one to know it ahead)"
+            "(Completion.seed; submit it with one to know it ahead)",
+            option="seed",
         )
     if isinstance(emitted, str | bytes) or not isinstance(emitted, Sequence | np.ndarray | Tensor):
-        raise RequestError(f"emitted must be ids, or a list of ids for each text; got {type(emitted).__name__}")
+        raise OptionError("emitted", f"must be ids, or a list of ids for each text; got {type(emitted).__name__}")
     items = list(emitted)
     if not items:
         return [[] for _ in range(options.n)]
@@ -322,19 +345,20 @@ def checked_emitted(emitted: Emitted, request: Request, vocab_size: int) -> list
     if not any(nested):
         items = [emitted]
     elif not all(nested):
-        raise RequestError("emitted must be ids, or a list of ids for each text; got a list of both")
+        raise OptionError("emitted", "must be ids, or a list of ids for each text; got a list of both")
     if len(items) != options.n:
-        raise RequestError(
-            f"emitted holds ids of {len(items)} texts, but the request has n={options.n}: give a list for each"
+        raise OptionError(
+            "emitted", f"holds ids of {len(items)} texts, but the request has n={options.n}: give a list for each"
         )
     texts = [plain_items(ids) for ids in items]
     for ids in texts:
         for token in ids:
             if not _is_id(token, vocab_size):
-                raise RequestError(f"emitted must hold ids, whole numbers from 0 to {vocab_size - 1}; got {token!r}")
+                raise OptionError("emitted", f"must hold ids, whole numbers from 0 to {vocab_size - 1}; got {token!r}")
         if len(ids) > request.max_new_tokens:
-            raise RequestError(
-                f"emitted holds {len(ids)} ids of a text, but max_new_tokens is {request.max_new_tokens}: give the "
-                "options of the request that emitted them"
+            raise OptionError(
+                "emitted",
+                f"holds {len(ids)} ids of a text, but max_new_tokens is {request.max_new_tokens}: give the options of "
+                "the request that emitted them",
             )
     return texts

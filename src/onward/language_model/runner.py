@@ -137,7 +137,8 @@ class Runner:
             options = requests[0].options
             raise RequestError(
                 f"a session generates one text at a time: leave out n and beams; got n={options.n}, "
-                f"beams={options.beams}"
+                f"beams={options.beams}",
+                option="n" if options.n > 1 else "beams",
             )
         if isinstance(cache, KVCache) and cache.batch != rows:
             row_counts = {request.options.rows for request in requests}

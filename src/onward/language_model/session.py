@@ -11,7 +11,8 @@ from onward.errors import RequestError, SessionError
 from onward.language_model import session_file
 from onward.language_model.completion import Completion, Piece
 from onward.language_model.language_model import LanguageModel, Messages
-from onward.language_model.options import ChatOptionsDict, GenerateOptionsDict
+from onward.language_model.options import ChatOptionsDict
+from onward.language_model.options_dict import GenerateOptionsDict
 from onward.language_model.request import Prompt, one_prompt
 from onward.language_model.session_file import SavedSession
 from onward.util.text import described

@@ -15,6 +15,7 @@ fp8 has 16 bytes, one per row, for every input instead of planes.
 Shapes: N rows (outputs), K inputs; `data` is uint8 [blocks, bytes of a block].
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -124,10 +125,17 @@ class Parts(NamedTuple):
         return Parts(*(None if part is None else change(part) for part in self))  # type: ignore[arg-type]
 
 
+@functools.cache
+def _table(values: tuple[float, ...], device: torch.device) -> Tensor:
+    """The values on a device, uploaded once: a CUDA graph cannot upload any."""
+    with torch._C._DisableFuncTorch():
+        return torch.tensor(values, dtype=torch.float32, device=device)
+
+
 def grouped_values(format: GroupedFormat, parts: Parts) -> Tensor:
     """float32 [N, K], with the roundings of ggml's own dequantization: one per product and difference."""
     if format.table is not None:
-        values = torch.tensor(format.table, dtype=torch.float32, device=parts.codes.device)[parts.codes.long()]
+        values = _table(format.table, parts.codes.device)[parts.codes.long()]
     else:
         values = parts.codes.to(torch.float32) - format.offset
     grouped = values.view(len(values), -1, format.group)

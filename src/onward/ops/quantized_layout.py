@@ -69,8 +69,8 @@ def row_values(format: str, data: Tensor, ids: Tensor, inputs: int) -> Tensor:
     if format in GROUPED_FORMATS:
         if len(ids) == 0:
             return data.new_empty((0, inputs), dtype=torch.float32)
-        blocks, index = torch.unique(block, return_inverse=True)
-        return values(format, data[blocks], inputs)[index * BLOCK + row]
+        of_blocks = values(format, data[block], inputs).view(len(ids), BLOCK, inputs)
+        return of_blocks[torch.arange(len(ids), device=ids.device), row]
     if format == "int8":
         q = _signed(_int8_lines(data)[block, :, row]).flatten(1)
         return _scaled(q, _int8_scales(data)[block, row], inputs)

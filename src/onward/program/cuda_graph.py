@@ -17,6 +17,8 @@ from onward.util.process import renew_in_forks
 
 _WARM_UP = 3
 _MAX_TOKENS = 16  # per row; steps with more tokens run eagerly
+_MAX_GRAPHS = 64  # the most recently used ones are kept
+_capturing = threading.Lock()  # a capture begins with a synchronization, which would end another thread's
 
 
 @torch.no_grad()
@@ -48,8 +50,9 @@ class _CapturedGraph:
 class CudaGraphExecutable:
     """Callable as a program. It captures a graph for every shape of tokens and every cache.
 
-    A graph contains addresses, so it belongs to the cache tensors it was captured with. Prompts (T above `_MAX_TOKENS`)
-    run eagerly: kernels take longer than launches there, and a graph for every length would cost more than it saves.
+    A graph contains addresses, so it belongs to the cache tensors it was captured with, or to later ones of the same
+    layout at the same addresses. Prompts (T above `_MAX_TOKENS`) run eagerly: kernels take longer than launches there,
+    and a graph for every length would cost more than it saves.
     capture: records the kernels that a function launches; returns a function that replays them, and their output
         tensor. Tests without a GPU pass their own.
     """
@@ -62,8 +65,8 @@ class CudaGraphExecutable:
         capture: Callable[[Callable[[], Tensor]], tuple[Callable[[], None], Tensor]] | None = None,
     ) -> None:
         self._eager = partial(run_eager, forward, params, selects_logits)
-        self._capture = capture or capture_graph
-        self._graphs: dict[Any, _CapturedGraph] = {}
+        self._capture = capture or GraphCapture()
+        self._graphs: dict[Any, _CapturedGraph] = {}  # the last used is last
         self._lock = threading.Lock()
         renew_in_forks(self)
 
@@ -78,14 +81,13 @@ class CudaGraphExecutable:
             return self._eager(tokens, offsets, cache, logits_at)
         leaves = [leaf for leaf in pytree.tree_leaves(cache) if isinstance(leaf, Tensor)]
         logits_shape = None if logits_at is None else logits_at.shape
-        addresses, shapes = tuple(leaf.data_ptr() for leaf in leaves), tuple(leaf.shape for leaf in leaves)
-        key = (tokens.shape, logits_shape, addresses, shapes)
+        layouts = tuple((leaf.data_ptr(), leaf.shape, leaf.stride(), leaf.dtype) for leaf in leaves)
+        key = (tokens.shape, logits_shape, layouts)
         with self._lock:
-            graph = self._graphs.get(key)
-            if graph is None:
-                # The memory of a replaced cache may be freed: drop its graphs.
-                self._graphs = {k: g for k, g in self._graphs.items() if k[2] == key[2]}
-                graph = self._graphs[key] = self._new_graph(tokens, offsets, cache, logits_at)
+            graph = self._graphs.pop(key, None) or self._new_graph(tokens, offsets, cache, logits_at)
+            self._graphs[key] = graph
+            if len(self._graphs) > _MAX_GRAPHS:
+                del self._graphs[next(iter(self._graphs))]
             graph.tokens.copy_(tokens)
             graph.offsets.copy_(offsets)
             if graph.logits_at is not None and logits_at is not None:
@@ -109,20 +111,44 @@ class CudaGraphExecutable:
         # The warm-up runs only write cache positions that this call writes anyway.
         try:
             replay, logits = self._capture(step)
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:  # the forward synchronizes with the device, or reads a value
-            raise TraceError(f"the forward cannot be captured as a CUDA graph: {one_line(error)}") from error
+            # The end of a failed capture raises an error of its own, which says nothing.
+            cause = error.__context__ if isinstance(error.__context__, RuntimeError) else error
+            raise TraceError(f"the forward cannot be captured as a CUDA graph: {one_line(cause)}") from error
         return _CapturedGraph(replay, *inputs, logits)
 
 
-def capture_graph(step: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-    """Record the kernels that `step` launches; return a function that replays them, and their output tensor."""
-    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(_WARM_UP):  # libraries choose their algorithms and allocate their workspaces
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        logits = step()
-    return graph.replay, logits
+class GraphCapture:
+    """Records the kernels that a function launches; returns a function that replays them, and their output tensor.
+
+    Its graphs share the memory of their intermediate results: they run one after the other, and the output is copied
+    before the next one runs.
+    """
+
+    def __init__(self) -> None:
+        self._pool: Any = None
+        self._stream: Any = None
+
+    def __call__(self, step: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+        with _capturing:
+            if self._stream is None:
+                self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            if self._pool is None:
+                self._pool = torch.cuda.graph_pool_handle()
+            self._stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._stream):
+                for _ in range(_WARM_UP):  # libraries choose their algorithms and allocate their workspaces
+                    step()
+            torch.cuda.current_stream().wait_stream(self._stream)
+            torch.cuda.empty_cache()  # the graph cannot use what the warm-up leaves
+            graph = torch.cuda.CUDAGraph()
+            try:
+                # Other threads may allocate memory meanwhile.
+                with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
+                    logits = step()
+            except BaseException:
+                self._pool = None  # a failed capture leaves it unusable
+                raise
+            return graph.replay, logits

@@ -1,29 +1,24 @@
-"""OpenAI's formats: request bodies to requests, and completions to response bodies and streams.
+"""Protocols: bodies to requests, and completions to responses and streams.
 
-Nothing here runs a model: an engine or a `LanguageModel` serves the requests. `onward batch` and `onward serve` use it.
+Nothing here runs a model or knows a web framework: an engine or a `LanguageModel` serves the requests. `onward serve`,
+`onward deploy` and `onward batch` use it.
 """
 
 from onward.protocols.answer_key import ResponseKey
-from onward.protocols.chat import answer_body, delta_body, finish_reason
-from onward.protocols.chat_events import ChunkStream
 from onward.protocols.errors import BodyError, error_fields, status_of
-from onward.protocols.responses import read_response
-from onward.protocols.responses_events import ResponseStream, response_body
-from onward.protocols.schema import URLS, BodyReader, ParsedBody
+from onward.protocols.limits import Limits
+from onward.protocols.protocol import ParsedBody, Protocol, ResponseEvents
+from onward.protocols.reader import PROTOCOLS, BodyReader
 
 __all__ = [
-    "URLS",
+    "PROTOCOLS",
     "BodyError",
     "BodyReader",
-    "ChunkStream",
+    "Limits",
     "ParsedBody",
+    "Protocol",
+    "ResponseEvents",
     "ResponseKey",
-    "ResponseStream",
-    "answer_body",
-    "delta_body",
     "error_fields",
-    "finish_reason",
-    "read_response",
-    "response_body",
     "status_of",
 ]

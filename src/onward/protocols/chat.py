@@ -1,281 +1,186 @@
-"""Completions as response bodies."""
+"""/v1/chat/completions: OpenAI's chat completions, with Onward's options as further fields."""
 
-import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, Self
 
-from onward.chat import AssistantMessage, MessageDelta, ToolCallDelta
-from onward.language_model import Completion, Piece, Request
-from onward.protocols.schema import ParsedBody
-from onward.sampling import TokenLogprobs
+from pydantic import Field, WithJsonSchema, model_validator
+
+from onward.decoding.speculation import PredictedOutput, Speculator
+from onward.errors import RequestError
+from onward.language_model import Completion, LanguageModel, Request, split_chat_options
+from onward.language_model.options import option_names
+from onward.language_model.request import check_length
+from onward.protocols.answers import ChatCompletion, answer_body
+from onward.protocols.body import AtMost, Body, Expected, FieldError, JsonSchema, Values, Whole
+from onward.protocols.chunks import ChunkEvents
+from onward.protocols.errors import BodyError
+from onward.protocols.messages import Messages, Text, template_form
+from onward.protocols.openai import CompletionsBody, LogprobCount
+from onward.protocols.options import OptionsBody
+from onward.protocols.protocol import ModelContext, ParsedBody, Prompts, Protocol
 from onward.tokenizer import Tokenizer
-from onward.tokenizer.text_stream import TokenText, TokenTexts, token_texts
+from onward.util.text import brief
 
-_MIN_LOGPROB = -9999.0  # OpenAI's value for minus infinity, which JSON doesn't have
-# Clients read one or the other.
-_REASONING = ("reasoning", "reasoning_content")
-_PREFIXES = {"chat.completion": "chatcmpl", "text_completion": "cmpl"}
-
-
-def answer_body(
-    body: ParsedBody, completions: Sequence[Completion], tokenizer: Tokenizer, version: str
-) -> dict[str, Any]:
-    """Return the response to a body.
-
-    completions: of its requests, in order; their choices follow each other. "seed" is that of the first: the same body
-    with it gives the same response.
-    """
-    choices: list[dict[str, Any]] = []
-    for at, completion in enumerate(completions):
-        prompt = body.requests[at].prompt
-        for text in completion.choices:
-            choice: dict[str, Any] = {"index": len(choices)}
-            if body.kind == "chat.completion":
-                choice |= _chat_choice(text, prompt, tokenizer)
-            else:
-                echo = "" if body.echoes is None else body.echoes[at]
-                choice |= _text_choice(text, completion, prompt, echo, tokenizer, body.return_token_ids)
-                if body.prompt_logprobs:
-                    choice["prompt_logprobs"] = prompt_logprobs(prompt, completion.prompt_logprobs, tokenizer)
-            if body.return_token_ids:
-                choice["token_ids"] = text.token_ids
-            choices.append(choice | {"finish_reason": finish_reason(text)})
-    answer = answer_head(body, body.kind, completions[0].seed, version)
-    answer |= {"choices": choices, "usage": usage_of(completions)}
-    if body.prompt_logprobs and body.kind == "chat.completion":
-        entries = completions[0].prompt_logprobs
-        answer["prompt_logprobs"] = prompt_logprobs(body.requests[0].prompt, entries, tokenizer)
-    return answer
+# The form of tools, for the document: `onward.chat.tools` validates them, as for Python.
+_FUNCTION: JsonSchema = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "pattern": "^[A-Za-z0-9_.-]{1,64}$"},
+        "description": {"type": "string"},
+        "parameters": {"type": "object"},
+        "strict": {"type": "boolean"},
+    },
+    "required": ["name"],
+    "additionalProperties": False,
+}
+_TOOL: JsonSchema = {
+    "type": "object",
+    "properties": {"type": {"const": "function"}, "function": _FUNCTION},
+    "required": ["type", "function"],
+}
+Tools = Annotated[
+    list[Annotated[Any, WithJsonSchema(_TOOL)]] | None,
+    Values("schema_values"),
+    AtMost("tools", "tools"),
+    Expected("a list of tools", "invalid_value"),
+]
+_CHOICE: JsonSchema = {"anyOf": [{"enum": ["auto", "none", "required", None]}, {"type": "object"}]}
+ToolChoice = Annotated[
+    str | dict[str, Any] | None, Expected("a string or an object", "invalid_value"), WithJsonSchema(_CHOICE)
+]
+Flag = Annotated[bool | None, Expected("true or false", "invalid_value")]
+TemplateVariables = Annotated[dict[str, Any] | None, Values("template_values")]
 
 
-def answer_head(body: ParsedBody, kind: str, seed: int | None, version: str) -> dict[str, Any]:
-    """The fields common to a response and its chunks. kind: the object type."""
-    return {
-        "id": f"{_PREFIXES[body.kind]}-{body.key.text}",
-        "object": kind,
-        "created": body.key.created,
-        "model": body.model,
-        "system_fingerprint": f"onward-{version}",
-        "seed": seed,
-    }
+class JsonSchemaFormat(Body):
+    name: str | None = None
+    description: str | None = None
+    schema_: Annotated[dict[str, Any], Values("schema_values", "schema_depth")] = Field(alias="schema")
+    strict: bool | None = None
 
 
-def finish_reason(text: Completion) -> str:
-    """OpenAI's finish reason: "tool_calls" if there are calls to run. A stop string that cuts off the last call leaves
-    nothing to run: "stop"."""
-    if text.finish_reason != "stop":  # including time limits, for which OpenAI has no other reason
-        return "length"
-    if text.message is None or not text.message.tool_calls:
-        return "stop"
-    is_cut = isinstance(text.stopped_by, str) and not text.message.tool_calls[-1].is_whole
-    return "stop" if is_cut else "tool_calls"
+class ResponseFormat(Body):
+    """The format of the text."""
+
+    type: Annotated[
+        Literal["text", "json_object", "json_schema"], Expected("text, json_object or json_schema", "unsupported_value")
+    ]
+    json_schema: JsonSchemaFormat | None = None
+
+    @model_validator(mode="after")
+    def _check_schema(self) -> Self:
+        if (self.type == "json_schema") is (self.json_schema is None):
+            form = 'must be {"type": "json_schema", "json_schema": {"name": …, "schema": {…}}}'
+            raise FieldError(form, "invalid_type")
+        return self
+
+    @property
+    def text_schema(self) -> dict[str, Any] | None:
+        """The JSON Schema of the text; None for any text."""
+        if self.json_schema is not None:
+            return self.json_schema.schema_
+        return {"type": "object"} if self.type == "json_object" else None
 
 
-def delta_body(delta: MessageDelta) -> dict[str, Any]:
-    """The "delta" of a chunk, without the role."""
-    body: dict[str, Any] = {"content": delta.content} if delta.content else {}
-    if delta.reasoning:
-        body |= dict.fromkeys(_REASONING, delta.reasoning)
-    if delta.tool_calls:
-        body["tool_calls"] = calls = []
-        for call in delta.tool_calls:
-            start = {} if call.id is None else {"id": call.id, "type": "function"}
-            name = {} if call.id is None else {"name": call.name}
-            calls.append({"index": call.index, **start, "function": {**name, "arguments": call.arguments}})
-    return body
+class Prediction(Body):
+    """The probable text, or most of it: decoding is faster where it is right."""
+
+    type: str
+    content: Text
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.type != "content":
+            raise FieldError(f'must have the type "content"; got {brief(self.type)}', "invalid_type")
+        if self.content is None:
+            raise FieldError("must be a string or a list of text parts; got null", "invalid_type", ".content")
+        return self
 
 
-def delta_of(message: AssistantMessage) -> MessageDelta:
-    calls = [ToolCallDelta(at, call.id, call.name, call.arguments) for at, call in enumerate(message.tool_calls)]
-    return MessageDelta(message.content or "", message.reasoning or "", tuple(calls))
+class ToolBody(OptionsBody):
+    """The fields of protocols with messages and tools."""
 
+    tools: Tools = None
+    tool_choice: ToolChoice = None
+    parallel_tool_calls: Flag = None
+    top_logprobs: LogprobCount = None
+    chat_template_kwargs: TemplateVariables = None
 
-def usage_of(completions: Sequence[Completion]) -> dict[str, Any]:
-    prompt = sum(completion.prompt_tokens for completion in completions)
-    texts = [text for completion in completions for text in completion.choices]
-    new = sum(len(text.token_ids) for text in texts)
-    usage: dict[str, Any] = {
-        "prompt_tokens": prompt,
-        "completion_tokens": new,
-        "total_tokens": prompt + new,
-        "prompt_tokens_details": {"cached_tokens": sum(completion.cached_tokens for completion in completions)},
-    }
-    details = {}
-    if reasoning := sum(text.reasoning_tokens or 0 for text in texts):
-        details["reasoning_tokens"] = reasoning
-    if drafts := [text.speculation for text in texts if text.speculation]:
-        details["accepted_prediction_tokens"] = accepted = sum(draft.accepted for draft in drafts)
-        details["rejected_prediction_tokens"] = sum(draft.drafted for draft in drafts) - accepted
-    return usage | ({"completion_tokens_details": details} if details else {})
-
-
-def _chat_choice(text: Completion, prompt: Sequence[int], tokenizer: Tokenizer) -> dict[str, Any]:
-    logprobs = None
-    if text.logprobs is not None:
-        tokens = token_texts(text.token_ids, text.logprobs, prompt, tokenizer)
-        logprobs = chat_logprobs(tokens, text.token_ids, text.logprobs)
-    assert text.message is not None, "a chat's text is parsed as a message"
-    message = text.message.to_dict()
-    if text.message.reasoning is not None:
-        message |= dict.fromkeys(_REASONING, text.message.reasoning)
-    return {"message": message | {"refusal": None}, "logprobs": logprobs}
-
-
-def chat_logprobs(tokens: Sequence[TokenText], ids: Sequence[int], entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
-    return {"content": logprob_entries(tokens, ids, entries), "refusal": None}
-
-
-def logprob_entries(
-    tokens: Sequence[TokenText], ids: Sequence[int], entries: Sequence[TokenLogprobs | None]
-) -> list[dict[str, Any]]:
-    """The tokens in a chat's logprobs. "id" is an extension."""
-    content = []
-    for token, id, entry in zip(tokens, ids, entries, strict=True):
-        if entry is None:  # the first token of a prompt
-            content.append({**_with_bytes(token, id, 0.0), "logprob": None, "top_logprobs": []})
-        else:
-            top = [_with_bytes(other, *pair) for other, pair in zip(token.top, entry.top, strict=True)]
-            content.append(_with_bytes(token, id, entry.chosen) | {"top_logprobs": top})
-    return content
-
-
-def _with_bytes(token: TokenText, id: int, logprob: float) -> dict[str, Any]:
-    return {"token": token.text, "logprob": _finite(logprob), "bytes": list(token.bytes), "id": id}
-
-
-def _text_choice(
-    text: Completion, completion: Completion, prompt: Sequence[int], echo: str, tokenizer: Tokenizer, with_content: bool
-) -> dict[str, Any]:
-    if text.logprobs is None:
-        return {"text": echo + text.text, "logprobs": None}
-    ids, entries = text.token_ids, list[TokenLogprobs | None](text.logprobs)
-    tokens = token_texts(ids, entries, prompt, tokenizer)
-    if completion.prompt_logprobs is not None:
-        tokens = [*token_texts(prompt, completion.prompt_logprobs, (), tokenizer), *tokens]
-        ids, entries = [*prompt, *ids], [*completion.prompt_logprobs, *entries]
-    return {"text": echo + text.text, "logprobs": text_logprobs(tokens, ids, entries, with_content=with_content)}
-
-
-def text_logprobs(
-    tokens: Sequence[TokenText],
-    ids: Sequence[int],
-    entries: Sequence[TokenLogprobs | None],
-    offset: int = 0,
-    *,
-    with_content: bool = False,
-) -> dict[str, Any]:
-    """The logprobs of a completion's tokens. offset: of the first token in the text. "ids" is an extension.
-
-    with_content: add another one, "content", in the format of chats: with the ids of alternatives, which a mapping by
-        text cannot tell apart.
-    """
-    offsets = [offset]
-    for token in tokens[:-1]:
-        offsets.append(offsets[-1] + len(token.text))
-    return {
-        "tokens": [token.text for token in tokens],
-        "token_logprobs": [None if entry is None else _finite(entry.chosen) for entry in entries],
-        "top_logprobs": [
-            None
-            if entry is None
-            else {other.text: _finite(logprob) for other, (_, logprob) in zip(token.top, entry.top, strict=True)}
-            for token, entry in zip(tokens, entries, strict=True)
-        ],
-        "text_offset": offsets[: len(tokens)],
-        "ids": list(ids),
-        **({"content": logprob_entries(tokens, ids, entries)} if with_content else {}),
-    }
-
-
-def prompt_logprobs(
-    prompt: Sequence[int], entries: Sequence[TokenLogprobs | None] | None, tokenizer: Tokenizer
-) -> list[dict[str, dict[str, Any]] | None]:
-    """The logprobs of a prompt in vLLM's format: for each token, itself and the top alternatives. rank: 1 for the
-    likeliest; None for a token that is not among the listed ones."""
-    assert entries is not None, "the body asks for them"
-    listed: list[dict[str, dict[str, Any]] | None] = []
-    for id, entry, token in zip(prompt, entries, token_texts(prompt, entries, (), tokenizer), strict=True):
-        if entry is None:
-            listed.append(None)
-            continue
-        own = {"logprob": _finite(entry.chosen), "rank": None, "decoded_token": token.text}
-        likeliest = {
-            str(other): {"logprob": _finite(logprob), "rank": rank, "decoded_token": text.text}
-            for rank, ((other, logprob), text) in enumerate(zip(entry.top, token.top, strict=True), 1)
+    def chat_request(
+        self, context: ModelContext, messages: Sequence[Mapping[str, Any]], effort: str | None, **more: Any
+    ) -> Request:
+        """The request of a conversation. effort: of reasoning. more: further options of `LanguageModel.chat`."""
+        own = self.chat_template_kwargs or {}
+        template = {
+            **context.variables,
+            **template_variables(context.lm, own, effort, self.field_of("reasoning_effort")),
         }
-        listed.append({str(id): own, **likeliest})
-    return listed
+        tools = ("tools", "tool_choice", "parallel_tool_calls")
+        more |= {name: getattr(self, name) for name in tools if name in self.model_fields_set}
+        options = {**context.options, **self.set_options(), "now": context.now, **more}
+        return context.lm.chat_request(messages, **options, template=template)
 
 
-def _finite(logprob: float) -> float:
-    return logprob if math.isfinite(logprob) else _MIN_LOGPROB
+def template_variables(
+    lm: LanguageModel, variables: Mapping[str, Any], effort: str | None = None, effort_field: str = "reasoning_effort"
+) -> dict[str, Any]:
+    """The chat template's variables in a body. Raises `RequestError` for names that the template doesn't read."""
+    if effort is not None and "reasoning_effort" not in variables:
+        _check_variables(lm, {"reasoning_effort": effort}, effort_field)
+        variables = {"reasoning_effort": effort, **variables}
+    _check_variables(lm, variables, "chat_template_kwargs")
+    return dict(variables)
 
 
-class ContentLogprobs:
-    """Selects the logprobs of a message's content while it is generated. The text is parsed token by token. A token
-    belongs to the content if one of its characters does, or a part of one. Text that may be the start of a mark is held
-    back until that is certain."""
+def _check_variables(lm: LanguageModel, variables: Mapping[str, Any], field: str) -> None:
+    try:  # they may have the names of options
+        split_chat_options(lm.chat_template, dict.fromkeys(set(variables) - set(option_names())))
+    except RequestError as error:
+        raise BodyError(str(error), field) from error
 
-    def __init__(self, request: Request, seed: int | None, tokenizer: Tokenizer) -> None:
-        assert request.answer is not None, "a chat's text is parsed as a message"
-        self._parser = request.answer.parser(request.prompt, seed)
-        self._marks = dict(request.answer.marks)
-        self._texts = TokenTexts(request.prompt, tokenizer)
-        self._pending: list[tuple[int, TokenLogprobs]] = []  # tokens whose texts are not final
-        # The texts since the last content, each with the unsent entries of its tokens.
-        self._read: list[tuple[str, list[dict[str, Any]]]] = []
-        self.pushed = 0
 
-    def push(self, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
-        """The entries of content that is certain after these tokens."""
-        new: list[dict[str, Any]] = []
-        for piece in pieces:
-            assert piece.logprobs is not None, "logprobs were asked for"
-            self.pushed += 1
-            self._pending.append((piece.token_id, piece.logprobs))
-            new += self._settle(self._texts.push(piece.token_id, piece.logprobs))
-        return new
+class ChatBody(CompletionsBody, ToolBody):
+    """A body of /v1/chat/completions."""
 
-    def rest(self, completion: Completion) -> list[dict[str, Any]]:
-        """The remaining entries of a finished text."""
-        tokens = list(zip(completion.token_ids, completion.logprobs or (), strict=True))[self.pushed :]
-        new = self.push([Piece("", id, entry) for id, entry in tokens])
-        new += self._settle(self._texts.flush())
-        self._parser.finish()
-        return new + self._match(self._parser.take().content)
+    messages: Messages
+    logprobs: bool | None = None
+    response_format: Annotated[ResponseFormat | None, Whole()] = None
+    prediction: Prediction | None = None
+    reasoning_effort: str | None = None
 
-    def _settle(self, final: Sequence[TokenText]) -> list[dict[str, Any]]:
-        """Parse tokens whose texts are final."""
-        new: list[dict[str, Any]] = []
-        entries: list[dict[str, Any]] = []  # of a character's tokens, whose text is in the last one
-        for at, token in enumerate(final, 1):
-            id, entry = self._pending.pop(0)
-            entries += logprob_entries([token], [id], [entry])
-            text = self._marks.get(id, token.text)
-            if token.bytes and not text and at < len(final):
-                continue
-            self._parser.feed(text)
-            self._read.append((text, entries))
-            new += self._match(self._parser.take().content)
-            entries = []
-        return new
+    @model_validator(mode="after")
+    def _check_logprobs(self) -> Self:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise FieldError("requires logprobs: true", at="top_logprobs")
+        return self
 
-    def _match(self, content: str) -> list[dict[str, Any]]:
-        """The entries of the tokens with this content: a suffix of the text read so far, apart from what is held
-        back."""
-        if not content:
-            return []
-        begin = "".join(text for text, _ in self._read).rfind(content)
-        end, at = begin + len(content), 0
-        new: list[dict[str, Any]] = []
-        rest: list[tuple[str, list[dict[str, Any]]]] = []
-        for text, entries in self._read:
-            after = at + len(text)
-            if at < end and after > begin:
-                new += entries
-                entries = []
-            if after > end:
-                rest.append((text[max(0, end - at) :], entries))
-            at = after
-        self._read = rest
-        return new
+    def field_of(self, option: str) -> str:
+        if option == "logprobs" and self.top_logprobs is not None:
+            return "top_logprobs"
+        if option == "json_schema" and self.response_format is not None:
+            return "response_format"
+        return "messages" if option == "prompt" else super().field_of(option)
+
+
+class ChatCompletions(Protocol):
+    path, summary, kind = "/v1/chat/completions", "Generate a chat completion.", "chat.completion"
+    body, response = ChatBody, ChatCompletion
+
+    def prompts(self, body: ChatBody, context: ModelContext) -> Prompts:
+        more: dict[str, Any] = {"logprobs": body.top_logprobs or 0} if body.logprobs else {}
+        if body.prediction is not None:
+            text = body.prediction.content or ""
+            check_length(text, context.lm.tokenizer, context.lm.model.max_seq_len, "prediction")
+            predicted = context.lm.encode(text, add_special_tokens=False)
+            more["draft"] = Speculator(PredictedOutput(predicted))
+        if body.response_format is not None and (schema := body.response_format.text_schema) is not None:
+            more["json_schema"] = schema
+        return Prompts((body.chat_request(context, template_form(body.messages), body.reasoning_effort, **more),))
+
+    def answer(
+        self, body: ParsedBody, completions: Sequence[Completion], tokenizer: Tokenizer, version: str
+    ) -> dict[str, Any]:
+        return answer_body(body, completions, tokenizer, version)
+
+    def events(self, body: ParsedBody, tokenizer: Tokenizer, version: str) -> ChunkEvents:
+        return ChunkEvents(body, tokenizer, version)

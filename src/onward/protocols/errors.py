@@ -11,11 +11,16 @@ class BodyError(RequestError):
     """A request body is invalid or unsupported. param: the field. code: OpenAI's error code. status: of HTTP."""
 
     def __init__(self, message: str, param: str | None = None, code: str = "invalid_value", status: int = 400) -> None:
-        super().__init__(message)
-        self.param, self.code, self.status = param, code, status
+        super().__init__(message, param)
+        self.code, self.status = code, status
+
+    @property
+    def param(self) -> str | None:
+        """The field to blame, if there is one."""
+        return self.option
 
     def __reduce__(self) -> tuple[type["BodyError"], tuple[str, str | None, str, int]]:
-        return type(self), (str(self), self.param, self.code, self.status)
+        return type(self), (str(self), self.option, self.code, self.status)
 
 
 def status_of(error: OnwardError) -> int:
@@ -34,9 +39,9 @@ def error_fields(error: OnwardError) -> dict[str, Any]:
     status = status_of(error)
     kinds = {429: "rate_limit_error", 500: "server_error", 503: "server_error"}
     codes = {429: "engine_busy", 500: "server_error", 503: "engine_unavailable"}
-    param, code = None, codes.get(status)
+    param, code = error.option if isinstance(error, RequestError) else None, codes.get(status)
     if isinstance(error, BodyError):
-        param, code = error.param, error.code
+        code = error.code
     elif isinstance(error, ContextOverflowError):
         code = "context_length_exceeded"
     message = str(error)

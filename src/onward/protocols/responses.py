@@ -1,188 +1,254 @@
-"""Bodies of /v1/responses, which are read as the equivalent chats. Nothing is stored."""
+"""/v1/responses: OpenAI's responses, which are read as the equivalent chats. Nothing is stored."""
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from onward.protocols.answer_key import ResponseKey
-from onward.protocols.errors import BodyError
-from onward.protocols.schema import BodyReader, ParsedBody, check_neutral, read_text
+from pydantic import Field, model_validator
 
-# Fields that are supported only with these values, which have no effect.
-_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "background": (False,),
-    "conversation": (),
-    "max_tool_calls": (),
-    "previous_response_id": (),
-    "prompt": (),
-    "store": (False,),
-    "truncation": ("disabled",),
-}
-# Fields of a chat that responses do not have.
-_CHAT_ONLY = {
-    *("messages", "n", "logprobs", "response_format", "prediction", "stop", "max_tokens", "max_new_tokens"),
-    *("prompt_logprobs", "max_completion_tokens", "reasoning_effort", "return_token_ids", "functions", "function_call"),
-    "beams",
-}
+from onward.language_model import Completion
+from onward.protocols.body import (
+    Body,
+    Expected,
+    FieldError,
+    JsonSchema,
+    Marker,
+    Unserved,
+    Validation,
+    Values,
+    Whole,
+)
+from onward.protocols.chat import ToolBody, ToolChoice, Tools
+from onward.protocols.messages import joined_text
+from onward.protocols.openai import LabeledBody, Length
+from onward.protocols.options import body_with_options
+from onward.protocols.protocol import ModelContext, ParsedBody, Prompts, Protocol
+from onward.protocols.responses_events import Response, ResponseEventStream, response_body
+from onward.tokenizer import Tokenizer
+from onward.util.text import brief
+
 _LOGPROBS = "message.output_text.logprobs"  # the only supported value of `include`
 _TEXT_PARTS = ("input_text", "output_text", "text")
-_REASONING = {"effort", "summary", "generate_summary"}
+# Options of texts in general that responses do not have.
+_NOT_FIELDS = ("n", "beams", "length_penalty", "early_stopping", "stop", "prompt_logprobs")
 
 
-def read_response(reader: BodyReader, body: Mapping[str, Any], key: ResponseKey | None = None) -> ParsedBody:
-    """Read a body of /v1/responses. key: of the response; a new one by default. Raises `BodyError`: as
-    `BodyReader.read`, with the field names of this endpoint."""
-    fields = {name: value for name, value in body.items() if value is not None}
-    check_neutral(fields, _NEUTRAL)
-    if unknown := [name for name in fields if name in _CHAT_ONLY]:
-        raise BodyError(f"{unknown[0]} is not a field of responses", unknown[0], "unknown_parameter")
-    try:
-        read = reader.read("/v1/chat/completions", _chat(fields), key)
-    except BodyError as error:
-        raise _renamed(error) from error
-    return replace(read, fields=fields)
+class TextFormat(Body):
+    type: Annotated[
+        Literal["text", "json_object", "json_schema"], Expected("text, json_object or json_schema", "unsupported_value")
+    ]
+    name: str | None = None
+    description: str | None = None
+    schema_: Annotated[dict[str, Any] | None, Values("schema_values", "schema_depth")] = Field(None, alias="schema")
+    strict: bool | None = None
+
+    @model_validator(mode="after")
+    def _check_schema(self) -> Self:
+        if (self.type == "json_schema") is (self.schema_ is None):
+            raise FieldError('must be {"type": "json_schema", "name": …, "schema": {…}}', "invalid_type")
+        return self
 
 
-def _renamed(error: BodyError) -> BodyError:
-    names = {"messages": "input", "response_format": "text", "reasoning_effort": "reasoning"}
-    names |= {"max_completion_tokens": "max_output_tokens"}
-    param, message = error.param, str(error)
-    for old, new in names.items():
-        if param is not None and (param == old or param.startswith((f"{old}[", f"{old}."))):
-            param, message = param.replace(old, new, 1), message.replace(old, new)
-    message = re.sub(r"^(tools\[\d+\])\.function\b", r"\1", message)  # tools are not nested here
-    return BodyError(message, param, error.code, error.status)
+class TextOptions(Body):
+    format: TextFormat | None = None
+    verbosity: Annotated[Any, Unserved(("medium",), hint=True)] = None
 
 
-def _chat(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The equivalent body of a chat."""
-    own = {"input", "instructions", "text", "reasoning", "tools", "tool_choice", "include", "top_logprobs", *_NEUTRAL}
-    own.add("max_output_tokens")
-    chat = {name: value for name, value in fields.items() if name not in own}
-    if "input" not in fields:
-        raise BodyError("input is required", "input", "missing_required_parameter")
-    chat["messages"] = _messages(fields["input"], fields.get("instructions"))
-    chat |= _logprobs(fields.get("include", []), fields.get("top_logprobs", 0))
-    if "max_output_tokens" in fields:
-        chat["max_completion_tokens"] = fields["max_output_tokens"]
-    if "text" in fields:
-        chat |= _format(fields["text"])
-    if "reasoning" in fields:
-        chat |= _reasoning(fields["reasoning"])
-    if "tools" in fields:
-        chat["tools"] = _tools(fields["tools"])
-    if "tool_choice" in fields:
-        choice = chat["tool_choice"] = fields["tool_choice"]
-        if isinstance(choice, dict) and choice.get("type") == "function" and "name" in choice:
-            chat["tool_choice"] = {"type": "function", "function": {"name": choice["name"]}}
-    return chat
+class Reasoning(Body):
+    effort: str | None = None
+    summary: Annotated[Any, Unserved(hint=True)] = None
+    generate_summary: Annotated[Any, Unserved(hint=True)] = None
 
 
-def _messages(items: object, instructions: object) -> list[dict[str, Any]]:
-    if instructions is not None and not isinstance(instructions, str):
-        raise BodyError(f"instructions must be a string; got {instructions!r}", "instructions", "invalid_type")
-    messages: list[dict[str, Any]] = [] if instructions is None else [{"role": "system", "content": instructions}]
-    if isinstance(items, str):
-        return [*messages, {"role": "user", "content": items}]
-    if not isinstance(items, list) or not items:
-        raise BodyError(f"input must be a string or a list of items; got {items!r}", "input", "invalid_type")
-    for at, item in enumerate(items):
-        _add_item(messages, item, f"input[{at}]")
-    return messages
+@dataclass(frozen=True)
+class _Include(Marker):
+    def check(self, value: Any, validation: Validation, name: str) -> Any:
+        if value is not None and (not isinstance(value, list) or any(each != _LOGPROBS for each in value)):
+            raise FieldError(f"supports only [{_LOGPROBS!r}]; got {brief(value)}")
+        return value
 
 
-def _add_item(messages: list[dict[str, Any]], item: object, at: str) -> None:
-    """Add an item to the messages. Consecutive reasoning, text and calls of the assistant are one message."""
-    if not isinstance(item, dict):
-        raise BodyError(f"{at} must be an object; got {item!r}", at, "invalid_type")
-    kind = item.get("type", "message")
-    if kind == "message":
-        message = {"role": item.get("role"), "content": _content(item.get("content"), f"{at}.content")}
-        if not isinstance(message["role"], str):
-            raise BodyError(f"{at} must have a role; got {item!r}", at, "invalid_type")
-        _join(messages, message) if message["role"] == "assistant" else messages.append(message)
-    elif kind == "function_call":
-        function = {"name": item.get("name"), "arguments": item.get("arguments") or ""}
-        call = {"id": item.get("call_id"), "type": "function", "function": function}
-        if not all(isinstance(value, str) for value in (call["id"], *function.values())):
-            raise BodyError(f"{at} must have a call_id, a name and arguments; got {item!r}", at, "invalid_type")
-        _join(messages, {"tool_calls": [call]})
-    elif kind == "function_call_output":
-        output, call_id = item.get("output"), item.get("call_id")
-        if not isinstance(call_id, str):
-            raise BodyError(f"{at} must have a call_id; got {item!r}", at, "invalid_type")
-        messages.append({"role": "tool", "tool_call_id": call_id, "content": _content(output, f"{at}.output")})
-    elif kind == "reasoning":
-        parts = item.get("content") or []
-        if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
-            raise BodyError(f"{at}.content must be a list of parts; got {parts!r}", f"{at}.content", "invalid_type")
-        text = "".join(str(part.get("text", "")) for part in parts)
-        _join(messages, {"reasoning": text} if text else {})
-    else:
-        raise BodyError(f"items of type {kind!r} are not supported", at, "unsupported_value")
+@dataclass(frozen=True)
+class _FlatTools(Marker):
+    """Tools whose functions are not nested, as tools of chats."""
+
+    def check(self, value: Any, validation: Validation, name: str) -> Any:
+        if not isinstance(value, list):
+            raise FieldError(f"must be a list; got {brief(value)}", "invalid_type")
+        tools = []
+        for at, tool in enumerate(value):
+            if not isinstance(tool, dict) or tool.get("type") != "function":
+                raise FieldError(f"must be a function; got {brief(tool)}", "unsupported_value", f"[{at}]")
+            function = {name: value for name, value in tool.items() if name != "type" and value is not None}
+            tools.append({"type": "function", "function": function})
+        return tools
 
 
-def _join(messages: list[dict[str, Any]], part: Mapping[str, Any]) -> None:
-    """Merge a part into the last message if that is the assistant's and lacks it; otherwise start a message."""
-    last = messages[-1] if messages else {}
-    present = {name for name, value in last.items() if value is not None}
-    if last.get("role") != "assistant" or (set(part) - {"role", "tool_calls"}) & present:
-        last = {"role": "assistant", "content": None}
-        messages.append(last)
-    calls = [*last.get("tool_calls", ()), *part.get("tool_calls", ())]
-    last |= {**part, **({"tool_calls": calls} if calls else {})}
+@dataclass(frozen=True)
+class _FlatChoice(Marker):
+    """A choice whose function is not nested, as one of chats."""
+
+    def check(self, value: Any, validation: Validation, name: str) -> Any:
+        if isinstance(value, dict) and value.get("type") == "function" and "name" in value:
+            return {"type": "function", "function": {"name": value["name"]}}
+        return value
 
 
-def _content(content: object, at: str) -> str:
-    if isinstance(content, list):
-        content = [
-            part | {"type": "text"} if isinstance(part, dict) and part.get("type") in _TEXT_PARTS else part
-            for part in content
-        ]
-    return read_text(content, at)
+@dataclass(frozen=True)
+class _Items(Marker):
+    """A text, or items, as the messages of a chat."""
+
+    def check(self, value: Any, validation: Validation, name: str) -> Any:
+        if isinstance(value, str):
+            return [{"role": "user", "content": value}]
+        if not isinstance(value, list) or not value:
+            raise FieldError(f"must be a string or a list of items; got {brief(value)}", "invalid_type")
+        if len(value) > validation.limits.messages:
+            raise FieldError(f"has {len(value)} items; this server allows at most {validation.limits.messages}")
+        messages = _MessageBuilder(validation)
+        for at, item in enumerate(value):
+            messages.add(item, f"[{at}]")
+        return messages.messages
+
+    def describe(self, schema: JsonSchema) -> JsonSchema:
+        return {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}, "minItems": 1}]}
 
 
-def _logprobs(include: object, top: object) -> dict[str, Any]:
-    if not isinstance(include, list) or any(each != _LOGPROBS for each in include):
-        raise BodyError(f"include supports only {_LOGPROBS!r}; got {include!r}", "include")
-    if not include and top != 0:
-        raise BodyError(f"top_logprobs requires include: [{_LOGPROBS!r}]", "top_logprobs")
-    return {"logprobs": True, "top_logprobs": top} if include else {}
+class _MessageBuilder:
+    """Makes messages of items. Consecutive reasoning, text and calls of the assistant are one message."""
+
+    def __init__(self, validation: Validation) -> None:
+        self.messages: list[dict[str, Any]] = []
+        self._validation = validation
+
+    def add(self, item: Any, at: str) -> None:
+        """Add an item. Raises `FieldError`: it is invalid. at: its place."""
+        if not isinstance(item, dict):
+            raise FieldError(f"must be an object; got {brief(item)}", "invalid_type", at)
+        kind = item.get("type", "message")
+        if kind == "message":
+            role, content = item.get("role"), self._text(item.get("content"), f"{at}.content")
+            if not isinstance(role, str):
+                raise FieldError(f"must have a role; got {brief(item)}", "invalid_type", at)
+            message = {"role": "system" if role == "developer" else role, "content": content}
+            self._join(message) if role == "assistant" else self.messages.append(message)
+        elif kind == "function_call":
+            function = {"name": item.get("name"), "arguments": item.get("arguments") or ""}
+            call = {"id": item.get("call_id"), "type": "function", "function": function}
+            if not all(isinstance(value, str) for value in (call["id"], *function.values())):
+                problem = f"must have a call_id, a name and arguments; got {brief(item)}"
+                raise FieldError(problem, "invalid_type", at)
+            self._join({"tool_calls": [call]})
+        elif kind == "function_call_output":
+            if not isinstance(call_id := item.get("call_id"), str):
+                raise FieldError(f"must have a call_id; got {brief(item)}", "invalid_type", at)
+            output = self._text(item.get("output"), f"{at}.output")
+            self.messages.append({"role": "tool", "tool_call_id": call_id, "content": output})
+        elif kind == "reasoning":
+            parts = item.get("content") or []
+            if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
+                problem = f"must be a list of parts; got {brief(parts)}"
+                raise FieldError(problem, "invalid_type", f"{at}.content")
+            text = "".join([str(part.get("text", "")) for part in parts])
+            self._join({"reasoning": text} if text else {})
+        else:
+            raise FieldError(f"is of the type {brief(kind)}, which is not supported", "unsupported_value", at)
+
+    def _join(self, part: Mapping[str, Any]) -> None:
+        """Merge a part into the last message if that is the assistant's and lacks it; otherwise start a message."""
+        last = self.messages[-1] if self.messages else {}
+        overlaps = any(last.get(name) is not None for name in part if name not in ("role", "tool_calls"))
+        if last.get("role") != "assistant" or overlaps:
+            last = {"role": "assistant", "content": None}
+            self.messages.append(last)
+        if "tool_calls" in part:
+            last.setdefault("tool_calls", []).extend(part["tool_calls"])
+        last |= {name: value for name, value in part.items() if name != "tool_calls"}
+
+    def _text(self, content: Any, at: str) -> str:
+        if content is None:
+            raise FieldError("must be a string or a list of text parts; got null", "invalid_type", at)
+        try:
+            return joined_text(content, self._validation, _TEXT_PARTS)  # type: ignore[no-any-return]
+        except FieldError as problem:
+            raise FieldError(problem.problem, problem.code, f"{at}{problem.at}") from None
 
 
-def _format(text: object) -> dict[str, Any]:
-    if not isinstance(text, dict) or not set(text) <= {"format", "verbosity"}:
-        raise BodyError(f'text must be {{"format": {{…}}}}; got {text!r}', "text", "invalid_type")
-    if text.get("verbosity") not in (None, "medium"):
-        raise BodyError("text.verbosity is not supported: remove it", "text.verbosity", "unsupported_value")
-    format = text.get("format")
-    if not isinstance(format, dict) or format.get("type") != "json_schema":
-        return {} if format is None else {"response_format": format}
-    schema = {name: value for name, value in format.items() if name != "type"}
-    return {"response_format": {"type": "json_schema", "json_schema": schema}}
+if TYPE_CHECKING:
+    _WithOptions = LabeledBody
+else:
+    _WithOptions = body_with_options("_WithOptions", LabeledBody, without=_NOT_FIELDS)
 
 
-def _reasoning(reasoning: object) -> dict[str, Any]:
-    if not isinstance(reasoning, dict) or not set(reasoning) <= _REASONING:
-        raise BodyError(f'reasoning must be {{"effort": …}}; got {reasoning!r}', "reasoning", "invalid_type")
-    if any(reasoning.get(name) is not None for name in ("summary", "generate_summary")):
-        raise BodyError("reasoning summaries are not supported", "reasoning.summary", "unsupported_value")
-    return {} if reasoning.get("effort") is None else {"reasoning_effort": reasoning["effort"]}
+class ResponseBody(_WithOptions, ToolBody):
+    """A body of /v1/responses."""
+
+    input: Annotated[list[dict[str, Any]], _Items()]
+    instructions: str | None = None
+    max_output_tokens: Length = None
+    text: Annotated[TextOptions | None, Whole()] = None
+    reasoning: Reasoning | None = None
+    include: Annotated[list[Literal["message.output_text.logprobs"]] | None, _Include()] = None
+    tools: Annotated[Tools, _FlatTools()] = None
+    tool_choice: Annotated[ToolChoice, _FlatChoice()] = None
+    background: Annotated[Any, Unserved((False,))] = None
+    conversation: Annotated[Any, Unserved()] = None
+    max_tool_calls: Annotated[Any, Unserved()] = None
+    previous_response_id: Annotated[Any, Unserved()] = None
+    prompt: Annotated[Any, Unserved()] = None
+    truncation: Annotated[Any, Unserved(("disabled",))] = None
+
+    @model_validator(mode="after")
+    def _check_logprobs(self) -> Self:
+        if self.top_logprobs and not self.include:
+            raise FieldError(f"requires include: [{_LOGPROBS!r}]", at="top_logprobs")
+        return self
+
+    def set_options(self) -> dict[str, Any]:
+        options = super().set_options()
+        if self.max_output_tokens is not None:
+            options["max_new_tokens"] = self.max_output_tokens
+        if self.include:
+            options["logprobs"] = self.top_logprobs or 0
+        format = None if self.text is None else self.text.format
+        if format is not None and format.type != "text":
+            options["json_schema"] = {"type": "object"} if format.schema_ is None else format.schema_
+        return options
+
+    def field_of(self, option: str) -> str:
+        if option == "json_schema":
+            return option if "json_schema" in self.model_fields_set else "text"
+        return _FIELDS.get(option, option)
+
+    def place_of(self, path: str) -> str:
+        place = super().place_of(path)
+        return re.sub(r"^(tools\[\d+\])\.function\b", r"\1", place)  # functions are not nested here
 
 
-def _tools(tools: object) -> list[Any]:
-    if not isinstance(tools, list):
-        raise BodyError(f"tools must be a list; got {tools!r}", "tools", "invalid_type")
-    nested = []
-    for at, tool in enumerate(tools):
-        if not isinstance(tool, dict) or tool.get("type") != "function":
-            raise BodyError(f"tools[{at}] must be a function; got {tool!r}", f"tools[{at}]", "unsupported_value")
-        function = {name: value for name, value in tool.items() if name != "type" and value is not None}
-        nested.append({"type": "function", "function": function})
-    return nested
+# Fields, by the options that they set under another name.
+_FIELDS = {
+    "max_new_tokens": "max_output_tokens",
+    "logprobs": "top_logprobs",
+    "messages": "input",
+    "prompt": "input",
+    "reasoning_effort": "reasoning",
+}
 
 
-def tools_of(body: ParsedBody) -> Sequence[Any]:
-    """The tools as the response repeats them."""
-    return [{"parameters": None, "strict": None} | tool for tool in body.fields.get("tools", ())]
+class Responses(Protocol):
+    path, summary, kind = "/v1/responses", "Generate a response; nothing is stored.", "response"
+    body, response = ResponseBody, Response
+
+    def prompts(self, body: ResponseBody, context: ModelContext) -> Prompts:
+        system = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
+        effort = None if body.reasoning is None else body.reasoning.effort
+        return Prompts((body.chat_request(context, [*system, *body.input], effort),))
+
+    def answer(
+        self, body: ParsedBody, completions: Sequence[Completion], tokenizer: Tokenizer, version: str
+    ) -> dict[str, Any]:
+        return response_body(body, completions[0], tokenizer, version)
+
+    def events(self, body: ParsedBody, tokenizer: Tokenizer, version: str) -> ResponseEventStream:
+        return ResponseEventStream(body, tokenizer, version)

@@ -1,17 +1,34 @@
 """Responses of /v1/responses: an object with items, and the events that build it in a stream."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
+
+from pydantic import BaseModel
 
 from onward.chat import MessageDelta, ToolCallDelta
 from onward.errors import OnwardError
 from onward.language_model import Completion, Piece
 from onward.protocols.answer_key import ResponseKey
-from onward.protocols.chat import ContentLogprobs, delta_of, finish_reason
+from onward.protocols.answers import ContentLogprobs, delta_of, finish_reason
+from onward.protocols.chunks import as_json
 from onward.protocols.errors import error_fields
-from onward.protocols.responses import tools_of
-from onward.protocols.schema import ParsedBody
+from onward.protocols.protocol import ParsedBody
 from onward.tokenizer import Tokenizer
+
+
+class Response(BaseModel):
+    """A response of /v1/responses, for the OpenAPI document."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: Literal["in_progress", "completed", "incomplete", "failed"]
+    model: str
+    output: list[dict[str, Any]]
+    usage: dict[str, Any] | None
+    seed: int | None
+    system_fingerprint: str
+
 
 Event = dict[str, Any]
 Entry = dict[str, Any]  # of logprobs
@@ -142,7 +159,7 @@ class ResponseStream:
             "temperature": options.temperature,
             "text": fields.get("text", {"format": {"type": "text"}}),
             "tool_choice": fields.get("tool_choice", "auto"),
-            "tools": tools_of(self._body),
+            "tools": [{"parameters": None, "strict": None} | tool for tool in fields.get("tools", ())],
             "top_logprobs": options.logprobs or 0,
             "top_p": options.top_p,
             "truncation": "disabled",
@@ -151,6 +168,38 @@ class ResponseStream:
             "seed": self._body.seed,
             "system_fingerprint": f"onward-{self._version}",
         }
+
+
+class ResponseEventStream:
+    """The events of a response as server-sent events."""
+
+    per_piece = True
+
+    def __init__(self, body: ParsedBody, tokenizer: Tokenizer, version: str) -> None:
+        self._stream = ResponseStream(body, tokenizer, version)
+
+    def begin(self, at: int) -> list[str]:
+        return _named(self._stream.begin())
+
+    def pieces(self, at: int, pieces: Sequence[Piece]) -> list[tuple[int, str]]:
+        events = []
+        for done, piece in enumerate(pieces):
+            new = _named(self._stream.pieces([piece]))
+            events += [(done + (event is new[-1]), event) for event in new]
+        return events
+
+    def end(self, at: int, completion: Completion) -> list[str]:
+        return _named(self._stream.end(completion))
+
+    def finish(self) -> list[str]:
+        return []
+
+    def error(self, error: OnwardError) -> list[str]:
+        return _named(self._stream.error(error))
+
+
+def _named(events: Sequence[Event]) -> list[str]:
+    return [f"event: {event['type']}\ndata: {as_json(event)}\n\n" for event in events]
 
 
 def _usage(completion: Completion) -> dict[str, Any]:

@@ -5,7 +5,8 @@ from onward.sampling.draw import greedy
 from onward.sampling.history import History
 from onward.sampling.logprobs import Logprobs, Token, TokenLogprobs, logprobs
 from onward.sampling.noise import gumbel_noise, sample_seed
-from onward.sampling.params import SamplingOptionsDict, SamplingParams
+from onward.sampling.options_dict import SamplingOptionsDict
+from onward.sampling.params import SamplingParams
 from onward.sampling.sampler import Sampler, fresh_seed, sample
 
 __all__ = [

@@ -7,56 +7,24 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Self, Unpack
 
-from onward.errors import RequestError
-from onward.sampling.transforms.bad_words import BadWords, BadWordsDict
-from onward.sampling.transforms.dry import Dry, DryDict
-from onward.sampling.transforms.logit_bias import LogitBias, LogitBiasDict
-from onward.sampling.transforms.min_new_tokens import MinNewTokens, MinNewTokensDict
-from onward.sampling.transforms.min_p import MinP, MinPDict
-from onward.sampling.transforms.no_repeat_ngram import NoRepeatNgram, NoRepeatNgramDict
-from onward.sampling.transforms.penalties import (
-    FrequencyPenalty,
-    FrequencyPenaltyDict,
-    PresencePenalty,
-    PresencePenaltyDict,
-    RepetitionPenalty,
-    RepetitionPenaltyDict,
-)
-from onward.sampling.transforms.temperature import Temperature, TemperatureDict
-from onward.sampling.transforms.top_k import TopK, TopKDict
-from onward.sampling.transforms.top_p import TopP, TopPDict
-from onward.sampling.transforms.transform import Adjustment, Filter, transforms_of
-from onward.sampling.transforms.typical_p import TypicalP, TypicalPDict
-from onward.sampling.transforms.xtc import Xtc, XtcDict
-from onward.util.checks import BUILTIN_TYPES, check_whole, plain
+from onward.errors import OptionError
+from onward.sampling.options_dict import SamplingOptionsDict
+from onward.sampling.transforms.bad_words import BadWords
+from onward.sampling.transforms.dry import Dry
+from onward.sampling.transforms.logit_bias import LogitBias
+from onward.sampling.transforms.min_new_tokens import MinNewTokens
+from onward.sampling.transforms.min_p import MinP
+from onward.sampling.transforms.no_repeat_ngram import NoRepeatNgram
+from onward.sampling.transforms.penalties import FrequencyPenalty, PresencePenalty, RepetitionPenalty
+from onward.sampling.transforms.temperature import Temperature
+from onward.sampling.transforms.top_k import TopK
+from onward.sampling.transforms.top_p import TopP
+from onward.sampling.transforms.transform import Adjustment, Filter, Transform, transforms_of
+from onward.sampling.transforms.typical_p import TypicalP
+from onward.sampling.transforms.xtc import Xtc
+from onward.util.checks import check_whole
 from onward.util.option_names import check_option_names
-from onward.util.text_input import check_value
-
-
-class UnseededOptionsDict(
-    LogitBiasDict,
-    RepetitionPenaltyDict,
-    PresencePenaltyDict,
-    FrequencyPenaltyDict,
-    DryDict,
-    NoRepeatNgramDict,
-    BadWordsDict,
-    MinNewTokensDict,
-    TemperatureDict,
-    TopKDict,
-    TopPDict,
-    MinPDict,
-    TypicalPDict,
-    XtcDict,
-    total=False,
-):
-    """The fields of `SamplingParams` as keyword arguments, for editors and type checkers; all but the seed."""
-
-
-class SamplingOptionsDict(UnseededOptionsDict, total=False):
-    """The fields of `SamplingParams` as keyword arguments, for editors and type checkers."""
-
-    seed: int | None
+from onward.util.options import SAMPLING, option, options_of
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -88,23 +56,19 @@ class SamplingParams(
         RequestError: a value outside its range, or options that contradict each other.
     """
 
-    seed: int | None = None
+    seed: int | None = option(
+        None, low=0, below=2**64, help="Random seed.", group=SAMPLING, show_default="a new one each time"
+    )
 
     def __post_init__(self) -> None:
-        # Users also write eos=2, lists, arrays and dicts; convert them to one hashable form.
+        options = options_of(self._kind)
         for name, value in vars(self).items():
-            kind = type(value)
-            if kind not in BUILTIN_TYPES:
-                value = plain(value)
-                self._set(name, value)
-                check_value(value, name)
-            elif (kind is int and value.bit_length() > 64) or kind is str or (kind is tuple and value):
-                check_value(value, name)
+            if value is not options[name].default:
+                self._set(name, options[name].normalized(value))
         for check in _checks(self._kind):
             check(self)
-        check_seed(self.seed)
         if self.xtc_probability and not self.temperature:
-            raise RequestError("xtc_probability needs a temperature above 0: greedy decoding has only top choices")
+            raise OptionError("xtc_probability", "needs a temperature above 0: greedy decoding has only top choices")
 
     @property
     def _kind(self) -> Any:  # mypy takes a dataclass's own hash for its class's
@@ -120,10 +84,18 @@ class SamplingParams(
         """Raise `RequestError` if min_new_tokens is more than `max_new_tokens`."""
         check_whole("max_new_tokens", max_new_tokens, low=0)
         if self.min_new_tokens > max_new_tokens:
-            raise RequestError(
-                f"min_new_tokens is {self.min_new_tokens}, but max_new_tokens is {max_new_tokens}: ask for more tokens "
-                "or a smaller minimum"
+            raise OptionError(
+                "min_new_tokens",
+                f"is {self.min_new_tokens}, but max_new_tokens is {max_new_tokens}: ask for more tokens or a smaller "
+                "minimum",
             )
+
+    def check_ids(self, vocab_size: int) -> None:
+        """Raise `RequestError` if an option names an id outside the vocabulary, or a text instead of ids."""
+        for kind in transforms_of(self._kind, Adjustment):
+            for name, ids in kind.named_ids(self).items():
+                if (largest := max(ids, default=0)) >= vocab_size:
+                    raise OptionError(name, f"names id {largest}, but the vocabulary ends at {vocab_size - 1}")
 
     @property
     def stop_ids(self) -> frozenset[int]:
@@ -139,7 +111,8 @@ class SamplingParams(
 
 @functools.cache
 def _checks(options: type[SamplingParams]) -> tuple[Callable[[Any], None], ...]:
-    return tuple(kind.check for kind in (*transforms_of(options, Adjustment), *transforms_of(options, Filter)))
+    kinds: list[type[Transform]] = [*transforms_of(options, Adjustment), *transforms_of(options, Filter)]
+    return tuple(kind.check for kind in kinds if kind.check is not Transform.check)
 
 
 @functools.cache
@@ -156,11 +129,3 @@ SamplingParams.__doc__ = "\n".join(
     for kind in (SamplingParams, *transforms_of(SamplingParams, Filter), *transforms_of(SamplingParams, Adjustment))
     if kind.__doc__
 )
-
-
-def check_seed(seed: int | None) -> None:
-    if seed is None:
-        return
-    check_whole("seed", seed, low=0)
-    if seed >= 2**64:
-        raise RequestError(f"seed must be below 2^64; got {seed}")

@@ -11,7 +11,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from onward.errors import NothingToDrawError, RequestError
+from onward.errors import NothingToDrawError, OptionError, RequestError
 from onward.sampling.constraint import ConstraintState, mask_logits, nothing_left
 from onward.sampling.draw import GREEDY, Greedy, GumbelSampler, greedy
 from onward.sampling.history import History
@@ -39,7 +39,8 @@ class AdjustmentPass:
         self.any = bool(pairs)
         self.needs_history = any(kind.needs_history for kind in self._kinds)
         self._can_ban = any(kind.can_ban(row) for kind, row in pairs)
-        self._max_id = max((token for kind, row in pairs for token in kind.named_ids(row)), default=-1)
+        named = [(max(ids, default=-1), name) for kind, row in pairs for name, ids in kind.named_ids(row).items()]
+        self._max_id, self._names_it = max(named, default=(-1, ""))
 
     def __call__(
         self, logits: Tensor, histories: Sequence[History] | None, drafts: Sequence[Sequence[int]] | None
@@ -47,9 +48,7 @@ class AdjustmentPass:
         """Adjusted logits, float32 [B, K, V], from the arguments of `Sampler`."""
         batch, positions, vocab = logits.shape
         if self._max_id >= vocab:
-            raise RequestError(
-                f"logit_bias, bad_words or eos names id {self._max_id}, but the vocabulary ends at {vocab - 1}"
-            )
+            raise OptionError(self._names_it, f"names id {self._max_id}, but the vocabulary ends at {vocab - 1}")
         if histories is None:
             if self.needs_history:
                 raise RequestError("penalties, DRY, n-grams, bad words and min_new_tokens need the rows' histories")

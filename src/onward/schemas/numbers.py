@@ -7,7 +7,7 @@ from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-from onward.errors import RequestError
+from onward.errors import OptionError, RequestError
 from onward.schemas.references import listed_values, reachable
 
 # llguidance computes with doubles, which represent all integers up to here.
@@ -155,9 +155,10 @@ def integer_pattern(low: int | None, high: int | None, factor: Fraction | None, 
     if step == 1:
         return f"/{integers_between(low, high, at)}/"
     if low is None or high is None or (high // step - (low - 1) // step) > _MAX_MULTIPLES:
-        raise RequestError(
-            f"{at} has multipleOf together with integers beyond 2^53: give bounds between which there are at most "
-            f"{_MAX_MULTIPLES} multiples"
+        raise OptionError(
+            at,
+            f"has multipleOf together with integers beyond 2^53: give bounds between which there are at most "
+            f"{_MAX_MULTIPLES} multiples",
         )
     multiples = range(-(-low // step) * step, high + 1, step)
     for bound in (low, high):
@@ -185,7 +186,7 @@ def integers_between(low: int | None, high: int | None, at: str = "a schema") ->
 
 def _check_digits(bound: int, at: str) -> None:
     if abs(bound) >= 10**_MAX_DIGITS:
-        raise RequestError(f"{at} has a number of more than {_MAX_DIGITS} digits: make it smaller")
+        raise OptionError(at, f"has a number of more than {_MAX_DIGITS} digits: make it smaller")
 
 
 def _naturals(low: int, high: int | None) -> Iterator[str]:

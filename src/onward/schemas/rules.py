@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from decimal import Decimal
 from typing import Any, NamedTuple, NoReturn
 
-from onward.errors import RequestError
+from onward.errors import OptionError, RequestError
 from onward.schemas.numbers import (
     BOUNDS,
     LARGEST_EXACT,
@@ -79,7 +79,7 @@ def json_rules(name: str, schema: Any, spacing: Spacing, at: str, *, is_expanded
         RequestError: an integer beyond 2^53 next to an unsupported keyword, or no value matches the schema.
     """
     if schema is False:
-        raise RequestError(f"{at} allows no value")
+        raise OptionError(at, "allows no value")
     document = Document(schema)
     if is_expanded:
         for one in (schema, *schema["properties"].values()):
@@ -89,7 +89,7 @@ def json_rules(name: str, schema: Any, spacing: Spacing, at: str, *, is_expanded
         return [f"{name}: {_fragment(schema, spacing)}"]
     rules = _Rules(name, document, spacing)
     if rules.symbol(schema, at) is None:
-        raise RequestError(f"{at} allows no value")
+        raise OptionError(at, "allows no value")
     return [f"{symbol}: {right}" for symbol, right in rules.rules.items()]
 
 
@@ -385,5 +385,6 @@ def lark_string(text: str) -> str:
 def _refuse(at: str, keyword: str) -> NoReturn:
     raise RequestError(
         f"{at}: {keyword} cannot be combined with integers beyond 2^53: leave one of them out, or write the schema "
-        "without it"
+        "without it",
+        at,
     )

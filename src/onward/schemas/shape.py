@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from onward.errors import RequestError
+from onward.errors import OptionError
 from onward.schemas.numbers import BOUNDS, bound_within
 from onward.schemas.references import LISTS, MAPS, MISSING, ONE, children, resolve
 
@@ -55,7 +55,7 @@ def check_schema(schema: Any, at: str) -> None:
         if places.pop(one_id, None) is not None:
             met += parents.get(one_id, ())
     if places:
-        raise RequestError(f"{min(places.values(), key=len)} refers to itself alone, so no value can match it")
+        raise OptionError(min(places.values(), key=len), "refers to itself alone, so no value can match it")
 
 
 def _check_keywords(schema: Any, at: str) -> None:
@@ -73,8 +73,9 @@ def _target(reference: str, root: Any, at: str) -> Any:
     """The schema that a reference within the document refers to."""
     target = resolve(reference, root)
     if not isinstance(target, Mapping | bool):
-        raise RequestError(
-            f"{at}.$ref refers to {reference!r}, and there is {'nothing' if target is MISSING else 'no schema'} there"
+        raise OptionError(
+            f"{at}.$ref",
+            f"refers to {reference!r}, and there is {'nothing' if target is MISSING else 'no schema'} there",
         )
     return target
 
@@ -102,7 +103,7 @@ def normalized(schema: Any, at: str) -> Any:
         elif key in LISTS or key in ONE:
             changed[key] = normalized(value, place)
         elif key in _MINIMA and value >= _UNREACHABLE:
-            raise RequestError(f"{place} is {_brief(value)}, which no text reaches: make it smaller")
+            raise OptionError(place, f"is {_brief(value)}, which no text reaches: make it smaller")
         elif key in _MINIMA or (key in _MAXIMA and value < _UNREACHABLE):
             changed[key] = int(value)
         elif key in BOUNDS and not isinstance(value, bool):
@@ -113,7 +114,7 @@ def normalized(schema: Any, at: str) -> Any:
 
 
 def _refuse(at: str, expected: str, got: Any) -> NoReturn:
-    raise RequestError(f"{at} must be {expected}; got {_brief(got)}")
+    raise OptionError(at, f"must be {expected}; got {_brief(got)}")
 
 
 def _brief(value: Any) -> str:

@@ -6,24 +6,27 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import asdict
 from typing import Any, cast
 
-from fastapi import APIRouter, FastAPI, Request
+from fastapi import APIRouter, FastAPI, Request, Security
+from fastapi.security import HTTPBearer
 from starlette.exceptions import HTTPException
-from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
-from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.responses import PlainTextResponse, Response
+from starlette.types import Receive, Scope, Send
 
 from onward import __version__
 from onward.engine import Engine
 from onward.errors import EngineError, OnwardError
-from onward.protocols import error_fields, status_of
+from onward.protocols import Limits, error_fields, status_of
+from onward.protocols.body import documented
 from onward.server import generate, page_files, tokenize
-from onward.server.errors import CompactJSONResponse, error_answer, plain_error
+from onward.server.access import with_cors
+from onward.server.documented import errors
+from onward.server.errors import CompactJSONResponse, draining_answer, error_answer, plain_error
 from onward.server.gate import CLIENT_CLOSED, Gate, access_of
 from onward.server.log import log_defect, refusal
+from onward.server.memory import MemoryFullError
 from onward.server.metrics import CONTENT_TYPE
 from onward.server.models import Settings
-from onward.server.openapi import document
 from onward.server.service import Service
 from onward.server.sse import OpenStreams
 
@@ -36,18 +39,10 @@ class App:
 
     def __init__(self, service: Service) -> None:
         self.service = service
-        self.streams = OpenStreams(service.settings)
+        self.streams = OpenStreams(service.settings, service.count_memory)
         self.routes = _routes(service, self.streams, self._lifespan)
         self.gate = Gate(self.routes, service)
-        self._outer: ASGIApp = self.gate
-        if service.settings.cors_origins:  # outside the gate, so that pages can read its refusals
-            self._outer = CORSMiddleware(
-                self.gate,
-                allow_origins=service.settings.cors_origins,
-                allow_methods=["GET", "HEAD", "POST"],
-                allow_headers=["*"],
-                expose_headers=["x-request-id", "retry-after"],
-            )
+        self._outer = with_cors(self.gate, service.settings)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._outer(scope, receive, send)
@@ -59,7 +54,6 @@ class App:
             yield
         finally:
             watcher.cancel()
-            self.service.close()
 
 
 def create_app(engines: Mapping[str, Engine], settings: Settings | None = None) -> App:
@@ -74,16 +68,27 @@ def create_app(engines: Mapping[str, Engine], settings: Settings | None = None) 
 
 
 def _routes(service: Service, streams: OpenStreams, lifespan: object) -> FastAPI:
-    # FastAPI's own documentation pages load assets from a CDN, so they are disabled.
     app = FastAPI(
-        docs_url=None, redoc_url=None, default_response_class=CompactJSONResponse, lifespan=cast("None", lifespan)
+        title="Onward",
+        version=__version__,
+        description="OpenAI's API, served by Onward engines.",
+        docs_url=None,  # FastAPI's documentation pages load assets from a CDN
+        redoc_url=None,
+        default_response_class=CompactJSONResponse,
+        lifespan=cast("None", lifespan),
     )
-    schema = document()
-    app.openapi = lambda: schema  # type: ignore[method-assign]
+    openapi = app.openapi
+
+    def document() -> dict[str, Any]:
+        with documented(Limits.of(service.settings.limits)):
+            return openapi()
+
+    app.openapi = document  # type: ignore[method-assign]
+    key = [Security(HTTPBearer(auto_error=False))]  # which the gate checks
     for prefix in ("/v1", ""):
-        app.include_router(generate.router(service, streams), prefix=prefix)
-        app.include_router(_models(service), prefix=prefix)
-        app.include_router(tokenize.router(service), prefix=prefix)
+        app.include_router(generate.router(service, streams), prefix=prefix, dependencies=key)
+        app.include_router(_models(service), prefix=prefix, dependencies=key)
+        app.include_router(tokenize.router(service), prefix=prefix, dependencies=key)
     app.include_router(page_files.router())
 
     @app.exception_handler(OnwardError)
@@ -92,7 +97,7 @@ def _routes(service: Service, streams: OpenStreams, lifespan: object) -> FastAPI
         service.metrics.refusals[fields["code"] or "invalid_request"] += 1
         access = access_of(request.scope)
         access.fields |= refusal(fields, with_values=service.settings.log_prompts)
-        if status_of(error) >= 500:
+        if status_of(error) >= 500 and not isinstance(error, MemoryFullError):
             log_defect(error, id=access.id)
         return error_answer(error)
 
@@ -111,36 +116,39 @@ def _routes(service: Service, streams: OpenStreams, lifespan: object) -> FastAPI
     async def on_disconnect(request: Request, error: ClientDisconnect) -> Response:
         return Response(status_code=CLIENT_CLOSED)
 
-    @app.get("/health")
+    @app.get("/health", responses=_UNHEALTHY)
     async def health() -> Response:
         return _health(service)
 
-    @app.get("/ready")
+    @app.get("/ready", responses=_UNHEALTHY)
     async def ready() -> Response:
         if service.draining:
-            return plain_error(503, "the server is shutting down", "draining", {"retry-after": "5"})
+            return draining_answer()
         return _health(service)
 
-    @app.get("/metrics")
+    @app.get("/metrics", responses=errors(), response_class=PlainTextResponse)
     async def metrics() -> Response:
-        return Response(await service.in_thread(service.metrics.snapshot()), media_type=CONTENT_TYPE)
+        return Response(await service.status(service.metrics.snapshot()), media_type=CONTENT_TYPE)
 
-    @app.get("/stats")
+    @app.get("/stats", responses=errors())
     async def stats() -> dict[str, Any]:
         engines = {model.name: model.engine for model in service.models}
-        return await service.in_thread(lambda: {name: asdict(engine.stats()) for name, engine in engines.items()})
+        return await service.status(lambda: {name: asdict(engine.stats()) for name, engine in engines.items()})
 
     return app
+
+
+_UNHEALTHY: dict[int | str, Any] = {503: {"description": "Not healthy, or not ready."}}
 
 
 def _models(service: Service) -> APIRouter:
     routes = APIRouter()
 
-    @routes.get("/models")
+    @routes.get("/models", responses=errors())
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": service.models.listed()}
 
-    @routes.get("/models/{name:path}")
+    @routes.get("/models/{name:path}", responses=errors(404))
     async def model(name: str) -> dict[str, Any]:
         listed = service.models.find(name).listed()
         return next(fields for fields in listed if fields["id"] == name)

@@ -1,21 +1,35 @@
-"""The client of a request: its body, and whether it is still connected."""
+"""The client of a request: who it is, its body, and whether it is still connected."""
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+import hashlib
+from collections.abc import Awaitable, Callable, Mapping
 from email.message import Message
+from typing import TypeVar
 
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
-from starlette.types import Receive
+from starlette.types import Scope
 
 from onward.protocols import BodyError
+from onward.server.memory import Reservation
 from onward.server.models import Settings
 
+_Result = TypeVar("_Result")
 
-async def whole_body(request: Request, settings: Settings) -> bytes:
-    """Read a request body. Raises `BodyError`: it is too large or takes too long to arrive. Raises
-    `ClientDisconnect`."""
+
+def client_of(scope: Scope, headers: Mapping[bytes, bytes], settings: Settings) -> str:
+    """A name for the client of a request, among which the server divides its time and memory: a digest of its API key
+    if keys are in use, else its address."""
+    if settings.api_keys:
+        key = headers.get(b"authorization", b"").partition(b" ")[2].strip()
+        return hashlib.blake2b(key, digest_size=8).hexdigest()
+    return str(scope["client"][0]) if scope.get("client") else ""
+
+
+async def whole_body(request: Request, settings: Settings, memory: Reservation) -> bytes:
+    """Read a request body. memory: holds what has arrived. Raises `BodyError`: it is too large, takes too long to
+    arrive, or there is no memory for it. Raises `ClientDisconnect`."""
     chunks: list[bytes] = []
     length = 0
     try:
@@ -24,6 +38,7 @@ async def whole_body(request: Request, settings: Settings) -> bytes:
                 length += len(chunk)
                 if length > settings.max_body:
                     raise too_large(settings)
+                memory.add_body(len(chunk))
                 chunks.append(chunk)
     except TimeoutError:
         message = f"the body did not arrive within {settings.body_seconds:g} s"
@@ -56,12 +71,30 @@ def too_large(settings: Settings) -> BodyError:
 
 
 class Client:
-    """Watches for the client to disconnect after its body has been read."""
+    """Watches for the client to disconnect after its body has been read.
 
-    def __init__(self, receive: Receive) -> None:
+    name: see `client_of`. memory: of its request. body_bytes: the length of its body.
+    """
+
+    def __init__(self, request: Request, body_bytes: int) -> None:
+        self.name: str = request.scope["onward.client"]
+        self.memory: Reservation = request.scope["onward.memory"]
+        self.body_bytes = body_bytes
         self.disconnected = False
         self._callback: Callable[[], None] | None = None
-        self._task = asyncio.create_task(self._listen(receive))
+        self._task = asyncio.create_task(self._listen(request))
+
+    async def until(self, awaitable: Awaitable[_Result]) -> _Result:
+        """Wait for something, which is cancelled if the client disconnects first. Raises `ClientDisconnect`."""
+        waiting = asyncio.ensure_future(awaitable)
+        try:
+            await asyncio.wait([waiting, self._task], return_when=asyncio.FIRST_COMPLETED)
+            if not waiting.done():
+                raise ClientDisconnect
+            return waiting.result()
+        finally:
+            waiting.cancel()
+            del waiting  # else its error would refer to itself
 
     def on_disconnect(self, callback: Callable[[], None]) -> None:
         """Call `callback()` when the client disconnects, immediately if it already has."""
@@ -72,10 +105,10 @@ class Client:
     def close(self) -> None:
         self._task.cancel()
 
-    async def _listen(self, receive: Receive) -> None:
+    async def _listen(self, request: Request) -> None:
         with contextlib.suppress(ClientDisconnect):
             while True:
-                message = await receive()
+                message = await request.receive()
                 if message["type"] == "http.disconnect":
                     break
         self.disconnected = True

@@ -1,14 +1,21 @@
 """Errors as HTTP responses."""
 
+import asyncio
+import contextlib
 import math
+from collections.abc import Iterator, Mapping
 from http import HTTPStatus
 from typing import Any
 
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
 
 from onward.errors import EngineBusyError, OnwardError
 from onward.protocols import error_fields, status_of
-from onward.protocols.chat_events import as_json
+from onward.protocols.chunks import as_json
+from onward.server.memory import MemoryFullError
+
+_PART = 64 * 2**10  # bytes of an answer that are written at once
 
 
 class CompactJSONResponse(JSONResponse):
@@ -18,8 +25,51 @@ class CompactJSONResponse(JSONResponse):
         return rendered(content)
 
 
+class WholeResponse(Response):
+    """JSON that is written part by part, as the client reads it. seconds: how long a part may stay unread; then the
+    server closes the connection."""
+
+    media_type = "application/json"
+
+    def __init__(self, content: bytes, seconds: float, headers: Mapping[str, str] | None = None) -> None:
+        super().__init__(content, headers=headers)
+        self._seconds = seconds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        content, self.body = memoryview(self.body), b""
+        with contextlib.suppress(TimeoutError):
+            for at in range(0, len(content), _PART):
+                body, more = bytes(content[at : at + _PART]), at + _PART < len(content)
+                async with asyncio.timeout(self._seconds):
+                    await send({"type": "http.response.body", "body": body, "more_body": more})
+
+
+# The depth of the entries of logprobs in an answer, and the items of a list of ids or bytes that are written at once.
+_DEPTH, _RUN = 6, 4096
+
+
 def rendered(content: Any) -> bytes:
-    return as_json(content).encode("utf-8", "backslashreplace")
+    """Compact JSON in UTF-8. The encoder would block other threads while it writes a large answer, so it gets the parts
+    of the outer levels one by one."""
+    return "".join(_parts(content, _DEPTH)).encode("utf-8", "backslashreplace")
+
+
+def _parts(value: Any, depth: int) -> Iterator[str]:
+    if not depth or not value or not isinstance(value, dict | list):
+        yield as_json(value)
+        return
+    if isinstance(value, list) and not any(isinstance(item, dict | list) for item in value):
+        runs = (as_json(value[at : at + _RUN])[1:-1] for at in range(0, len(value), _RUN))
+        yield f"[{','.join(runs)}]"
+        return
+    is_object = isinstance(value, dict)
+    separator = "{" if is_object else "["
+    for item in value:
+        yield f"{separator}{as_json(str(item))}:" if is_object else separator
+        yield from _parts(value[item] if is_object else item, depth - 1)
+        separator = ","
+    yield "}" if is_object else "]"
 
 
 # The message of a 500 response: the details are in the server's log only.
@@ -35,6 +85,8 @@ def error_answer(error: OnwardError) -> CompactJSONResponse:
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after)))
     elif status == HTTPStatus.SERVICE_UNAVAILABLE:
         headers["retry-after"] = str(_RETRY_AFTER)
+        if isinstance(error, MemoryFullError):
+            headers["connection"] = "close"  # the rest of the body is unread
     elif status == HTTPStatus.UNAUTHORIZED:
         headers["www-authenticate"] = "Bearer"
     elif status == HTTPStatus.UNSUPPORTED_MEDIA_TYPE:
@@ -49,3 +101,8 @@ def plain_error(status: int, message: str, code: str, headers: dict[str, str] | 
     kind = "server_error" if status >= 500 else "invalid_request_error"
     fields: dict[str, Any] = {"message": message, "type": kind, "param": None, "code": code}
     return CompactJSONResponse({"error": fields}, status, headers)
+
+
+def draining_answer() -> CompactJSONResponse:
+    """The answer of /ready while the server shuts down."""
+    return plain_error(503, "the server is shutting down", "draining", {"retry-after": str(_RETRY_AFTER)})

@@ -1,11 +1,15 @@
 """The life of a server process: listen, serve, drain at the first signal, stop."""
 
 import asyncio
+import atexit
 import contextlib
+import gc
 import os
+import resource
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -14,10 +18,14 @@ from starlette.types import ASGIApp
 
 from onward.errors import RequestError
 from onward.server.app import App
+from onward.server.connection import Connection
 from onward.server.log import log
+from onward.util import lanes
 
-# Seconds that cancelled requests get to report the error to their clients.
-_CANCEL_GRACE = 5.0
+# Seconds that cancelled requests get to report the error to their clients, and that the rest of the shutdown gets.
+_CANCEL_GRACE, _EXIT_GRACE = 5.0, 5.0
+# Connections besides those of requests, and open files besides connections.
+_OTHER_CONNECTIONS, _OTHER_FILES = 256, 128
 # How long sent data may stay unacknowledged before the system closes the connection.
 _UNREAD_MS = 120_000
 
@@ -30,9 +38,13 @@ class Server(uvicorn.Server):
         yield
 
 
-def config_of(app: ASGIApp) -> uvicorn.Config:
+def config_of(app: ASGIApp, max_requests: int = 4096) -> uvicorn.Config:
+    """max_requests: of the application at once; the number of connections is bounded accordingly."""
+    files = min(_raise_file_limit(), 2**20) - _OTHER_FILES
+    limits = {"max_connections": max(1, min(max_requests + _OTHER_CONNECTIONS, files))}
     return uvicorn.Config(
         app,
+        http=type("BoundedConnection", (Connection,), limits),
         log_config=None,
         loop="asyncio",  # the one that `run` uses, even if uvloop is installed
         access_log=False,
@@ -42,6 +54,15 @@ def config_of(app: ASGIApp) -> uvicorn.Config:
         proxy_headers=False,
         timeout_graceful_shutdown=1,
     )
+
+
+def _raise_file_limit() -> int:
+    """Allow as many open files as the system does, and return their number."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        soft = hard
+    return 2**20 if soft == resource.RLIM_INFINITY else soft
 
 
 def bound(host: str = "127.0.0.1", port: int = 8000) -> socket.socket:
@@ -68,7 +89,8 @@ def bound(host: str = "127.0.0.1", port: int = 8000) -> socket.socket:
 
 
 def run(app: App, listener: socket.socket, ready: Callable[[str], None] | None = None) -> None:
-    """Serve until SIGTERM or SIGINT, then drain. A second signal ends the process immediately.
+    """Serve until SIGTERM or SIGINT, then drain. A second signal ends the process immediately, and so does the end of
+    the drain time, some seconds later, if anything still runs.
 
         onward.server.run(app, onward.server.bound("127.0.0.1", 8000))
 
@@ -77,20 +99,49 @@ def run(app: App, listener: socket.socket, ready: Callable[[str], None] | None =
     Raises:
         RequestError: the server cannot listen on the socket.
     """
+    # Texts are encoded one at a time; the library would start a thread for each processor.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    atexit.register(_abandon_threads)
     asyncio.run(_run(app, listener, ready))
 
 
+def _abandon_threads() -> None:
+    """End the process without its threads. One in native code would return to an interpreter that is gone."""
+    if lanes.busy():
+        _end_now(0)
+
+
+def _end_now(status: int) -> None:
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(status)
+
+
+def _end_after(seconds: float) -> None:
+    """End the process after this time, whatever runs."""
+
+    def end() -> None:
+        log("ends at once", seconds=seconds)
+        _end_now(1)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+
+
 async def _run(app: App, listener: socket.socket, ready: Callable[[str], None] | None) -> None:
-    server = Server(config_of(app))
+    server = Server(config_of(app, app.service.settings.max_requests))
     loop = asyncio.get_running_loop()
     drains: list[asyncio.Task[None]] = []
 
     def on_signal(number: int) -> None:
         if drains:
             log("ends at once", signal=signal.Signals(number).name)
-            sys.stderr.flush()
-            os._exit(128 + number)
-        log("drains", signal=signal.Signals(number).name, seconds=app.service.settings.drain)
+            _end_now(128 + number)
+        seconds = app.service.settings.drain
+        log("drains", signal=signal.Signals(number).name, seconds=seconds)
+        _end_after(seconds + _CANCEL_GRACE + _EXIT_GRACE)
         drains.append(loop.create_task(drain(app, server)))
 
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -102,6 +153,8 @@ async def _run(app: App, listener: socket.socket, ready: Callable[[str], None] |
         if server.started:
             url = address_of(listener)
             log("serves", url=url, models=[model.name for model in app.service.models])
+            gc.collect()
+            gc.freeze()  # the model is not to be searched for garbage while requests wait
             if ready is not None:
                 ready(url)
         await serving

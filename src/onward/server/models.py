@@ -8,7 +8,8 @@ from typing import Any
 from onward.engine import Engine
 from onward.errors import RequestError
 from onward.language_model.request import needed_tokenizer
-from onward.protocols import BodyError, BodyReader
+from onward.protocols import BodyError, BodyReader, Limits
+from onward.util.api_keys import ApiKeys
 from onward.util.checks import check_whole, is_finite
 
 
@@ -16,12 +17,16 @@ from onward.util.checks import check_whole, is_finite
 class Settings:
     """The settings of a server.
 
-    api_keys: keys that requests may use, except to the health endpoints; empty requires none.
+    api_keys: keys that requests may use, except to the health endpoints; empty requires none. Keys or their SHA-256
+        digests, "sha256:" and 64 hexadecimal digits; only digests are stored.
     max_new_tokens: the default for requests that don't set it; None: up to the context length.
     variables: of the chat template, by model name; a request's own take precedence.
-    max_body: maximum bytes of a request's body. max_prompts: maximum prompts in one. max_logprobs: maximum alternatives
-        listed per token.
+    max_body: maximum bytes of a request's body. limits: changes to `onward.protocols.Limits`.
+    ignore_unsupported: drop unsupported hints that constrain no output, instead of refusing them. The response header
+        x-onward-ignored names them.
     max_requests: maximum concurrent requests; more are refused with 503.
+    request_memory: maximum bytes that requests hold together: bodies, answers that are not sent yet, and records of
+        answers. More are refused with 503. One client may hold half of it.
     body_seconds: how long a body may take to arrive.
     keep_alive: seconds without a chunk before a stream gets a comment.
     stalled_seconds: how long a client may leave a stream unread before its request is cancelled.
@@ -40,9 +45,10 @@ class Settings:
     max_new_tokens: int | None = None
     variables: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     max_body: int = 8 * 2**20
-    max_prompts: int = 256
-    max_logprobs: int = 20
+    limits: Mapping[str, int] = field(default_factory=dict)
+    ignore_unsupported: bool = False
     max_requests: int = 4096
+    request_memory: int = 256 * 2**20
     body_seconds: float = 60.0
     keep_alive: float = 10.0
     stalled_seconds: float = 60.0
@@ -55,7 +61,7 @@ class Settings:
     log_prompts: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("max_body", "max_prompts", "max_logprobs", "max_requests"):
+        for name in ("max_body", "max_requests", "request_memory"):
             check_whole(name, getattr(self, name), low=1)
         if self.max_new_tokens is not None:
             check_whole("max_new_tokens", self.max_new_tokens, low=0)
@@ -63,12 +69,12 @@ class Settings:
             value = getattr(self, name)
             if not (is_finite(value) and value >= 0):
                 raise RequestError(f"{name} must be a number of seconds; got {value!r}")
-        for name in ("api_keys", "cors_origins", "hosts"):
+        for name in ("cors_origins", "hosts"):
             texts = getattr(self, name)
             if isinstance(texts, str) or not isinstance(texts, Iterable) or not all(isinstance(t, str) for t in texts):
                 raise RequestError(f"{name} must be a list of strings; got {texts!r}")
-        if any(not key or not key.isascii() or not key.isprintable() or " " in key for key in self.api_keys):
-            raise RequestError("an API key must be printable ASCII without spaces, and not empty")
+        Limits.of(self.limits)  # validates them
+        object.__setattr__(self, "api_keys", ApiKeys(self.api_keys))
 
 
 @dataclass(frozen=True)
@@ -106,7 +112,15 @@ class ServedModels:
             if settings.max_new_tokens is not None or lm.model.max_seq_len is not None:
                 options["max_new_tokens"] = settings.max_new_tokens
             lm.defaults.replace(**options)  # validates them
-            reader = BodyReader(lm, name, options, settings.variables.get(name, {}), streams=True)
+            reader = BodyReader(
+                lm,
+                name,
+                options,
+                settings.variables.get(name, {}),
+                streams=True,
+                limits=Limits.of(settings.limits),
+                ignore_unsupported=settings.ignore_unsupported,
+            )
             self._models[name] = ServedModel(name, engine, reader)
 
     def __iter__(self) -> Iterator[ServedModel]:

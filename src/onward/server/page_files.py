@@ -4,7 +4,7 @@ from functools import partial
 from pathlib import Path
 
 from fastapi import APIRouter
-from starlette.responses import FileResponse, Response
+from starlette.responses import FileResponse, HTMLResponse, Response
 
 _FOLDER = Path(__file__).parent / "page"
 _KINDS = {".css": "text/css", ".html": "text/html", ".js": "text/javascript", ".svg": "image/svg+xml"}
@@ -30,7 +30,9 @@ _HEADERS = {
 def router() -> APIRouter:
     routes = APIRouter()
     for url, path in PAGE_FILES.items():
-        routes.add_api_route(url, partial(_file, path), methods=["GET"], include_in_schema=url == "/")
+        routes.add_api_route(
+            url, partial(_file, path), methods=["GET"], include_in_schema=url == "/", response_class=HTMLResponse
+        )
     return routes
 
 

@@ -21,29 +21,15 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import groupby
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from starlette.types import Scope
 
 from onward.errors import OnwardError, RequestError
 from onward.language_model import Completion, Piece
-from onward.protocols import BodyError, ParsedBody, ResponseKey
+from onward.protocols import BodyError, ParsedBody, ResponseEvents, ResponseKey
 
 _POSITION = re.compile(r"[0-9]{1,9}(?:,[0-9]{1,9})*(?:\+[0-9]{1,9})?")
-
-
-class ResponseEvents(Protocol):
-    """Formats a response as events. They depend on the pieces alone, not on how these are batched. per_piece: whether a
-    piece may have several events; pieces are then formatted one by one. pieces: formats pieces of one sequence; returns
-    each event, with the number of pieces that are complete after it."""
-
-    per_piece: bool
-
-    def begin(self, at: int) -> list[str]: ...
-    def pieces(self, at: int, pieces: Sequence[Piece]) -> list[tuple[int, str]]: ...
-    def end(self, at: int, completion: Completion) -> list[str]: ...
-    def finish(self) -> list[str]: ...
-    def error(self, error: OnwardError) -> list[str]: ...
 
 
 @dataclass

@@ -3,41 +3,32 @@
 import asyncio
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
+from starlette.requests import Request
+from starlette.responses import Response
+
+from onward.constraints.trial import Trial, TrialPending, deferred
 from onward.engine import Engine, Generation
 from onward.protocols import BodyError, ParsedBody, ResponseKey
 from onward.server.client import Client
+from onward.server.errors import WholeResponse, rendered
+from onward.server.memory import MemoryBudget, MemoryFullError
 from onward.server.metrics import Metrics
 from onward.server.models import ServedModel, ServedModels, Settings
 from onward.server.resume import EventIdFormat, ResumeRequest, digest_of, reused_key
 from onward.server.submission import ActiveRequest, ResponseStore, Subscriber
+from onward.util.lanes import Lane
+from onward.util.process import without_collections
 from onward.util.text_input import TextError, parse_request_json
 
-# The engine checks all of these for every token.
-_MAX_STOPS, _MAX_STOP_LENGTH = 64, 1024
-_MAX_BAD_WORDS = 1024
-
-
-def check_bounds(body: ParsedBody, settings: Settings) -> None:
-    """Raise `BodyError` if a body exceeds the server's limits."""
-    options = body.requests[0].options
-    logprobs = "top_logprobs" if body.kind == "chat.completion" else "logprobs"
-    longest = max(map(len, options.stop), default=0)
-    limits = (
-        ("prompts", settings.max_prompts, len(body.requests), "prompt"),
-        ("logprobs per token", settings.max_logprobs, options.logprobs or 0, logprobs),
-        ("logprobs per token", settings.max_logprobs, options.prompt_logprobs or 0, "prompt_logprobs"),
-        ("stop strings", _MAX_STOPS, len(options.stop), "stop"),
-        ("characters in a stop string", _MAX_STOP_LENGTH, longest, "stop"),
-        ("bad words", _MAX_BAD_WORDS, len(options.bad_words), "bad_words"),
-    )
-    for what, limit, count, field in limits:
-        if count > limit:
-            raise BodyError(f"this server allows at most {limit} {what}; got {count}", field)
-
+# Bodies and answers of more bytes are read and written one at a time.
+_LARGE = 256 * 2**10
+_READERS = 3
+# Trials of the grammars of one body: with tools, each may be tried alone.
+_MAX_TRIALS = 8
 
 _Result = TypeVar("_Result")
 # Reads a body, given the key of its response.
@@ -46,22 +37,55 @@ Read = Callable[[ResponseKey], tuple[ServedModel, ParsedBody]]
 
 class Service:
     """A server's models, settings and metrics. draining: no more requests are taken. ending: running requests are
-    cancelled. live: requests that engines are serving. responses: what is stored of finished and cancelled responses.
+    cancelled. live: requests that engines are serving. memory: that of all requests. responses: what is stored of
+    finished and cancelled responses.
+
+    Bodies are read, and answers written, in threads: large ones one at a time, so that what blocks the interpreter in
+    one of them doesn't add up.
     """
 
     def __init__(self, engines: Mapping[str, Engine], settings: Settings) -> None:
         self.settings = settings
         self.models = ServedModels(engines, settings)
-        self.responses = ResponseStore(settings.idempotency_seconds)
+        self.memory = MemoryBudget(settings.request_memory)
+        self.responses = ResponseStore(settings.idempotency_seconds, self.memory)
         self.draining = self.ending = False
         self.live: set[ActiveRequest] = set()
         self.metrics = Metrics(self.models, self._running)
-        # Threads that read bodies: JSON, templates, tokenizers (these release the GIL).
-        self._pool = ThreadPoolExecutor(4, "onward-reader")
+        self._readers, self._large, self._status = Lane("reader", _READERS), Lane("large", 1), Lane("status", 1)
 
-    async def in_thread(self, function: Callable[..., _Result], *arguments: Any) -> _Result:
-        """Run a slow function in a thread."""
-        return await asyncio.get_running_loop().run_in_executor(self._pool, function, *arguments)
+    async def status(self, function: Callable[[], _Result]) -> _Result:
+        """Run a function that may wait for the engines in a thread of its own."""
+        return await asyncio.wrap_future(self._status.submit(function))
+
+    async def read(self, request: Request, function: Callable[[bytes], Any], raw: bytes) -> Response:
+        """Run a function that makes an answer of a body in a thread, unless the client disconnects while it is
+        queued."""
+        client = Client(request, len(raw))
+        try:
+            content = await self._in_thread(client, lambda: rendered(function(raw)), len(raw))
+            return self._response(client, content)
+        finally:
+            client.close()
+
+    async def respond(
+        self, client: Client, active: ActiveRequest, function: Callable[[], Any], headers: Mapping[str, str]
+    ) -> Response:
+        """Write an answer that a function makes in a thread, unless the client disconnects."""
+        content = await self._in_thread(client, lambda: rendered(function()), active.nbytes)
+        return self._response(client, content, headers)
+
+    def _response(self, client: Client, content: bytes, headers: Mapping[str, str] | None = None) -> Response:
+        client.memory.resize(client.memory.nbytes + len(content))
+        return WholeResponse(content, self.settings.stalled_seconds, headers)
+
+    async def _in_thread(self, client: Client, function: Callable[[], _Result], nbytes: int) -> _Result:
+        """Run a function in a thread for a client. nbytes: of what it reads or writes. Raises `ClientDisconnect`."""
+        if nbytes > _LARGE:
+            future = self._large.submit(partial(_without_collections, function), client.name)
+        else:
+            future = self._readers.submit(function, client.name)
+        return await client.until(asyncio.wrap_future(future))
 
     async def submit(self, client: Client, read: Read, resume: ResumeRequest) -> Subscriber:
         """Read a body in a thread and submit its requests, unless it is a repetition with the same Idempotency-Key.
@@ -71,37 +95,56 @@ class Service:
             emitted = resume.emitted
             if resume.last_event_id is not None and emitted is None:
                 emitted = self.responses.emitted(resume.key)
-            subscriber = await self.in_thread(self._read, read, resume)
-            await self._submit(subscriber.request, emitted)
+            subscriber = await self._read(client, read, resume)
+            await self._submit(client, subscriber.request, emitted)
         else:
-            subscriber = await self._submit_once(read, resume, resume.idempotency)
+            subscriber = await self._submit_once(client, read, resume, resume.idempotency)
         self.live.add(subscriber.request)
         client.on_disconnect(subscriber.leave)
         if self.ending:  # since the body arrived
             subscriber.request.cancel()
         return subscriber
 
-    async def _submit_once(self, read: Read, resume: ResumeRequest, name: str) -> Subscriber:
-        """Subscribe to the stored response of an Idempotency-Key, or start one."""
+    async def _submit_once(self, client: Client, read: Read, resume: ResumeRequest, name: str) -> Subscriber:
+        """Subscribe to the running response of an Idempotency-Key, repeat a stored one, or start one."""
         stored = self.responses.get(name, resume.key)
         if resume.last_event_id is not None and resume.key != stored.key:
             raise reused_key("Last-Event-ID and Idempotency-Key belong to different responses")
         resume = replace(resume, key=stored.key)
         async with stored.lock:
-            subscriber, before = await self.in_thread(self._read, read, resume), stored.request
-            if before is not None and before.digest != subscriber.request.digest:
+            subscriber = await self._read(client, read, resume)
+            request, before = subscriber.request, stored.request
+            if stored.digest and stored.digest != request.digest:
                 raise reused_key()
             if before is not None and not before.is_cancelled and not before.has_failed:
                 return Subscriber(before, resume, subscriber.ids)
-            await self._submit(subscriber.request, None if before is None else before.emitted())
-            stored.request = subscriber.request
+            request.usage, request.counted = stored.usage, bool(stored.usage)  # it was, if all of it is known
+            await self._submit(client, request, stored.emitted if before is None else before.emitted())
+            stored.begin(request)
             return subscriber
 
-    def _read(self, read: Read, resume: ResumeRequest) -> Subscriber:
-        """Read and check a body, without submitting it."""
-        served, body = read(resume.key)
+    async def _read(self, client: Client, read: Read, resume: ResumeRequest) -> Subscriber:
+        """Read and check a body in a thread, again after each trial of a grammar, without submitting it."""
+        trials: list[Trial] = []
+        while True:
+            try:
+                function = partial(self._read_once, read, resume, client.name, tuple(trials))
+                subscriber = await self._in_thread(client, function, client.body_bytes)
+            except TrialPending as pending:
+                if len(trials) >= _MAX_TRIALS:
+                    message = f"the grammars of this body take more than {_MAX_TRIALS} trials: make them smaller"
+                    raise BodyError(message) from None
+                with pending.trial.waiting():
+                    await client.until(asyncio.shield(asyncio.wrap_future(pending.trial.future)))
+                trials.append(pending.trial)
+            else:
+                subscriber.request.memory = self.memory.reservation(client.name)
+                return subscriber
+
+    def _read_once(self, read: Read, resume: ResumeRequest, client: str, trials: Sequence[Trial]) -> Subscriber:
+        with deferred(client, trials):
+            served, body = read(resume.key)
         body = body.seeded()
-        check_bounds(body, self.settings)
         ids = None
         if body.stream:
             fingerprint = served.engine.fingerprint_with(body.requests[0].options.adapter)
@@ -109,16 +152,25 @@ class Service:
         elif resume.last_event_id is not None:
             raise BodyError("Last-Event-ID requires stream: true: set it, or remove the header", "stream")
         digest = digest_of(body) if resume.idempotency is not None else ""
-        return Subscriber(ActiveRequest(served, body, digest), resume, ids)
+        return Subscriber(ActiveRequest(served, body, digest, resume.idempotency), resume, ids)
 
-    async def _submit(self, active: ActiveRequest, emitted: Sequence[Sequence[int]] | None) -> None:
+    async def _submit(self, client: Client, active: ActiveRequest, emitted: Sequence[Sequence[int]] | None) -> None:
         """emitted: known token ids of its sequences, which may be more than `resume` has."""
-        submitting = asyncio.ensure_future(self.in_thread(active.submit, emitted))
+        submitting = self._readers.submit(partial(active.submit, emitted, client.name or None), client.name)
         try:
-            await asyncio.shield(submitting)
-        except asyncio.CancelledError:  # the thread continues, and nothing will await what it submits
+            await client.until(asyncio.wrap_future(submitting))
+        except BaseException:  # the thread continues, and nothing will await what it submits
             submitting.add_done_callback(lambda _: active.cancel())
             raise
+
+    def count_memory(self) -> None:
+        """Count the memory of answers, and end those for which there is none. Call it about once a second."""
+        for active in list(self.live):
+            if active.memory is not None and not active.is_cancelled:
+                try:
+                    active.memory.resize(active.nbytes)
+                except MemoryFullError as error:
+                    active.fail(error)
 
     def cancel_all(self) -> None:
         self.ending = True
@@ -138,6 +190,8 @@ class Service:
         if active.subscribers:
             return
         self.live.discard(active)
+        if active.memory is not None:
+            active.memory.release()
         self.responses.store(active)
         if active.counted:
             return
@@ -146,8 +200,10 @@ class Service:
         for generation, completion in zip(active.generations, active.completed(), strict=True):
             metrics.record(generation, completion, now)
 
-    def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
+
+def _without_collections(function: Callable[[], _Result]) -> _Result:
+    with without_collections():
+        return function()
 
 
 def parsed(raw: bytes) -> dict[str, Any]:

@@ -2,16 +2,16 @@
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from onward.errors import OnwardError
+from onward.protocols import ResponseEvents
 from onward.server.client import Client
 from onward.server.errors import DEFECT
 from onward.server.models import Settings
-from onward.server.resume import ResponseEvents
 from onward.server.submission import Subscriber
 
 _HEADERS = {
@@ -23,7 +23,7 @@ _HEADERS = {
 
 class EventStream(Response):
     """A streaming response. The status and headers are sent immediately, while the request waits in the queue. ended:
-    called when the stream ends for any reason."""
+    called when the stream ends for any reason. headers: further ones of the response."""
 
     def __init__(
         self,
@@ -32,8 +32,9 @@ class EventStream(Response):
         client: Client,
         streams: "OpenStreams",
         ended: Callable[[], None],
+        headers: Mapping[str, str],
     ) -> None:
-        super().__init__(headers=_HEADERS)
+        super().__init__(headers={**_HEADERS, **headers})
         del self.headers["content-length"]
         self._subscriber, self._request = subscriber, subscriber.request
         self._client, self._streams = client, streams
@@ -124,10 +125,10 @@ class EventStream(Response):
 
 
 class OpenStreams:
-    """All open streams of a server, checked once a second."""
+    """All open streams of a server, checked once a second. tick: called as often."""
 
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
+    def __init__(self, settings: Settings, tick: Callable[[], None]) -> None:
+        self._settings, self._tick = settings, tick
         self.open: set[EventStream] = set()
 
     async def watch(self) -> None:
@@ -136,5 +137,6 @@ class OpenStreams:
         while True:
             await asyncio.sleep(pause)
             now = time.monotonic()
+            self._tick()
             for stream in list(self.open):
                 stream.tick(now, self._settings)

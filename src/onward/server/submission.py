@@ -1,35 +1,42 @@
 """The requests of one body in an engine, their subscribers, and what is remembered of responses."""
 
 import asyncio
+import contextlib
 import time
+from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Any, TypeVar
+from typing import Any, Self
 
+from onward.decoding.speculation import Speculation
 from onward.engine import Generation
-from onward.errors import EngineError, RequestError
+from onward.errors import EngineError, OnwardError, RequestError
 from onward.language_model import Completion
-from onward.protocols import ParsedBody, ResponseKey
+from onward.protocols import ParsedBody, ResponseEvents, ResponseKey
+from onward.server.memory import MemoryBudget, MemoryFullError, Reservation
 from onward.server.models import ServedModel
-from onward.server.resume import EventIdFormat, EventWriter, ResponseEvents, ResumeRequest, idempotency_of, reused_key
+from onward.server.resume import EventIdFormat, EventWriter, ResumeRequest, idempotency_of, reused_key
 
 
 class ActiveRequest:
-    """The requests of one body while engines serve them. digest: of the body, if it has an Idempotency-Key.
-    subscribers: several if the body was repeated. is_cancelled: whether it was cancelled before its end. counted:
-    whether the metrics include it. tokens: of its prompts and outputs, once there are no subscribers."""
+    """The requests of one body while engines serve them. digest: of the body, if it has an Idempotency-Key. name: under
+    which its response is stored. subscribers: several if the body was repeated. is_cancelled: whether it was cancelled
+    before its end. counted: whether the metrics include it. usage: of the response that it repeats, if it is stored.
+    memory: that it holds."""
 
-    def __init__(self, served: ServedModel, body: ParsedBody, digest: str) -> None:
-        self.served, self.body, self.digest = served, body, digest
+    def __init__(self, served: ServedModel, body: ParsedBody, digest: str, name: str | None) -> None:
+        self.served, self.body, self.digest, self.name = served, body, digest, name
         self.generations: list[Generation] = []
         self.subscribers: set[Subscriber] = set()
         self.is_cancelled = self.counted = False
-        self.tokens = 0
+        self.usage: Sequence[Usage] = ()
+        self.memory: Reservation | None = None
+        self._error: OnwardError | None = None
 
-    def submit(self, emitted: Sequence[Sequence[int]] | None) -> None:
-        """Submit its requests. emitted: known token ids of its sequences, in the order of the requests."""
+    def submit(self, emitted: Sequence[Sequence[int]] | None, client: str | None) -> None:
+        """Submit its requests for a client. emitted: known token ids of its sequences, in the order of the requests."""
         engine, requests = self.served.engine, self.body.requests
         count = sum(request.options.n for request in requests)
         if emitted is not None and len(emitted) != count:
@@ -39,7 +46,10 @@ class ActiveRequest:
             for request in requests:
                 ids = list(islice(left, request.options.n))
                 resumed = any(ids) and request.options.beams == 1
-                self.generations.append(engine.resume(request, emitted=ids) if resumed else engine.submit(request))
+                if resumed:
+                    self.generations.append(engine.resume(request, emitted=ids, client=client))
+                else:
+                    self.generations.append(engine.submit(request, client=client))
         except BaseException:
             self.cancel()
             raise
@@ -49,10 +59,24 @@ class ActiveRequest:
             self.is_cancelled = self.is_cancelled or not generation.done
             generation.cancel()
 
+    def fail(self, error: OnwardError) -> None:
+        """Cancel it, and report an error."""
+        self._error = self._error or error
+        self.cancel()
+
+    @property
+    def nbytes(self) -> int:
+        """An estimate of the bytes of its ids, pieces and completions."""
+        return sum(map(_nbytes, self.generations))
+
     def completion(self, at: int) -> Completion:
         """The completion of request `at`, which has ended. Raises `OnwardError`: it failed, or the server is shutting
         down."""
         completion = self.generations[at].result(0)
+        if self._error is not None:
+            raise self._error
+        if at < len(self.usage):
+            return self.usage[at].put_into(completion)
         if completion.finish_reason == "cancelled":
             raise EngineError("the server is shutting down; the response is incomplete")
         return completion
@@ -82,6 +106,7 @@ class ActiveRequest:
             "prompt_tokens": sum(completion.prompt_tokens for completion in completions),
             "completion_tokens": sum(len(choice.token_ids) for choice in choices),
             "finish": sorted(reasons),
+            **({"ignored": list(self.body.ignored)} if self.body.ignored else {}),
         }
 
     async def completions(self) -> list[Completion]:
@@ -115,6 +140,36 @@ class Subscriber:
         return EventWriter(events, self.ids.prefix, self.ids.before, known)
 
 
+# Bytes of a token in pieces and completions, and of each alternative in its logprobs (measured).
+_TOKEN, _ALTERNATIVE = 400, 170
+
+
+def _nbytes(generation: Generation) -> int:
+    options = generation.request.options
+    alternatives, of_prompt = (0 if top is None else top + 1 for top in (options.logprobs, options.prompt_logprobs))
+    nbytes = generation.tokens * (_TOKEN + alternatives * _ALTERNATIVE)
+    return nbytes + len(generation.request.prompt) * of_prompt * _ALTERNATIVE
+
+
+@dataclass(frozen=True)
+class Usage:
+    """The counts of a completion that depend on how it was computed."""
+
+    cached_tokens: int
+    speculation: tuple[Speculation | None, ...]
+
+    @classmethod
+    def of(cls, completion: Completion) -> Self:
+        return cls(completion.cached_tokens, tuple(choice.speculation for choice in completion.choices))
+
+    def put_into(self, completion: Completion) -> Completion:
+        first, *others = (
+            replace(choice, speculation=speculation, cached_tokens=self.cached_tokens, others=[])
+            for choice, speculation in zip(completion.choices, self.speculation, strict=True)
+        )
+        return replace(first, others=others)
+
+
 def _completion_of(generation: Generation) -> Completion | None:
     try:
         return generation.result(0) if generation.done else None
@@ -122,35 +177,51 @@ def _completion_of(generation: Generation) -> Completion | None:
         return None
 
 
-# Limits of a `ResponseStore`: entries, and token ids in all of them. `IdempotencyKeys`: entries.
-_MAX_RESPONSES, _MAX_TOKENS, _MAX_KEYS = 1024, 2_000_000, 10_000
-_Entry = TypeVar("_Entry")
+# Limits of a `ResponseStore`: entries, and the share of the memory of requests. `IdempotencyKeys`: entries.
+_MAX_RESPONSES, _SHARE, _MAX_KEYS = 1024, 1 / 32, 10_000
+_ENTRY = 1024  # bytes of an entry without its ids
 
 
 @dataclass(eq=False)
 class StoredResponse:
-    """The response to requests with one Idempotency-Key. key: of the response; with it, the same body gives the same
-    response. request: None before it was submitted. lock: taken while a repetition checks that."""
+    """What is known of a response, for requests that repeat or resume it. key: with it, the same body gives the same
+    response. digest: of the body. request: while it has subscribers. emitted: afterwards, the token ids of its
+    sequences. usage: of its completions, if all have ended. lock: taken while a repetition checks that."""
 
     key: ResponseKey
+    digest: str = ""
     request: ActiveRequest | None = None
+    emitted: "Sequence[array[int]] | None" = None
+    usage: Sequence[Usage] = ()
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
-    def in_use(self) -> bool:
-        return self.lock.locked() or (self.request is not None and bool(self.request.subscribers))
+    def begin(self, request: ActiveRequest) -> None:
+        self.digest, self.request = request.digest, request
 
-    def tokens(self) -> int:
-        return 0 if self.request is None else self.request.tokens
+    def end(self, request: ActiveRequest) -> None:
+        """Keep the ids of a request without subscribers."""
+        self.request, self.emitted = None, [array("i", ids) for ids in request.emitted()]
+        completions = [completion for completion in request.completed() if completion is not None]
+        is_whole = len(completions) == len(request.generations) and not request.is_cancelled
+        self.usage = request.usage or (list(map(Usage.of, completions)) if is_whole else ())
+
+    @property
+    def in_use(self) -> bool:
+        return self.lock.locked() or self.request is not None
+
+    @property
+    def nbytes(self) -> int:
+        return _ENTRY + sum(map(len, self.emitted or ())) * array("i").itemsize
 
 
 class ResponseStore:
     """Responses for repeated and resumed requests, the oldest first. Use it in the event loop's thread only. seconds:
-    how long each is stored after it started."""
+    how long each is stored after it started. memory: of the server; responses take a small share of it."""
 
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
+    def __init__(self, seconds: float, memory: MemoryBudget) -> None:
+        self._seconds, self._memory = seconds, memory.reservation("")
+        self._limit = int(_SHARE * memory.limit)
         self._responses: OrderedDict[str, tuple[float, StoredResponse]] = OrderedDict()
-        self._cancelled: OrderedDict[str, tuple[float, list[list[int]]]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._responses)
@@ -163,41 +234,32 @@ class ResponseStore:
         return self._responses[name][1]
 
     def store(self, request: ActiveRequest) -> None:
-        """Account for a request without subscribers. If it is a cancelled stream, store its token ids for resuming."""
-        request.tokens = _count(request.emitted()) + sum(len(each.prompt) for each in request.body.requests)
-        if request.is_cancelled and request.body.stream:
-            self._cancelled[request.body.key.text] = time.monotonic(), request.emitted()
-            self._evict()
+        """Store a request without subscribers: one with an Idempotency-Key, or a stream that was cancelled."""
+        name, key = request.name, request.body.key
+        if name is None and request.is_cancelled and request.body.stream:
+            self._responses.pop(key.text, None)
+            self.get(key.text, key).end(request)
+        elif name is not None and name in self._responses and (stored := self._responses[name][1]).request is request:
+            stored.end(request)
+        self._evict()
 
-    def emitted(self, key: ResponseKey) -> list[list[int]] | None:
+    def emitted(self, key: ResponseKey) -> Sequence[Sequence[int]] | None:
         """The token ids of a cancelled stream, if they are stored."""
         self._evict()
-        return self._cancelled[key.text][1] if key.text in self._cancelled else None
+        return self._responses[key.text][1].emitted if key.text in self._responses else None
 
     def _evict(self) -> None:
         """Drop expired entries, then the oldest while a limit is exceeded; except those in use."""
         expired = time.monotonic() - self._seconds
-        _drop_oldest(self._responses, expired, StoredResponse.tokens, StoredResponse.in_use)
-        _drop_oldest(self._cancelled, expired, _count)
-
-
-def _drop_oldest(
-    entries: OrderedDict[str, tuple[float, _Entry]],
-    expired: float,
-    tokens_of: Callable[[_Entry], int],
-    in_use: Callable[[_Entry], bool] = lambda _: False,
-) -> None:
-    tokens = sum(tokens_of(entry) for _, entry in entries.values())
-    for name, (since, entry) in list(entries.items()):
-        if since > expired and len(entries) <= _MAX_RESPONSES and tokens <= _MAX_TOKENS:
-            break
-        if not in_use(entry):
-            tokens -= tokens_of(entry)
-            del entries[name]
-
-
-def _count(emitted: list[list[int]]) -> int:
-    return sum(map(len, emitted))
+        nbytes = sum(stored.nbytes for _, stored in self._responses.values())
+        for name, (since, stored) in list(self._responses.items()):
+            if since > expired and len(self._responses) <= _MAX_RESPONSES and nbytes <= self._limit:
+                break
+            if not stored.in_use:
+                nbytes -= stored.nbytes
+                del self._responses[name]
+        with contextlib.suppress(MemoryFullError):  # the share is small
+            self._memory.resize(nbytes)
 
 
 class IdempotencyKeys:

@@ -1,7 +1,7 @@
 """Tokenizers, and the text of a stream of tokens."""
 
 from onward.tokenizer.text_stream import NoTextStream, StopStrings, StreamingDetokenizer, TextStream
-from onward.tokenizer.tokenizer import JsonTokenizer, SpecialTokens, Tokenizer, special_tokens
+from onward.tokenizer.tokenizer import JsonTokenizer, SpecialTokens, TextLengths, Tokenizer, special_tokens
 
 __all__ = [
     "JsonTokenizer",
@@ -9,6 +9,7 @@ __all__ = [
     "SpecialTokens",
     "StopStrings",
     "StreamingDetokenizer",
+    "TextLengths",
     "TextStream",
     "Tokenizer",
     "special_tokens",

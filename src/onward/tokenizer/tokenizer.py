@@ -12,10 +12,14 @@ from typing import Any, Protocol, runtime_checkable
 import tokenizers
 
 from onward.errors import CheckpointError, ConfigError, OnwardError, RequestError, TokenizerError, one_line, warn
+from onward.tokenizer.text_length import TokenLength
 from onward.util.text import described
 from onward.util.text_input import check_value
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+# Characters of a text above which it is encoded as a batch of one: `encode` blocks all other threads of Python, and
+# batches don't, but they are slower for short texts.
+_LONG = 4096
 
 
 def own_bytes(inner: tokenizers.Tokenizer) -> Callable[[str], bytes | None]:
@@ -89,6 +93,14 @@ class SpecialTokens(Protocol):
     @property
     def special_tokens(self) -> Mapping[int, str]:
         """The ids that `decode` skips, each with its text."""
+
+
+@runtime_checkable
+class TextLengths(Protocol):
+    """A tokenizer that bounds the number of ids of a text without encoding it."""
+
+    def least_tokens(self, text: str) -> int:
+        """A lower bound on the number of ids of a text, by its length alone; 0 if there is none."""
 
 
 def special_tokens(tokenizer: Tokenizer) -> Mapping[int, str]:
@@ -168,7 +180,10 @@ class JsonTokenizer:
             raise RequestError(f"a tokenizer encodes a str; got {type(text).__name__}")
         check_value(text, "text")
         with _named_errors(self._file, "encode this text"):
-            ids = list(self._inner.encode(text, add_special_tokens=add_special_tokens).ids)
+            if len(text) < _LONG:
+                ids = self._inner.encode(text, add_special_tokens=add_special_tokens).ids
+            else:
+                ids = self._inner.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         if add_special_tokens and self._add_bos != self._adds_bos:
             assert self.bos_id is not None
             ids = [self.bos_id, *ids] if self._add_bos else ids[1:]
@@ -178,6 +193,15 @@ class JsonTokenizer:
                 f"vocabulary ends at {self._limit - 1}: leave it out"
             )
         return ids
+
+    def least_tokens(self, text: str) -> int:
+        """See `TextLengths`."""
+        return 0 if self._token_length is None else self._token_length.least_tokens(text)
+
+    @cached_property
+    def _token_length(self) -> TokenLength | None:
+        with _named_errors(self._file):
+            return TokenLength.of(self._inner, LETTERS)
 
     def within(self, path: Path, vocab_size: int) -> "JsonTokenizer":
         """This tokenizer for a model with this vocabulary. Added tokens may be past its end: encoding one raises."""

@@ -4,18 +4,19 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
-import numpy as np
-from torch import Tensor
-
-from onward.errors import RequestError
-
-_FLOAT32_MAX = float(np.finfo(np.float32).max)
+from onward.errors import OptionError
 
 
 def check_whole(name: str, value: object, *, low: int) -> None:
-    """Raise `RequestError` unless `value` is an int (not a bool) of at least `low`."""
+    """Raise `OptionError` unless `value` is an int (not a bool) of at least `low`."""
     if not isinstance(value, int) or isinstance(value, bool) or value < low:
-        raise RequestError(f"{name} must be a whole number of {low} or more; got {value!r}")
+        raise OptionError(name, f"must be a whole number of {low} or more; got {value!r}")
+
+
+def check_id(name: str, value: object) -> None:
+    """Raise `OptionError` unless an item of an option is a token id."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise OptionError(name, f"must have ids that are whole numbers of 0 or more; got {value!r}")
 
 
 def is_number(value: object) -> bool:
@@ -28,21 +29,16 @@ def is_finite(value: Any) -> bool:
     return is_number(value) and abs(value) <= sys.float_info.max
 
 
-def is_float32(value: Any) -> bool:
-    """Whether it is a number within the range of float32, the dtype of logits."""
-    return is_number(value) and abs(value) <= _FLOAT32_MAX
-
-
-# The types of almost all options, checked first to avoid torch's slow metaclass.
-BUILTIN_TYPES = frozenset((int, float, bool, str, tuple, type(None)))
-_ARRAY_TYPES = (np.generic, np.ndarray, Tensor)
+# The types of almost all options, checked first.
+_BUILTIN_TYPES = frozenset((int, float, bool, str, tuple, type(None)))
 
 
 def plain(value: Any) -> Any:
     """Scalars of numpy, arrays and tensors as Python's numbers and lists; other values unchanged."""
-    if type(value) in BUILTIN_TYPES:
+    if type(value) in _BUILTIN_TYPES or isinstance(value, type):
         return value
-    return value.tolist() if isinstance(value, _ARRAY_TYPES) else value
+    tolist = getattr(value, "tolist", None)
+    return value if tolist is None else tolist()
 
 
 def plain_items(values: Iterable[Any]) -> list[Any]:
@@ -51,9 +47,9 @@ def plain_items(values: Iterable[Any]) -> list[Any]:
 
 
 def as_tuple(name: str, value: object, single: type) -> tuple[Any, ...]:
-    """One value or several as a tuple. Raises `RequestError` for neither a `single` nor an iterable."""
+    """One value or several as a tuple. Raises `OptionError` for neither a `single` nor an iterable."""
     if isinstance(value, single):
         return (value,)
     if isinstance(value, str) or not isinstance(value, Iterable):
-        raise RequestError(f"{name} must be one {single.__name__} or a list of them; got {value!r}")
+        raise OptionError(name, f"must be one {single.__name__} or a list of them; got {value!r}")
     return tuple(plain_items(value))

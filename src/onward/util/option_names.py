@@ -65,8 +65,10 @@ def check_option_names(names: Iterable[str], known: Collection[str]) -> None:
     hints = [meant(name, known) for name in unknown]
     if all(hints):
         pairs = zip(unknown, hints, strict=True)
-        raise RequestError(" ".join(f"unknown option {name!r}: did you mean {hint}?" for name, hint in pairs))
-    raise RequestError(f"unknown option {', '.join(map(repr, unknown))}; the options are {', '.join(known)}")
+        message = " ".join(f"unknown option {name!r}: did you mean {hint}?" for name, hint in pairs)
+        raise RequestError(message, unknown[0])
+    message = f"unknown option {', '.join(map(repr, unknown))}; the options are {', '.join(known)}"
+    raise RequestError(message, unknown[0])
 
 
 def checks_option_names(function: _Function) -> _Function:

@@ -1,6 +1,7 @@
 """Short reprs, readable sizes, and prefixes of strings at the end of a text."""
 
 from collections.abc import Iterable, Sequence
+from itertools import islice
 from typing import Any
 
 _MAX_ITEMS = 8
@@ -15,12 +16,28 @@ def brief_list(items: Sequence[Any]) -> str:
 
 
 def brief(value: object) -> str:
-    """The truncated repr of any value, even of numbers that Python refuses to print."""
+    """The truncated repr of any value, even of numbers that Python refuses to print. Values of any size take little
+    time."""
     try:
-        text = repr(value)
+        text = repr(_clipped(value, 8))
     except (ValueError, RecursionError):
         return f"a value of type {type(value).__name__} that is too large to show"
     return text if len(text) <= _MAX_LENGTH else f"{text[:_MAX_LENGTH]}…"
+
+
+def _clipped(value: Any, depth: int) -> Any:
+    """A value with the same first `_MAX_LENGTH` characters of its repr."""
+    kind = type(value)
+    if kind is str or kind is bytes:
+        return value[: _MAX_LENGTH + 1]
+    if kind not in (dict, list, tuple) or (depth and not value):
+        return value
+    if not depth:
+        return ...
+    if kind is dict:
+        return {key: _clipped(item, depth - 1) for key, item in islice(value.items(), _MAX_LENGTH)}
+    items = [_clipped(item, depth - 1) for item in value[:_MAX_LENGTH]]
+    return items if kind is list else tuple(items)
 
 
 def described(of: object, *facts: str) -> str:

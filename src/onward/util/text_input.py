@@ -5,6 +5,7 @@
     duplicate names            the last one counts, as in Python's json
     nesting                    at most `MAX_DEPTH` objects and lists
     digits of an integer       at most `MAX_DIGITS`, all exact
+    values, names              at most `MAX_VALUES`, `MAX_NAMES`              any number
     NaN, Infinity, 1e999       rejected                                   numbers, as in transformers
     lone surrogates            rejected                                   accepted; rejected where the text is used
 
@@ -27,6 +28,10 @@ from onward.errors import RequestError
 MAX_DEPTH = 100
 # The default of `sys.get_int_max_str_digits`.
 MAX_DIGITS = 4300
+# Values and names of objects in a request: the parser blocks all other threads while it makes them.
+MAX_VALUES, MAX_NAMES = 2**18, 2**15
+# Shorter texts can't have as many as would block for long.
+_SHORT = 2**16
 # The maximum bytes of a line of JSON, the default limit of HTTP bodies (`onward.server.Settings`).
 LONGEST_LINE = 8 * 2**20
 _LARGEST = 10**MAX_DIGITS - 1
@@ -57,15 +62,15 @@ class _Path(NamedTuple):
 class TextError(RequestError):
     """Text that is not UTF-8 or not JSON, or a value that a request must not contain.
 
-    at: the path of the value, such as "messages[0].content"; None for the text as a whole.
+    at: the path of the value, such as "messages[0].content"; None for the text as a whole. option: its first name.
     """
 
     def __init__(self, message: str, at: str | None = None) -> None:
-        super().__init__(message)
+        super().__init__(message, re.split(r"[.\[…]", at, maxsplit=1)[0] or None if at else None)
         self.at = at
 
-    def __reduce__(self) -> tuple[type["TextError"], tuple[str, str | None]]:
-        return type(self), (str(self), self.at)
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (str(self), self.at), {"option": self.option}
 
 
 def decode_text(content: bytes) -> str:
@@ -112,8 +117,10 @@ def read_json_file(file: Path) -> Any:
 
 def parse_request_json(text: str | bytes) -> Any:
     """Parse JSON of a request: a body, a line of a batch, a schema. Raises `TextError` like `parse_json`, and for lone
-    surrogates and non-finite numbers."""
+    surrogates, non-finite numbers, and too many values."""
     text = _as_text(text)
+    if len(text) > _SHORT:
+        _check_count(text)
     suspects: list[float] = []
     value = _loaded(text, strict=True, suspects=suspects)
     # `check_value` takes several times as long as parsing, so it only locates a probable fault.
@@ -157,6 +164,33 @@ def _as_text(text: str | bytes) -> str:
     return decode_text(text) if isinstance(text, bytes) else text.removeprefix("\ufeff")
 
 
+def _check_count(text: str) -> None:
+    """Raise `TextError` for more values or names than a request may have."""
+    if _marks(text, 0, len(text)) <= MAX_VALUES and text.count(":") <= MAX_NAMES:
+        return  # even if none of them is in a string
+    text = text.replace("\\\\", "").replace('\\"', "")  # then each quote begins or ends a string
+    values = names = strings = at = 0
+    while at >= 0:
+        quote = text.find('"', at)
+        end = len(text) if quote < 0 else quote
+        values, names, strings = values + _marks(text, at, end), names + text.count(":", at, end), strings + 1
+        if values > MAX_VALUES or strings > MAX_VALUES + MAX_NAMES:
+            raise TextError(f"it has more than {MAX_VALUES:,} values: send fewer at once")
+        if names > MAX_NAMES:
+            raise TextError(f"its objects have more than {MAX_NAMES:,} names: send fewer at once")
+        closing = -1 if quote < 0 else text.find('"', quote + 1)
+        at = closing + 1 if closing >= 0 else -1
+
+
+def _marks(text: str, start: int, end: int) -> int:
+    """How many commas and opening brackets there are: at least as many as values."""
+    return text.count(",", start, end) + text.count("[", start, end) + text.count("{", start, end)
+
+
+def _whole(digits: str) -> int:
+    return int(digits)
+
+
 def _loaded(text: str, strict: bool, suspects: list[float] | None = None) -> Any:
     """Parse JSON. suspects: collects non-finite numbers."""
 
@@ -167,7 +201,9 @@ def _loaded(text: str, strict: bool, suspects: list[float] | None = None) -> Any
         return value
 
     try:
-        return json.loads(text, strict=strict, parse_float=number, parse_constant=number)
+        # A function of Python for each integer lets other threads run in between: some take 0.1 ms.
+        whole = _whole if len(text) > _SHORT else None
+        return json.loads(text, strict=strict, parse_float=number, parse_constant=number, parse_int=whole)
     except RecursionError:
         raise _too_deep() from None
     except json.JSONDecodeError as error:

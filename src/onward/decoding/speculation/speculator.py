@@ -17,7 +17,7 @@ from onward.decoding.speculation.pace import LENGTHS, AcceptanceRate, DraftLengt
 from onward.decoding.speculation.step import DraftGroup, DraftState, SpeculativeStep
 from onward.decoding.speculation.suffix import SuffixLookup
 from onward.decoding.step import Select, Step, TokenSampler, constraints_of, histories_of, sampling_of
-from onward.errors import RequestError
+from onward.errors import OptionError
 from onward.models import Model
 from onward.sampling import Sampler
 from onward.util.checks import check_whole
@@ -51,10 +51,10 @@ def as_drafter(draft: Any) -> Drafter:
         return draft
     if isinstance(draft, ModelHolder) and isinstance(draft.model, Model):
         return ModelDrafter(draft.model, chunk=draft.prefill_chunk)
-    known = "draft is 'lookup', 'suffix', a LanguageModel, a Model, a Drafter or a Speculator"
+    known = "is 'lookup', 'suffix', a LanguageModel, a Model, a Drafter or a Speculator"
     if isinstance(draft, str):
-        raise RequestError(f"{known}; got {draft!r}: to draft with a model of that name, onward.load it")
-    raise RequestError(f"{known}; got {type(draft).__name__}")
+        raise OptionError("draft", f"{known}; got {draft!r}: to draft with a model of that name, onward.load it")
+    raise OptionError("draft", f"{known}; got {type(draft).__name__}")
 
 
 class Speculator:

@@ -1,25 +1,14 @@
 """DRY: penalties that grow with the length of a repetition."""
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import TypedDict
 
 import numpy as np
 
-from onward.errors import RequestError
 from onward.sampling.history import History, Ids
 from onward.sampling.transforms.transform import Adjustment, Changes, check_switch
-from onward.util.checks import as_tuple, check_whole, is_finite
-
-_FLOAT32_MAX = float(np.finfo(np.float32).max)
-
-
-class DryDict(TypedDict, total=False):
-    dry_multiplier: float
-    dry_base: float
-    dry_allowed_length: int
-    dry_sequence_breakers: int | Sequence[int]
+from onward.util.options import FLOAT32_MAX, REPETITION, option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,20 +20,20 @@ class Dry(Adjustment):
     disables it.
     """
 
-    dry_multiplier: float = 0.0
-    dry_base: float = 1.75
-    dry_allowed_length: int = 2
-    dry_sequence_breakers: tuple[int, ...] = ()
+    dry_multiplier: float = option(
+        0.0, low=0, help="Strength of the penalty on repeated sequences (DRY); 0: off.", group=REPETITION
+    )
+    dry_base: float = option(
+        1.75, low=1, help="Growth of the DRY penalty with the length of the repetition.", group=REPETITION
+    )
+    dry_allowed_length: int = option(
+        2, low=1, help="Longest repetition without a DRY penalty, in tokens.", group=REPETITION
+    )
+    dry_sequence_breakers: tuple[int, ...] = option(
+        (), low=0, help="Ids across which repetitions don't extend (DRY).", group=REPETITION, flag=""
+    )
 
     def check(self) -> None:
-        for name, low in (("dry_multiplier", 0), ("dry_base", 1)):
-            value = getattr(self, name)
-            if not (is_finite(value) and value >= low):
-                raise RequestError(f"{name} must be a number of {low} or more; got {value!r}")
-        check_whole("dry_allowed_length", self.dry_allowed_length, low=1)
-        self._set("dry_sequence_breakers", as_tuple("dry_sequence_breakers", self.dry_sequence_breakers, int))
-        for token in self.dry_sequence_breakers:
-            check_whole("dry_sequence_breakers", token, low=0)
         check_switch(self, Dry, "dry_multiplier")
 
     def is_on(self) -> bool:
@@ -98,12 +87,12 @@ def _max_length(multiplier: float, base: float, allowed_length: int, length: int
     """The length of a repetition beyond which the penalty no longer grows."""
     if base == 1:
         return min(allowed_length, length)
-    steps = math.log(_FLOAT32_MAX) - math.log(multiplier)
+    steps = math.log(FLOAT32_MAX) - math.log(multiplier)
     return min(allowed_length + 1 + max(0, math.ceil(steps / math.log(base))), length)
 
 
 def _power(multiplier: float, base: float, exponent: int) -> float:
     try:
-        return min(multiplier * base**exponent, _FLOAT32_MAX)
+        return min(multiplier * base**exponent, FLOAT32_MAX)
     except OverflowError:
-        return _FLOAT32_MAX
+        return FLOAT32_MAX

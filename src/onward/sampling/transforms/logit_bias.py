@@ -2,18 +2,15 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypedDict
+from typing import Any, ClassVar
 
 import numpy as np
 
-from onward.errors import RequestError
+from onward.errors import OptionError
 from onward.sampling.history import History
 from onward.sampling.transforms.transform import Adjustment, Changes
-from onward.util.checks import check_whole, is_float32, plain
-
-
-class LogitBiasDict(TypedDict, total=False):
-    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...]
+from onward.util.checks import check_id, is_number, plain
+from onward.util.options import FLOAT32_MAX, REPETITION, option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +18,9 @@ class LogitBias(Adjustment):
     """logit_bias: {id: number added to its logit}; -inf bans the id."""
 
     needs_history: ClassVar[bool] = False
-    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
+    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = option(
+        (), help="Numbers to add to the logits of ids; -inf bans one.", group=REPETITION, flag=""
+    )
 
     def check(self) -> None:
         self._set("logit_bias", _as_pairs(self.logit_bias))
@@ -36,8 +35,8 @@ class LogitBias(Adjustment):
     def can_ban(self) -> bool:
         return float("-inf") in dict(self.logit_bias).values()
 
-    def named_ids(self) -> Iterable[int]:
-        return dict(self.logit_bias)
+    def named_ids(self) -> Mapping[str, Iterable[int]]:
+        return {"logit_bias": dict(self.logit_bias)}
 
 
 def _as_pairs(bias: object) -> tuple[tuple[int, float], ...]:
@@ -46,11 +45,11 @@ def _as_pairs(bias: object) -> tuple[tuple[int, float], ...]:
     elif isinstance(bias, tuple) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in bias):
         pairs = bias
     else:
-        raise RequestError(f"logit_bias must be a mapping of ids to numbers; got {bias!r}")
+        raise OptionError("logit_bias", f"must be a mapping of ids to numbers; got {bias!r}")
     for token, value in pairs:
-        check_whole("logit_bias: an id", token, low=0)
-        if not (is_float32(value) or value == float("-inf")):
-            raise RequestError(f"logit_bias of id {token} must be a number, or -inf to ban it; got {value!r}")
+        check_id("logit_bias", token)
+        if not (is_number(value) and (abs(value) <= FLOAT32_MAX or value == float("-inf"))):
+            raise OptionError("logit_bias", f"of id {token} must be a number, or -inf to ban it; got {value!r}")
     if len({token for token, _ in pairs}) < len(pairs):
-        raise RequestError("logit_bias names an id twice")
+        raise OptionError("logit_bias", "names an id twice")
     return tuple(sorted(pairs))

@@ -1,20 +1,13 @@
 """The minimum number of new tokens, and the ids that end a text."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TypedDict
 
 import numpy as np
 
 from onward.sampling.history import History
 from onward.sampling.transforms.transform import Adjustment, Changes, ban
-from onward.util.checks import as_tuple, check_whole
-
-
-class MinNewTokensDict(TypedDict, total=False):
-    min_new_tokens: int
-    eos: int | Sequence[int] | None
-    ignore_eos: bool
+from onward.util.options import LENGTH, option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,16 +17,9 @@ class MinNewTokens(Adjustment):
     ignore_eos: let no id end the text.
     """
 
-    min_new_tokens: int = 0
-    eos: tuple[int, ...] | None = None
-    ignore_eos: bool = False
-
-    def check(self) -> None:
-        check_whole("min_new_tokens", self.min_new_tokens, low=0)
-        if self.eos is not None:
-            self._set("eos", as_tuple("eos", self.eos, int))
-        for token in self.eos or ():
-            check_whole("eos", token, low=0)
+    min_new_tokens: int = option(0, low=0, help="Ban end tokens until N tokens are generated.", group=LENGTH)
+    eos: tuple[int, ...] | None = option(None, low=0, help="Stop after token ID.", group=LENGTH, metavar="ID")
+    ignore_eos: bool = option(False, help="Do not stop at end tokens.", group=LENGTH)
 
     def is_on(self) -> bool:
         return bool(self.min_new_tokens and self.eos and not self.ignore_eos)
@@ -42,8 +28,8 @@ class MinNewTokens(Adjustment):
         banned = () if history.output_length >= self.min_new_tokens else self.eos or ()
         return np.unique(np.array(banned, dtype=np.int64)), 0.0
 
-    def named_ids(self) -> Iterable[int]:
-        return self.eos or ()
+    def named_ids(self) -> Mapping[str, Iterable[int]]:
+        return {"eos": self.eos or ()}
 
     def can_ban(self) -> bool:
         return True

@@ -1,30 +1,22 @@
 """Min-p: ids that are at least a fraction as likely as the most likely."""
 
 from dataclasses import dataclass
-from typing import TypedDict
 
 import torch
 from torch import Tensor
 
-from onward.errors import RequestError
 from onward.sampling.noise import logarithm
 from onward.sampling.transforms.transform import Columns, Draws, Filter
-from onward.util.checks import is_number
-
-
-class MinPDict(TypedDict, total=False):
-    min_p: float
+from onward.util.options import SAMPLING, option
 
 
 @dataclass(frozen=True, kw_only=True)
 class MinP(Filter):
     """min_p: keep ids at least min_p times as likely as the most likely one, in [0, 1]."""
 
-    min_p: float = 0.0
-
-    def check(self) -> None:
-        if not (is_number(self.min_p) and 0 <= self.min_p <= 1):
-            raise RequestError(f"min_p must be in [0, 1]; got {self.min_p!r}")
+    min_p: float = option(
+        0.0, low=0, high=1, help="Drop tokens below X times the top probability; 0: none.", group=SAMPLING
+    )
 
     def is_on(self) -> bool:
         return self.min_p > 0

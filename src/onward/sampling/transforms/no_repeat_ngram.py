@@ -1,27 +1,19 @@
 """No repeated n-grams."""
 
 from dataclasses import dataclass
-from typing import TypedDict
 
 import numpy as np
 
 from onward.sampling.history import History, Ids
 from onward.sampling.transforms.transform import Adjustment, Changes, ban
-from onward.util.checks import check_whole
-
-
-class NoRepeatNgramDict(TypedDict, total=False):
-    no_repeat_ngram_size: int
+from onward.util.options import REPETITION, option
 
 
 @dataclass(frozen=True, kw_only=True)
 class NoRepeatNgram(Adjustment):
     """no_repeat_ngram_size: no n ids in a row occur twice in prompt and output; 0 disables it."""
 
-    no_repeat_ngram_size: int = 0
-
-    def check(self) -> None:
-        check_whole("no_repeat_ngram_size", self.no_repeat_ngram_size, low=0)
+    no_repeat_ngram_size: int = option(0, low=0, help="Never repeat a sequence of N tokens; 0: off.", group=REPETITION)
 
     def is_on(self) -> bool:
         return self.no_repeat_ngram_size > 0

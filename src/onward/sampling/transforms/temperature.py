@@ -1,29 +1,19 @@
 """Temperature: a sharper or flatter distribution."""
 
 from dataclasses import dataclass
-from typing import TypedDict
 
 import torch
 from torch import Tensor
 
-from onward.errors import RequestError
 from onward.sampling.transforms.transform import Columns, Draws, Filter
-from onward.util.checks import is_finite
-
-
-class TemperatureDict(TypedDict, total=False):
-    temperature: float
+from onward.util.options import SAMPLING, option
 
 
 @dataclass(frozen=True, kw_only=True)
 class Temperature(Filter):
     """temperature: 0 is greedy (all filters then change nothing); 1 is the model's own distribution."""
 
-    temperature: float = 0.0
-
-    def check(self) -> None:
-        if not (is_finite(self.temperature) and self.temperature >= 0):
-            raise RequestError(f"temperature must be a number of 0 (greedy) or more; got {self.temperature!r}")
+    temperature: float = option(0.0, low=0, help="Sampling temperature; 0: greedy.", group=SAMPLING, flag="-t")
 
     def is_on(self) -> bool:
         return self.temperature > 0

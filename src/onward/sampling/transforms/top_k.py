@@ -1,26 +1,18 @@
 """Top-k: the k most likely ids."""
 
 from dataclasses import dataclass
-from typing import TypedDict
 
 from torch import Tensor
 
 from onward.sampling.transforms.transform import Columns, Draws, Filter
-from onward.util.checks import check_whole
-
-
-class TopKDict(TypedDict, total=False):
-    top_k: int
+from onward.util.options import SAMPLING, option
 
 
 @dataclass(frozen=True, kw_only=True)
 class TopK(Filter):
     """top_k: keep the k most likely ids; 0 keeps all. Ids that tie with the k-th are kept too."""
 
-    top_k: int = 0
-
-    def check(self) -> None:
-        check_whole("top_k", self.top_k, low=0)
+    top_k: int = option(0, low=0, help="Sample from the N most likely tokens; 0: all.", group=SAMPLING)
 
     def is_on(self) -> bool:
         return self.top_k > 0

@@ -1,22 +1,16 @@
 """Top-p: the nucleus."""
 
 from dataclasses import dataclass
-from typing import TypedDict
 
 import torch
 from torch import Tensor
 
-from onward.errors import RequestError
 from onward.sampling.noise import units
 from onward.sampling.transforms.transform import Columns, Draws, Filter, Probabilities, last_needed
-from onward.util.checks import is_number
+from onward.util.options import SAMPLING, option
 
 # Most nuclei are narrow: try this many of the most likely ids before sorting the whole vocabulary.
 _NUCLEUS_GUESS = 1024
-
-
-class TopPDict(TypedDict, total=False):
-    top_p: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,13 +19,14 @@ class TopP(Filter):
     the threshold is kept, and ids that tie with it.
     """
 
-    top_p: float = 1.0
-
-    def check(self) -> None:
-        if not (is_number(self.top_p) and 0 < self.top_p <= 1):
-            raise RequestError(
-                f"top_p must be in (0, 1]; got {self.top_p!r} (for the most likely token alone, use top_k=1)"
-            )
+    top_p: float = option(
+        1.0,
+        above=0,
+        high=1,
+        hint=" (for the most likely token alone, use top_k=1)",
+        help="Sample from the top tokens of total probability X; 1: all.",
+        group=SAMPLING,
+    )
 
     def is_on(self) -> bool:
         return self.top_p < 1

@@ -62,12 +62,11 @@ class Transform:
     """Options and their effect. The defaults of its fields are neutral: with them it is off and costs nothing."""
 
     def check(self) -> None:
-        """Normalize and check the options; numpy's numbers and arrays are Python's already.
+        """Check the options beyond their types and bounds, and normalize them. By default there is nothing to check.
 
         Raises:
-            RequestError: a value outside its range.
+            RequestError: an invalid value, or options that contradict each other.
         """
-        raise NotImplementedError
 
     def is_on(self) -> bool:
         """Whether the options change anything."""
@@ -101,9 +100,9 @@ class Adjustment(Transform):
         """Whether it may leave no id to sample."""
         return False
 
-    def named_ids(self) -> Iterable[int]:
-        """Ids in its options, to be checked against the vocabulary; a `RequestError` for texts instead of ids."""
-        return ()
+    def named_ids(self) -> Mapping[str, Iterable[int]]:
+        """Ids by option, to be checked against the vocabulary; a `RequestError` for texts instead of ids."""
+        return {}
 
 
 class Filter(Transform):
@@ -194,4 +193,5 @@ def check_switch(options: Transform, kind: type[Transform], switch: str) -> None
     """Raise `RequestError` if another of a transform's options is not neutral while `switch` is 0."""
     changed = [f.name for f in dataclasses.fields(kind) if getattr(options, f.name) != f.default]
     if changed and not getattr(options, switch):
-        raise RequestError(f"{', '.join(changed)} would change nothing while {switch} is 0: set that too")
+        message = f"{', '.join(changed)} would change nothing while {switch} is 0: set that too"
+        raise RequestError(message, changed[0])

@@ -1,30 +1,26 @@
 """Typical sampling: ids whose surprise is close to its expected value."""
 
 from dataclasses import dataclass
-from typing import TypedDict
 
 import torch
 from torch import Tensor
 
-from onward.errors import RequestError
 from onward.sampling.noise import units
 from onward.sampling.transforms.transform import Columns, Draws, Filter, Probabilities, last_needed
-from onward.util.checks import is_number
-
-
-class TypicalPDict(TypedDict, total=False):
-    typical_p: float
+from onward.util.options import SAMPLING, option
 
 
 @dataclass(frozen=True, kw_only=True)
 class TypicalP(Filter):
     """typical_p: keep the smallest set of ids of most typical surprise whose probability reaches it, in (0, 1]."""
 
-    typical_p: float = 1.0
-
-    def check(self) -> None:
-        if not (is_number(self.typical_p) and 0 < self.typical_p <= 1):
-            raise RequestError(f"typical_p must be in (0, 1]; got {self.typical_p!r}")
+    typical_p: float = option(
+        1.0,
+        above=0,
+        high=1,
+        help="Sample from the most typical tokens of total probability X; 1: all.",
+        group=SAMPLING,
+    )
 
     def is_on(self) -> bool:
         return self.typical_p < 1

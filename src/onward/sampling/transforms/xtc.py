@@ -1,19 +1,12 @@
 """XTC: exclude top choices."""
 
 from dataclasses import dataclass
-from typing import TypedDict
 
 import torch
 from torch import Tensor
 
-from onward.errors import RequestError
 from onward.sampling.transforms.transform import Columns, Draws, Filter, Probabilities, check_switch
-from onward.util.checks import is_number
-
-
-class XtcDict(TypedDict, total=False):
-    xtc_probability: float
-    xtc_threshold: float
+from onward.util.options import SAMPLING, option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,16 +15,19 @@ class Xtc(Filter):
     as probable as the threshold, in (0, 0.5], only the least probable is kept.
     """
 
-    xtc_probability: float = 0.0
-    xtc_threshold: float = 0.1
+    xtc_probability: float = option(
+        0.0, low=0, high=1, help="Probability of dropping all top choices but the last (XTC).", group=SAMPLING
+    )
+    xtc_threshold: float = option(
+        0.1,
+        above=0,
+        high=0.5,
+        hint=" (no two ids are above one half)",
+        help="Minimum probability of a top choice (XTC).",
+        group=SAMPLING,
+    )
 
     def check(self) -> None:
-        if not (is_number(self.xtc_probability) and 0 <= self.xtc_probability <= 1):
-            raise RequestError(f"xtc_probability must be in [0, 1]; got {self.xtc_probability!r}")
-        if not (is_number(self.xtc_threshold) and 0 < self.xtc_threshold <= 0.5):
-            raise RequestError(
-                f"xtc_threshold must be in (0, 0.5]; got {self.xtc_threshold!r} (no two ids are above one half)"
-            )
         check_switch(self, Xtc, "xtc_probability")
 
     def is_on(self) -> bool:

@@ -10,8 +10,9 @@ from json.encoder import encode_basestring
 from typing import Any
 
 from onward.chat import MessageDelta
+from onward.errors import OnwardError
 from onward.language_model import Completion, Piece
-from onward.protocols.chat import (
+from onward.protocols.answers import (
     answer_head,
     chat_logprobs,
     delta_body,
@@ -20,7 +21,8 @@ from onward.protocols.chat import (
     text_logprobs,
     usage_of,
 )
-from onward.protocols.schema import ParsedBody
+from onward.protocols.errors import error_fields
+from onward.protocols.protocol import ParsedBody
 from onward.sampling import TokenLogprobs
 from onward.tokenizer import Tokenizer
 from onward.tokenizer.text_stream import TokenText, TokenTexts
@@ -36,7 +38,7 @@ class ChunkStream:
         self._body, self._tokenizer = body, tokenizer
         head = as_json(answer_head(body, _CHUNKS[body.kind], body.seed, version))
         self._opening = f'{head[:-1]},"choices":['
-        self._closing = '],"usage":null}' if body.include_usage else "]}"
+        self._closing = '],"usage":null}' if body.values.include_usage else "]}"
         self._choices: dict[int, _ChatChoice | _TextChoice] = {}
         self._completions: dict[int, Completion] = {}
 
@@ -67,7 +69,7 @@ class ChunkStream:
 
     def usage(self) -> list[str]:
         """The last chunk, if the body asks for it. All requests have ended."""
-        if not self._body.include_usage:
+        if not self._body.values.include_usage:
             return []
         usage = usage_of([self._completions[at] for at in range(len(self._body.requests))])
         return [f'{self._opening}],"usage":{as_json(usage)}}}']
@@ -78,11 +80,39 @@ class ChunkStream:
         if number not in self._choices:
             kind = _ChatChoice if self._body.kind == "chat.completion" else _TextChoice
             texts = None if request.options.logprobs is None else TokenTexts(request.prompt, self._tokenizer)
-            self._choices[number] = kind(number, texts, self._body.return_token_ids)
+            self._choices[number] = kind(number, texts, self._body.values.return_token_ids)
         return self._choices[number]
 
     def _chunk(self, choice: str) -> str:
         return f"{self._opening}{choice}{self._closing}"
+
+
+class ChunkEvents:
+    """Chunks as server-sent events."""
+
+    per_piece = False
+
+    def __init__(self, body: ParsedBody, tokenizer: Tokenizer, version: str) -> None:
+        self._chunks = ChunkStream(body, tokenizer, version)
+
+    def begin(self, at: int) -> list[str]:
+        return list(map(_event, self._chunks.begin(at)))
+
+    def pieces(self, at: int, pieces: Sequence[Piece]) -> list[tuple[int, str]]:
+        return [(count, _event(chunk)) for count, chunk in self._chunks.pieces(at, pieces)]
+
+    def end(self, at: int, completion: Completion) -> list[str]:
+        return list(map(_event, self._chunks.end(at, completion)))
+
+    def finish(self) -> list[str]:
+        return list(map(_event, [*self._chunks.usage(), "[DONE]"]))
+
+    def error(self, error: OnwardError) -> list[str]:
+        return [_event(as_json({"error": error_fields(error)}))]
+
+
+def _event(chunk: str) -> str:
+    return f"data: {chunk}\n\n"
 
 
 class _Choice:

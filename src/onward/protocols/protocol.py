@@ -1,0 +1,170 @@
+"""The interface of a protocol: an endpoint's bodies, responses and streams.
+
+A protocol is one file with a subclass of `Protocol`, and one line in `onward.protocols.reader`. The server, the ingress
+and `onward batch` serve all of them alike.
+"""
+
+import datetime
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, NamedTuple, Self
+from typing import Protocol as Interface
+
+from pydantic import BaseModel
+
+from onward.errors import ContextOverflowError, OnwardError, OptionError, RequestError, TokenizerError
+from onward.language_model import Completion, LanguageModel, Piece, Request
+from onward.protocols.answer_key import ResponseKey
+from onward.protocols.body import Body
+from onward.protocols.errors import BodyError, error_fields
+from onward.tokenizer import Tokenizer
+
+
+class GenerateBody(Body):
+    """The fields that every protocol has. null means the same as leaving a field out."""
+
+    model: str | None = None
+    stream: bool | None = None
+
+    def field_of(self, option: str) -> str:
+        """The field that sets an option."""
+        return option
+
+    def place_of(self, path: str) -> str:
+        """A path such as "tools[0].name", with the field's name in place of the option's."""
+        option = re.split(r"[.\[]", path, maxsplit=1)[0]
+        return self.field_of(option) + path[len(option) :]
+
+
+def named_error(error: OnwardError, body: GenerateBody) -> BodyError:
+    """An error of the model's options, with the field's name in place of the option's."""
+    if isinstance(error, BodyError):
+        return error
+    path = error.option if isinstance(error, RequestError) else None
+    place = "" if path is None else body.place_of(path)
+    message = f"{place} {error.problem}" if isinstance(error, OptionError) else str(error)
+    field = re.split(r"[.\[]", place, maxsplit=1)[0] or None
+    if isinstance(error, ContextOverflowError):
+        return BodyError(message, field or body.field_of("prompt"), "context_length_exceeded")
+    return BodyError(message, field)
+
+
+class Prompts(NamedTuple):
+    """The requests of a body. echoes: the prompts' texts, if the response repeats them."""
+
+    requests: tuple[Request, ...]
+    echoes: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True)
+class ModelContext:
+    """The model that serves a body.
+
+    name: of the model or the adapter, for the response. options: the defaults and the adapter. variables: defaults of
+    the chat template's variables. now: the time of the response.
+    """
+
+    lm: LanguageModel
+    name: str
+    options: Mapping[str, Any]
+    variables: Mapping[str, Any]
+    now: datetime.datetime
+
+
+class ResponseEvents(Interface):
+    """Formats a response as server-sent events.
+
+    The events depend on the pieces alone, not on how these are batched. per_piece: whether a piece may have several
+    events; pieces are then formatted one by one. pieces: formats pieces of one sequence, and returns each event with
+    the number of pieces that are complete after it.
+    """
+
+    per_piece: bool
+
+    def begin(self, at: int) -> list[str]: ...
+    def pieces(self, at: int, pieces: Sequence[Piece]) -> list[tuple[int, str]]: ...
+    def end(self, at: int, completion: Completion) -> list[str]: ...
+    def finish(self) -> list[str]: ...
+    def error(self, error: OnwardError) -> list[str]: ...
+
+
+class Protocol(ABC):
+    """An endpoint. Instances have no state.
+
+    path: of its URL. summary: for the OpenAPI document. body, response: models of its bodies and responses; the latter
+    is for the document only. kind: type of the response object.
+    """
+
+    path: ClassVar[str]
+    summary: ClassVar[str]
+    body: ClassVar[type[GenerateBody]]
+    response: ClassVar[type[BaseModel]]
+    kind: ClassVar[str]
+
+    @abstractmethod
+    def prompts(self, body: Any, context: ModelContext) -> Prompts:
+        """Make the requests of a valid body. Raises `OnwardError`: options contradict each other or the model."""
+
+    @abstractmethod
+    def answer(
+        self, body: "ParsedBody", completions: Sequence[Completion], tokenizer: Tokenizer, version: str
+    ) -> dict[str, Any]:
+        """Return the response. completions: of the requests, in order. version: of the server."""
+
+    @abstractmethod
+    def events(self, body: "ParsedBody", tokenizer: Tokenizer, version: str) -> ResponseEvents:
+        """Return a writer for the stream of one response."""
+
+    def error(self, error: OnwardError) -> dict[str, Any]:
+        """Return the body of an error response."""
+        return {"error": error_fields(error)}
+
+
+# Errors that `named_error` turns into those of a field.
+NAMED_ERRORS = (RequestError, TokenizerError)
+
+
+@dataclass(frozen=True)
+class ParsedBody:
+    """A body as requests to a model.
+
+    model: name for the response. requests: one for each prompt; a chat has one. values: the valid body. echoes: the
+    prompts' texts, to be repeated. key: of the response. fields: of the body, as received. ignored: unsupported hints
+    that were dropped.
+    """
+
+    protocol: Protocol
+    model: str
+    requests: tuple[Request, ...]
+    values: Any = field(compare=False)
+    echoes: tuple[str, ...] | None = None
+    key: ResponseKey = field(default_factory=ResponseKey.new, compare=False)
+    fields: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    ignored: tuple[str, ...] = ()
+
+    @property
+    def kind(self) -> str:
+        return self.protocol.kind
+
+    @property
+    def stream(self) -> bool:
+        return bool(self.values.stream)
+
+    @property
+    def seed(self) -> int | None:
+        """The seed; None if it is still unset, or nothing is sampled."""
+        return self.requests[0].options.seed if self._samples else None
+
+    @property
+    def _samples(self) -> bool:
+        options = self.requests[0].options
+        return options.temperature > 0 and options.beams == 1
+
+    def seeded(self, seed: int | None = None) -> Self:
+        """A copy with this seed or the key's for all requests, if the seed is unset and tokens are sampled."""
+        if self.seed is not None or not self._samples:
+            return self
+        seed = self.key.seed if seed is None else seed
+        return replace(self, requests=tuple(request.replace(seed=seed) for request in self.requests))

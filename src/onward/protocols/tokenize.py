@@ -1,0 +1,97 @@
+"""/tokenize and /detokenize: convert between text and token ids."""
+
+import time
+from typing import Annotated, Any, Self
+
+from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationInfo, model_validator
+
+from onward.errors import OnwardError
+from onward.language_model.request import checked_ids
+from onward.protocols.answer_key import LAST_SECOND, ResponseKey
+from onward.protocols.body import AtMost, Body, Expected, FieldError, Validation, validated, validation_of
+from onward.protocols.chat import TemplateVariables, template_variables
+from onward.protocols.errors import BodyError
+from onward.protocols.messages import Message, template_form
+from onward.protocols.protocol import NAMED_ERRORS
+from onward.protocols.reader import BodyReader
+
+
+class TokenizeBody(Body):
+    """A body of /tokenize: a text or a chat. created: time for the chat template, in seconds since 1970."""
+
+    model_config = ConfigDict(json_schema_extra={"anyOf": [{"required": ["prompt"]}, {"required": ["messages"]}]})
+    model: str | None = None
+    prompt: Annotated[str | None, AtMost("text_characters", "characters")] = None
+    messages: Annotated[list[Message] | None, FailFast(), AtMost("messages", "messages")] = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: TemplateVariables = None
+    created: Annotated[int | None, Field(ge=0, le=LAST_SECOND)] = None
+
+    @model_validator(mode="after")
+    def _check_combinations(self, info: ValidationInfo) -> Self:
+        if (self.prompt is None) == (self.messages is None):
+            raise FieldError("and messages exclude each other: give one of them", at="prompt")
+        characters, limit = sum(map(_length, self.messages or ())), validation_of(info).limits.text_characters
+        if characters > limit:
+            raise FieldError(f"have {characters} characters; this server allows at most {limit}", at="messages")
+        of_chats = ("add_generation_prompt", "chat_template_kwargs", "created")
+        kind, others = ("prompt", of_chats) if self.messages is None else ("messages", ("add_special_tokens",))
+        for name in others:
+            if getattr(self, name) is not None:
+                raise FieldError(f"cannot be combined with {kind}: remove it", at=name)
+        return self
+
+
+def _length(message: Message) -> int:
+    return len(message.get("content") or "")
+
+
+class DetokenizeBody(Body):
+    """A body of /detokenize."""
+
+    model: str | None = None
+    tokens: Annotated[list[int], FailFast(), Expected("a list of ids"), AtMost("ids", "ids")]
+
+
+class Tokens(BaseModel):
+    """A response of /tokenize. created: of chats."""
+
+    tokens: list[int]
+    count: int
+    max_model_len: int | None
+    created: int | None = None
+
+
+class Text(BaseModel):
+    """A response of /detokenize."""
+
+    prompt: str
+
+
+def tokenized(reader: BodyReader, fields: dict[str, Any]) -> dict[str, Any]:
+    """The response to a body of /tokenize. Raises `BodyError`."""
+    body, lm = validated(TokenizeBody, fields, Validation(reader.limits)), reader.lm
+    more: dict[str, Any] = {}
+    try:
+        if body.messages is None:
+            tokens = lm.encode(body.prompt or "", add_special_tokens=body.add_special_tokens is not False)
+        else:
+            more["created"] = int(time.time()) if body.created is None else body.created
+            variables = {**reader.variables, **template_variables(lm, body.chat_template_kwargs or {})}
+            variables["add_generation_prompt"] = body.add_generation_prompt is not False
+            tokens = lm.chat_prompt(template_form(body.messages), variables, ResponseKey.new(more["created"]).time)
+    except BodyError:
+        raise
+    except NAMED_ERRORS as error:
+        raise BodyError(str(error), "prompt" if body.messages is None else "messages") from error
+    return {"tokens": tokens, "count": len(tokens), "max_model_len": lm.model.max_seq_len, **more}
+
+
+def detokenized(reader: BodyReader, fields: dict[str, Any]) -> dict[str, Any]:
+    """The response to a body of /detokenize. Raises `BodyError`."""
+    body, lm = validated(DetokenizeBody, fields, Validation(reader.limits)), reader.lm
+    try:
+        return {"prompt": lm.decode(checked_ids(body.tokens, lm.model.vocab_size)) if body.tokens else ""}
+    except OnwardError as error:
+        raise BodyError(str(error), "tokens") from error

@@ -7,18 +7,17 @@ from pydantic import Field, WithJsonSchema, model_validator
 
 from onward.decoding.speculation import PredictedOutput, Speculator
 from onward.errors import RequestError
-from onward.language_model import Completion, LanguageModel, Request, split_chat_options
+from onward.language_model import LanguageModel, Request, split_chat_options
 from onward.language_model.options import option_names
 from onward.language_model.request import check_length
-from onward.protocols.answers import ChatCompletion, answer_body
+from onward.protocols.answers import ChatCompletion
 from onward.protocols.body import AtMost, Body, Expected, FieldError, JsonSchema, Values, Whole
-from onward.protocols.chunks import ChunkEvents
+from onward.protocols.chunks import ChunkedProtocol
 from onward.protocols.errors import BodyError
 from onward.protocols.messages import Messages, Text, template_form
 from onward.protocols.openai import CompletionsBody, LogprobCount
 from onward.protocols.options import OptionsBody
-from onward.protocols.protocol import ModelContext, ParsedBody, Prompts, Protocol
-from onward.tokenizer import Tokenizer
+from onward.protocols.protocol import ModelContext, Prompts
 from onward.util.text import brief
 
 # The form of tools, for the document: `onward.chat.tools` validates them, as for Python.
@@ -162,7 +161,7 @@ class ChatBody(CompletionsBody, ToolBody):
         return "messages" if option == "prompt" else super().field_of(option)
 
 
-class ChatCompletions(Protocol):
+class ChatCompletions(ChunkedProtocol):
     path, summary, kind = "/v1/chat/completions", "Generate a chat completion.", "chat.completion"
     body, response = ChatBody, ChatCompletion
 
@@ -176,11 +175,3 @@ class ChatCompletions(Protocol):
         if body.response_format is not None and (schema := body.response_format.text_schema) is not None:
             more["json_schema"] = schema
         return Prompts((body.chat_request(context, template_form(body.messages), body.reasoning_effort, **more),))
-
-    def answer(
-        self, body: ParsedBody, completions: Sequence[Completion], tokenizer: Tokenizer, version: str
-    ) -> dict[str, Any]:
-        return answer_body(body, completions, tokenizer, version)
-
-    def events(self, body: ParsedBody, tokenizer: Tokenizer, version: str) -> ChunkEvents:
-        return ChunkEvents(body, tokenizer, version)

@@ -13,6 +13,7 @@ from onward.chat import MessageDelta
 from onward.errors import OnwardError
 from onward.language_model import Completion, Piece
 from onward.protocols.answers import (
+    answer_body,
     answer_head,
     chat_logprobs,
     delta_body,
@@ -22,7 +23,7 @@ from onward.protocols.answers import (
     usage_of,
 )
 from onward.protocols.errors import error_fields
-from onward.protocols.protocol import ParsedBody
+from onward.protocols.protocol import ParsedBody, Protocol
 from onward.sampling import TokenLogprobs
 from onward.tokenizer import Tokenizer
 from onward.tokenizer.text_stream import TokenText, TokenTexts
@@ -109,6 +110,18 @@ class ChunkEvents:
 
     def error(self, error: OnwardError) -> list[str]:
         return [_event(as_json({"error": error_fields(error)}))]
+
+
+class ChunkedProtocol(Protocol):
+    """A protocol whose responses have choices, and whose streams are chunks of them."""
+
+    def answer(
+        self, body: ParsedBody, completions: Sequence[Completion], tokenizer: Tokenizer, version: str
+    ) -> dict[str, Any]:
+        return answer_body(body, completions, tokenizer, version)
+
+    def events(self, body: ParsedBody, tokenizer: Tokenizer, version: str) -> ChunkEvents:
+        return ChunkEvents(body, tokenizer, version)
 
 
 def _event(chunk: str) -> str:

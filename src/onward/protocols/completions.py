@@ -1,18 +1,15 @@
 """/v1/completions: OpenAI's completions of texts and token ids."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Self
 
 from pydantic import ValidationInfo, model_validator
 
-from onward.language_model import Completion
-from onward.protocols.answers import TextCompletion, answer_body
+from onward.protocols.answers import TextCompletion
 from onward.protocols.body import FieldError, JsonSchema, Marker, Validation, validation_of
-from onward.protocols.chunks import ChunkEvents
+from onward.protocols.chunks import ChunkedProtocol
 from onward.protocols.openai import CompletionsBody, LogprobCount
-from onward.protocols.protocol import ModelContext, ParsedBody, Prompts, Protocol
-from onward.tokenizer import Tokenizer
+from onward.protocols.protocol import ModelContext, Prompts
 from onward.util.text import brief
 
 
@@ -65,7 +62,7 @@ class CompletionBody(CompletionsBody):
         return self
 
 
-class Completions(Protocol):
+class Completions(ChunkedProtocol):
     path, summary, kind = "/v1/completions", "Generate a completion.", "text_completion"
     body, response = CompletionBody, TextCompletion
 
@@ -80,11 +77,3 @@ class Completions(Protocol):
         if body.echo:
             echoes = tuple(prompt if isinstance(prompt, str) else lm.decode(prompt) for prompt in body.prompt)
         return Prompts(requests, echoes)
-
-    def answer(
-        self, body: ParsedBody, completions: Sequence[Completion], tokenizer: Tokenizer, version: str
-    ) -> dict[str, Any]:
-        return answer_body(body, completions, tokenizer, version)
-
-    def events(self, body: ParsedBody, tokenizer: Tokenizer, version: str) -> ChunkEvents:
-        return ChunkEvents(body, tokenizer, version)

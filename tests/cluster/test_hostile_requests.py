@@ -31,7 +31,7 @@ def target() -> Iterator[Target]:
 
 
 @pytest.fixture(autouse=True)
-def beside_neighbours(target: Target) -> Iterator[None]:
+def with_neighbours(target: Target) -> Iterator[None]:
     """They are answered meanwhile, and afterwards all sequences and blocks are back."""
     with Neighbours(target.port, 0, KEYS[1]) as neighbours:
         neighbours.begin("demo")

@@ -216,7 +216,7 @@ def test_a_flood_of_health_checks_is_one_reading(deployment: Deployment) -> None
         assert {reply.status for reply in replies} == {200}
         assert asked == ["/health"] * 2, "each replica once"
         assert (await deployment.ask("/health")).status == 200
-        assert asked == ["/health"] * 4, "a later one is answered anew"
+        assert asked == ["/health"] * 4, "a later one gets a new answer"
 
     asyncio.run(run())
 

@@ -44,7 +44,7 @@ def connected(server: LiveServer, sent: bytes = b"") -> Iterator[socket.socket]:
 # ── memory ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_budget_counts_what_is_held() -> None:
+def test_a_budget_counts_reservations() -> None:
     budget = MemoryBudget(1000)
     one, other, server = budget.reservation("a"), budget.reservation("b"), budget.reservation("")
     one.resize(500)
@@ -135,60 +135,60 @@ def test_records_are_evicted_at_their_share(start: Start, lm: onward.LanguageMod
 # ── threads ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class HeldReader:
+class BlockedReader:
     """Bodies whose model has this name are read when they are released."""
 
     def __init__(self, server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
         self.started, self.end, self.read = threading.Semaphore(0), threading.Event(), 0
         models, find = server.app.service.models, server.app.service.models.find
 
-        def held(name: object) -> Any:
-            if name == "held":
+        def blocked(name: object) -> Any:
+            if name == "blocked":
                 self.started.release()
                 assert self.end.wait(SECONDS)
                 self.read += 1
                 name = "demo"
             return find(name)
 
-        monkeypatch.setattr(models, "find", held)
+        monkeypatch.setattr(models, "find", blocked)
 
 
 @pytest.fixture
-def held_reader(
+def blocked_reader(
     start: Start, lm: onward.LanguageModel, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[tuple[LiveServer, HeldReader]]:
+) -> Iterator[tuple[LiveServer, BlockedReader]]:
     server = start({"demo": lm})
-    held = HeldReader(server, monkeypatch)
-    yield server, held
-    held.end.set()
+    blocked = BlockedReader(server, monkeypatch)
+    yield server, blocked
+    blocked.end.set()
     server.wait_idle()
 
 
-def test_what_a_client_had_queued_is_dropped_when_it_leaves(held_reader: tuple[LiveServer, HeldReader]) -> None:
-    server, held = held_reader
-    body = json.dumps({"prompt": "x", "model": "held", "max_tokens": 1}).encode()
+def test_what_a_client_had_queued_is_dropped_when_it_leaves(blocked_reader: tuple[LiveServer, BlockedReader]) -> None:
+    server, blocked = blocked_reader
+    body = json.dumps({"prompt": "x", "model": "blocked", "max_tokens": 1}).encode()
     with contextlib.ExitStack() as stack:
         for _ in range(10):
             stack.enter_context(connected(server, head_of(len(body)) + body))
         for _ in range(2):
-            assert held.started.acquire(timeout=SECONDS)
+            assert blocked.started.acquire(timeout=SECONDS)
         until(lambda: len(server.app.service._readers) == 8)
         assert server.get("/metrics").status_code == server.get("/stats").status_code == 200, "a thread of their own"
     until(lambda: len(server.app.service._readers) == 0)
     until(lambda: server.app.gate.in_flight == 0)
-    held.end.set()
+    blocked.end.set()
     server.wait_idle()
-    until(lambda: held.read == 2)
+    until(lambda: blocked.read == 2)
     assert server.engines["demo"].stats().steps == 0
 
 
-def test_large_bodies_are_read_one_at_a_time(held_reader: tuple[LiveServer, HeldReader]) -> None:
-    server, held = held_reader
-    body = json.dumps({"prompt": "x", "model": "held", "max_tokens": 1, "user": "u" * 300_000}).encode()
+def test_large_bodies_are_read_one_at_a_time(blocked_reader: tuple[LiveServer, BlockedReader]) -> None:
+    server, blocked = blocked_reader
+    body = json.dumps({"prompt": "x", "model": "blocked", "max_tokens": 1, "user": "u" * 300_000}).encode()
     with contextlib.ExitStack() as stack:
         for _ in range(3):
             stack.enter_context(connected(server, head_of(len(body)) + body))
-        assert held.started.acquire(timeout=SECONDS)
+        assert blocked.started.acquire(timeout=SECONDS)
         until(lambda: len(server.app.service._large) == 2)
         assert server.post(CHAT, SHORT).status_code == 200
         assert server.app.service._large.running == 1

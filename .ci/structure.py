@@ -17,7 +17,7 @@ PACKAGE = ROOT / "src" / "onward"
 MAX_LINES, MAX_FILES, MAX_LAYERS, MAX_FILE_LINES = 57_500, 370, 14, 400
 # Names that something else has now: `constraints.Choice` is a grammar.
 KEPT_NAMES = {"Choice"}
-LONG_FILES = {"cache/manager.py"}  # issue 32 splits it
+LONG_FILES = {"cache/manager.py"}
 
 
 def main() -> int:

@@ -1,10 +1,10 @@
-"""Train a small module on a text and sample from it between steps: no export, no second copy of the model.
+"""Train a small module on a text, and sample from it between steps without exporting or copying the model.
 
-    python examples/train_and_sample.py                      # this file itself as the text, 20 seconds
+    python examples/train_and_sample.py                      # trains on this file, for 20 seconds
     python examples/train_and_sample.py story.txt --seconds 120
 
-The module is plain PyTorch. Without a cache it is the training forward; with one it also decodes, and
-`onward.Model.from_module` makes it a model that everything in Onward can drive.
+The module is plain PyTorch. Called without a cache, it is the training forward; with a cache, it decodes.
+`onward.Model.from_module` turns it into a model for all of Onward. docs/tutorials/train-and-decode.md explains it.
 """
 
 import argparse
@@ -36,7 +36,7 @@ class Block(nn.Module):
         if cache is None:
             mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         else:
-            # Write at each row's own position, and attend up to it: what lies past it is never read.
+            # Write at each row's own positions and attend up to them: entries past them are never read.
             keys, values = cache.write(self.index, k, v, offsets)
             positions = offsets[:, None] + torch.arange(x.shape[1])
             seen = torch.arange(keys.shape[2]) <= positions[:, None, :, None]
@@ -61,7 +61,7 @@ class ByteModel(nn.Module):
         self, tokens: Tensor, offsets: Tensor, cache: onward.KVCache | None = None
     ) -> tuple[Tensor, onward.KVCache | None]:
         at = offsets[:, None] + torch.arange(tokens.shape[1])
-        # Padding past the end of a row may stand past the last position too; what it becomes is never read.
+        # A short row's padding may run past the last position: `clamp` keeps the lookup valid, its result is not read.
         x = self.tokens(tokens) + self.positions(at.clamp(max=self.max_seq_len - 1))
         for block in self.blocks:
             x = block(x, offsets, cache)
@@ -83,7 +83,7 @@ class ByteModel(nn.Module):
 def train(
     text: bytes, seconds: float, *, max_steps: int = 10**9, sample_every: float = 5.0, context: int = 128
 ) -> float:
-    """Train for a while, printing a sample now and then; returns the last step's loss."""
+    """Train for `seconds`, printing a sample every `sample_every` seconds. Returns the loss of the last step."""
     torch.manual_seed(0)
     module = ByteModel()
     model = onward.Model.from_module(module)
@@ -101,7 +101,7 @@ def train(
         now = time.monotonic()
         last = step + 1 == max_steps or now - began >= seconds
         if last or now - sampled >= sample_every:
-            # The model sees the weights as this step left them; dropout is off in here and on again after it.
+            # The model uses the weights of this step. Dropout is off while decoding, and on again afterwards.
             prompt = data[:16].unsqueeze(0)
             ids = onward.generate(model, prompt, 100, temperature=0.7, seed=step)
             print(f"── step {step}, loss {loss.item():.3f}\n{bytes(ids[0].tolist()).decode('utf-8', 'replace')}")
@@ -112,9 +112,11 @@ def train(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Train a small module on a text and sample from it between steps.")
-    parser.add_argument("text", nargs="?", type=Path, default=Path(__file__), help="a file of a kilobyte or more")
-    parser.add_argument("--seconds", type=float, default=20.0)
+    parser = argparse.ArgumentParser(description="Train a small module on a text, and sample from it.")
+    parser.add_argument(
+        "text", nargs="?", type=Path, default=Path(__file__), help="a file of 1 kB or more (default: this)"
+    )
+    parser.add_argument("--seconds", type=float, default=20.0, help="how long to train (default: 20)")
     arguments = parser.parse_args()
     train(arguments.text.read_bytes(), arguments.seconds)
 

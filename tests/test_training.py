@@ -21,19 +21,27 @@ from transformers import AutoTokenizer, Qwen3ForCausalLM
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
 
-from training.corpus import documents, tool_chats, tuning_documents  # noqa: E402
+from training.corpus import KINDS, Document, documents, tool_chats  # noqa: E402
 from training.corpus.chat import Conversation, make_chat  # noqa: E402
+from training.corpus.documents import JSON_HEADERS, QA_HEADERS  # noqa: E402
 from training.corpus.extraction import make_extraction, make_note  # noqa: E402
 from training.corpus.grammar import expand  # noqa: E402
+from training.corpus.offered_tools import OfferedTool  # noqa: E402
+from training.corpus.openings import make_opened_story  # noqa: E402
 from training.corpus.story import make_story  # noqa: E402
 from training.corpus.tool_topics import TOPICS  # noqa: E402
-from training.corpus.tools import OfferedTool  # noqa: E402
 from training.data import IGNORED, LENGTHS, AnswerFinder, batches, tokenize  # noqa: E402
 from training.evaluate import evaluate, generate, kind_of, load_exported, read_heldout  # noqa: E402
+from training.first_contact import LIKELY, OPENINGS, continuations, is_story  # noqa: E402
 from training.tool_calls import asked_in, calls_of  # noqa: E402
 
 DEMO = REPOSITORY / "src" / "onward" / "demo"
 HELDOUT = REPOSITORY / "training" / "heldout.txt"
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_file(str(DEMO / "target" / "tokenizer.json"))
 
 
 # The corpus
@@ -113,8 +121,33 @@ def test_the_corpus_depends_on_its_seed_alone() -> None:
 
 
 def test_held_out_text_is_not_in_the_training_text() -> None:
-    train = frozenset(text for _, text in documents(7, 300))
-    assert not train & {text for _, text in documents(7, 300, exclude=train)}
+    train = frozenset(document.text for document in documents(7, 300))
+    assert not train & {document.text for document in documents(7, 300, exclude=train)}
+
+
+def test_a_text_that_questions_follow_is_never_learned_as_the_beginning_of_one() -> None:
+    """Without a mark at its start a document is a story, or a prompt up to its first answer."""
+    kinds = set()
+    for document in documents(7, 400):
+        kinds.add(document.kind)
+        learned = document.text[document.prompt :]
+        if document.kind in ("chat", "tools"):
+            assert document.prompt == 0
+            assert document.text.startswith("<|im_start|>")
+        elif document.kind != "story":
+            header = document.text[: document.prompt]
+            assert document.prompt > 0
+            assert header in (*QA_HEADERS, *JSON_HEADERS) or learned.startswith((" ", "{"))
+        else:
+            assert is_story(learned), learned
+    assert kinds == {"story", "qa", "json", "chat", "tools"}
+
+
+def test_a_story_follows_whatever_somebody_types() -> None:
+    rng = random.Random(8)
+    prompts = [make_opened_story(rng) for _ in range(500)]
+    assert all(prompt and is_story(story) for prompt, story in prompts)
+    assert len({prompt for prompt, _ in prompts}) > 400
 
 
 def test_conversations_alternate_and_end_with_an_answer() -> None:
@@ -168,41 +201,59 @@ def test_conversations_with_tools_are_what_the_template_writes() -> None:
     assert kinds == {"call", "calls", "result", "talk"}
 
 
-def test_documents_to_tune_with_have_tools_and_the_rest() -> None:
-    drawn = list(tuning_documents(7, 60))
-    assert drawn == list(tuning_documents(7, 60))
-    assert {kind for kind, _ in drawn} == {"tools", "story", "qa", "json", "chat"}
-    assert not {text for _, text in drawn} & {
-        text for _, text in tuning_documents(7, 60, frozenset(t for _, t in drawn))
-    }
-
-
 # Batches
 
 
-def test_batches_hold_whole_documents_shifted_by_one() -> None:
-    tokenizer = Tokenizer.from_file(str(DEMO / "target" / "tokenizer.json"))
-    texts = [text for _, text in documents(9, 60)]
-    whole = {tuple([*tokenizer.encode(text).ids, 0][: LENGTHS[-1]]) for text in texts}
-    source = batches(tokenize(tokenizer, texts), 2048, 1, end_id=0, finder=AnswerFinder(tokenizer), text_share=1.0)
-    for inputs, targets in (next(source) for _ in range(20)):
+def test_batches_hold_whole_documents_shifted_by_one(tokenizer: Tokenizer) -> None:
+    source = list(documents(9, 60))
+    whole = set()
+    for document in source:
+        halves = (document.text[: document.prompt], document.text[document.prompt :])
+        ids = [*(i for half in halves for i in tokenizer.encode(half).ids), 0]
+        whole.add(tuple(ids[: LENGTHS[-1]]))
+        if document.kind == "story" and not document.prompt:
+            whole.add((0, *ids)[: LENGTHS[-1]])
+    rows = batches(tokenize(tokenizer, source), 2048, 1, end_id=0, finder=AnswerFinder(tokenizer), text_share=1.0)
+    for inputs, targets in (next(rows) for _ in range(20)):
         assert inputs.shape == targets.shape
         assert inputs.shape[1] in LENGTHS
         for row, target in zip(inputs.tolist(), targets.tolist(), strict=True):
-            count = sum(t != IGNORED for t in target)
-            document = [row[0], *target[:count]]
-            assert row[1:count] == target[: count - 1]
-            assert tuple(document[: LENGTHS[-1]]) in whole or tuple(document[1 : LENGTHS[-1] + 1]) in whole
+            count = max(i for i, t in enumerate(target) if t != IGNORED) + 1
+            kept = [i for i, t in enumerate(target) if t != IGNORED]
+            assert all(target[i] == row[i + 1] for i in kept if i + 1 < count)
+            assert kept == list(range(kept[0], count)), "all but the prompt"
+            assert tuple([*row[:count], target[count - 1]][: LENGTHS[-1]]) in whole
 
 
-def test_answers_are_found_in_chats_questions_and_json() -> None:
-    tokenizer = Tokenizer.from_file(str(DEMO / "target" / "tokenizer.json"))
+def test_prompts_are_no_targets_and_only_stories_begin_with_the_bos(tokenizer: Tokenizer) -> None:
+    source = list(documents(9, 200))
+    corpus = tokenize(tokenizer, source)
+    opened = 0
+    for index, document in enumerate(source):
+        ids, prompt = corpus.document(index), int(corpus.prompts[index])
+        assert tokenizer.decode(ids[:prompt], skip_special_tokens=False) == document.text[: document.prompt]
+        if ids[0] == 0:
+            opened += 1
+            assert document.kind == "story"
+            assert not document.prompt
+    assert opened > 10
+    prompted = Document(
+        "qa", "Tom ran.\n\nQuestion: Who ran?\nAnswer: Tom\n", len("Tom ran.\n\nQuestion: Who ran?\nAnswer:")
+    )
+    row = batches(tokenize(tokenizer, [prompted]), 64, 1, 0, AnswerFinder(tokenizer), text_share=1.0)
+    _, targets = next(row)
+    assert tokenizer.decode([t for t in targets[0].tolist() if t != IGNORED], skip_special_tokens=False) == (
+        " Tom\n<|endoftext|>"
+    )
+
+
+def test_answers_are_found_in_chats_questions_and_json(tokenizer: Tokenizer) -> None:
     finder = AnswerFinder(tokenizer)
     texts = {
         "<|im_start|>user\nWho?<|im_end|>\n<|im_start|>assistant\nTom.<|im_end|>\n": "Tom.<|im_end|>",
         "Tom ran.\n\nQuestion: Who ran?\nAnswer: Tom\n": " Tom\n",
         'Tom ran.\n\nReturn JSON with name.\n{"name": "Tom"}\n': '{"name": "Tom"}\n',
-        "Once upon a time, Tom ran.\n": "",
+        "Once upon a time, Tom ran.\n": "Once upon a time, Tom ran.\n",
     }
     for text, answer in texts.items():
         ids = tokenizer.encode(text).ids
@@ -210,9 +261,8 @@ def test_answers_are_found_in_chats_questions_and_json() -> None:
         assert tokenizer.decode(kept, skip_special_tokens=False) == answer
 
 
-def test_thinning_keeps_every_answer_and_a_share_of_the_text() -> None:
-    tokenizer = Tokenizer.from_file(str(DEMO / "target" / "tokenizer.json"))
-    corpus, finder = tokenize(tokenizer, [text for _, text in documents(9, 60)]), AnswerFinder(tokenizer)
+def test_thinning_keeps_every_answer_and_a_share_of_the_text(tokenizer: Tokenizer) -> None:
+    corpus, finder = tokenize(tokenizer, list(documents(9, 60))), AnswerFinder(tokenizer)
     whole, thin = (batches(corpus, 2048, 1, 0, finder, share) for share in (1.0, 0.25))
     kept = total = 0
     for _ in range(20):
@@ -220,7 +270,7 @@ def test_thinning_keeps_every_answer_and_a_share_of_the_text() -> None:
         assert torch.equal(inputs, same)
         assert torch.equal(fewer[fewer != IGNORED], targets[fewer != IGNORED])
         kept, total = kept + int((fewer != IGNORED).sum()), total + int((targets != IGNORED).sum())
-    assert 0.25 < kept / total < 0.6
+    assert 0.4 < kept / total < 0.8
 
 
 # The rebuild
@@ -238,25 +288,27 @@ def test_a_smoke_run_rebuilds_everything(tmp_path: Path) -> None:
         Qwen3ForCausalLM.from_pretrained(folder)
     card = (tmp_path / "demo" / "README.md").read_text(encoding="utf-8")
     assert "## Held-out loss" in card
+    assert "## First contact" in card
+    assert max(len(line) for line in card.splitlines() if not line.startswith("|")) <= 100
     assert "| all |" in card
-    assert re.search(r"\| one call, [^|]+\| \d+ \| \d+ \|", card)
+    assert re.search(r"\| one call [^|]+\| \d+ \| \d+ \|", card)
     losses = json.loads((tmp_path / "work" / "metrics.json").read_text(encoding="utf-8"))
     # ln 512 = 6.24 is what knowing nothing costs; ten steps must have learned something.
     assert losses["loss"] < 6.2
     before = (tmp_path / "demo" / "target" / "model.safetensors").read_bytes()
-    tuned = subprocess.run(
-        [*command, "--stage", "tune"], cwd=REPOSITORY, capture_output=True, text=True, timeout=300, check=False
+    further = subprocess.run(
+        [*command, "--stage", "train", "--further"],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
-    assert tuned.returncode == 0, tuned.stdout + tuned.stderr
+    assert further.returncode == 0, further.stdout + further.stderr
     assert (tmp_path / "demo" / "target" / "model.safetensors").read_bytes() != before
 
 
 # The shipped demo model
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return Tokenizer.from_file(str(DEMO / "target" / "tokenizer.json"))
 
 
 def test_both_models_share_the_tokenizer_and_the_draft_is_small() -> None:
@@ -318,9 +370,7 @@ def test_held_out_loss_is_what_the_card_says(tokenizer: Tokenizer) -> None:
 
 def test_held_out_text_has_every_kind() -> None:
     kinds = [kind for kind, _ in read_heldout(HELDOUT)]
-    assert {kind: kinds.count(kind) >= 10 for kind in ("story", "qa", "json", "chat")} == dict.fromkeys(
-        ("story", "qa", "json", "chat"), True
-    )
+    assert all(kinds.count(kind) >= 10 for kind in KINDS)
     assert kind_of("Once upon a time") == "story"
 
 
@@ -329,3 +379,20 @@ def test_the_model_copies_a_name_it_has_never_seen(tokenizer: Tokenizer) -> None
     ids = generate(DEMO / "target", tokenizer.encode(text).ids, eos=(0,), temperature=0.0, top_p=1.0, seed=0, most=60)
     answer = tokenizer.decode(ids).split("\n")[0]
     assert json.loads(answer) == {"name": "Rikala", "count": 37, "item": "pears", "day": "Friday"}
+
+
+@pytest.mark.parametrize(
+    ("temperature", "openings", "seeds", "share"),
+    [(0.0, OPENINGS, 1, 1.0), (0.8, LIKELY, 8, 1.0), (1.0, LIKELY, 8, 0.95)],
+)
+def test_the_first_thing_somebody_types_gives_a_story(
+    tokenizer: Tokenizer, temperature: float, openings: tuple[str, ...], seeds: int, share: float
+) -> None:
+    """At temperature 1 a fiftieth of the continuations has a token that no story has; the card counts them."""
+    drawn = [
+        (opening, text)
+        for opening in openings
+        for text in continuations(DEMO / "target", tokenizer, opening, temperature, 1, seeds)
+    ]
+    others = [each for each in drawn if not is_story(each[1])]
+    assert len(others) <= (1 - share) * len(drawn), others

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from .evaluate import (
     read_heldout,
     rounding_cost,
 )
+from .first_contact import OPENINGS, TOKENS, TOP_P, stories
 from .model import Transformer
 from .samples import draw_samples
 from .settings import Schedule, Settings
@@ -49,7 +51,6 @@ def write_card(settings: Settings) -> None:
     heldout = read_heldout(settings.heldout_path)
     target = _trained("target", settings, settings.target_schedule)
     draft = _trained("draft", settings, settings.draft_schedule)
-    tuned = Progress(**_checkpoint(settings, "tuned")["progress"])
     evaluation = evaluate(target.model, draft.model, tokenizer, heldout)
     for line in _score_table(evaluation):
         print(line, flush=True)
@@ -57,15 +58,16 @@ def write_card(settings: Settings) -> None:
     for line in checks:
         print(line, flush=True)
     sections = [
-        _introduction(settings),
+        _introduction(),
         _sizes(target, draft, tokenizer),
         _corpus(settings, heldout),
-        [*_training(target, draft, settings), "", *_tuning(tuned)],
-        ["## Held-out loss", "", *_heldout_notes(), "", *_score_table(evaluation)],
+        _training(target, draft, settings),
+        ["## Held-out loss", "", _heldout_notes(), "", *_score_table(evaluation)],
+        _first_contact(settings, tokenizer),
         tools_section(settings, tokenizer),
-        ["## Checks", "", *(f"- {line}" for line in checks)],
+        ["## Checks", "", *checks],
         ["## Unedited samples", "", *draw_samples(settings.output / "target", tokenizer, settings.sample_tokens)],
-        _limits(),
+        ["## Limits", "", *map(_wrapped, LIMITS)],
     ]
     text = "\n\n".join("\n".join(section) for section in sections) + "\n"
     (settings.output / "README.md").write_text(text, encoding="utf-8")
@@ -90,7 +92,7 @@ def _checkpoint(settings: Settings, name: str) -> dict[str, Any]:
 def _checks(settings: Settings, ids: list[int]) -> list[str]:
     """Hold both folders against transformers, and measure what rounding to bfloat16 cost."""
     lines = []
-    for name, made, config in (("target", "tuned", settings.target), ("draft", "draft", settings.draft)):
+    for name, config in (("target", settings.target), ("draft", settings.draft)):
         folder = settings.output / name
         difference = difference_from_transformers(folder, ids)
         if difference > TRANSFORMERS_TOLERANCE:
@@ -98,34 +100,48 @@ def _checks(settings: Settings, ids: list[int]) -> list[str]:
                 f"{folder}: transformers' logits differ by {difference:.2e} (> {TRANSFORMERS_TOLERANCE})"
             )
         trained = Transformer(config)
-        trained.load_state_dict(_checkpoint(settings, made)["average"])
+        trained.load_state_dict(_checkpoint(settings, name)["average"])
         logit, loss = rounding_cost(trained.eval(), folder, ids)
         lines.append(
-            f"{name}: logits equal transformers' `Qwen3ForCausalLM` within {difference:.1e} (float32, {len(ids)} "
-            f"tokens); rounding the weights to bfloat16 moved a logit by at most {logit:.2f} and the loss by "
-            f"{loss:+.4f} nats."
+            _wrapped(
+                f"- {name}: logits match transformers' `Qwen3ForCausalLM` within {difference:.1e} (float32, {len(ids)} "
+                f"tokens). Rounding the weights to bfloat16 changes a logit by at most {logit:.2f} and the loss by "
+                f"{loss:+.4f} nats."
+            )
         )
     return lines
 
 
-def _introduction(settings: Settings) -> list[str]:
+def _wrapped(text: str) -> str:
+    """A paragraph or a list item in lines of at most 100 columns."""
+    indent = "  " if text.startswith("- ") else ""
+    return textwrap.fill(text, 100, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+def _row(label: str, *values: object) -> str:
+    return f"| {label} | " + " | ".join(map(str, values)) + " |"
+
+
+def _introduction() -> list[str]:
     return [
         "# The demo model",
         "",
-        "A very small language model, trained by the Onward project, so that everything here can be tried on real",
-        "input within seconds of installing. It tells short stories, answers questions about them and copies their",
-        "facts into JSON, as plain text or as a chat. `target/` is the model; `draft/` is a much smaller one of the",
-        "same tokenizer, for speculative decoding. Both are in the layout of `Qwen3ForCausalLM` (bfloat16).",
+        _wrapped(
+            "A very small language model, trained by the Onward project, so that you can try every feature within "
+            "seconds of installing. It tells short stories, answers questions about them, copies their facts into "
+            "JSON and calls tools, as plain text or as a chat. `target/` is the model; `draft/` is a much smaller "
+            "model with the same tokenizer, for speculative decoding. Both use the layout of `Qwen3ForCausalLM` "
+            "(bfloat16)."
+        ),
         "",
-        "This page is written by `python -m training`, which rebuilds the corpus, the tokenizer and both models.",
-        "The models and the corpus are the project's own work, under the project's licence.",
+        _wrapped(
+            "`python -m training` generates this page. It can rebuild the corpus, the tokenizer and both models, "
+            "which are the project's own work under the project's license."
+        ),
     ]
 
 
 def _sizes(target: Trained, draft: Trained, tokenizer: Tokenizer) -> list[str]:
-    def row(label: str, *values: object) -> str:
-        return f"| {label} | " + " | ".join(map(str, values)) + " |"
-
     t, d = target.model.config, draft.model.config
     counts = [model.model.parameter_count() for model in (target, draft)]
     return [
@@ -133,73 +149,96 @@ def _sizes(target: Trained, draft: Trained, tokenizer: Tokenizer) -> list[str]:
         "",
         "| | target | draft |",
         "|---|---|---|",
-        row("parameters (embedding shared with the head)", *(f"{count:,}" for count in counts)),
-        row("model.safetensors, bytes", f"{target.bytes:,}", f"{draft.bytes:,}"),
-        row("layers", t.num_layers, d.num_layers),
-        row("hidden size / MLP size", *(f"{c.hidden_size} / {c.intermediate_size}" for c in (t, d))),
-        row("query heads / KV heads / head_dim", *(f"{c.num_heads} / {c.num_kv_heads} / {c.head_dim}" for c in (t, d))),
-        row("vocabulary", tokenizer.get_vocab_size(), tokenizer.get_vocab_size()),
-        row("context, tokens", t.max_position_embeddings, d.max_position_embeddings),
+        _row("parameters (the head shares the embedding)", *(f"{count:,}" for count in counts)),
+        _row("model.safetensors, bytes", f"{target.bytes:,}", f"{draft.bytes:,}"),
+        _row("layers", t.num_layers, d.num_layers),
+        _row("hidden size / MLP size", *(f"{c.hidden_size} / {c.intermediate_size}" for c in (t, d))),
+        _row(
+            "query heads / KV heads / head_dim", *(f"{c.num_heads} / {c.num_kv_heads} / {c.head_dim}" for c in (t, d))
+        ),
+        _row("vocabulary", tokenizer.get_vocab_size(), tokenizer.get_vocab_size()),
+        _row("context, tokens", t.max_position_embeddings, d.max_position_embeddings),
         "",
-        f"The draft has {counts[1] / counts[0]:.1%} of the target's parameters. The tokenizer is byte-level BPE: any",
-        "text makes the round trip, and every digit is a token. Special tokens: `<|endoftext|>` (BOS, padding and the",
-        "end of a document), `<|im_start|>` and `<|im_end|>` (ChatML). `generation_config.json` ends a text at either",
-        "`<|im_end|>` or `<|endoftext|>`.",
+        _wrapped(
+            f"The draft has {counts[1] / counts[0]:.1%} of the target's parameters. The tokenizer is a byte-level BPE: "
+            "any text round-trips, and each digit is one token. Its special tokens are `<|endoftext|>` (BOS, padding "
+            "and the end of a document), `<|im_start|>` and `<|im_end|>` (ChatML). `generation_config.json` stops "
+            "generation at `<|im_end|>` or `<|endoftext|>`."
+        ),
     ]
 
 
 def _corpus(settings: Settings, heldout: list[tuple[str, str]]) -> list[str]:
     stored = torch.load(settings.work / "corpus.pt", weights_only=True)
-    count, documents = len(stored["ids"]), len(stored["bounds"]) - 1
+    count, documents = len(stored["ids"]), len(stored["prompts"])
     kinds = ", ".join(f"{sum(kind == k for kind, _ in heldout)} {k}" for k in KINDS)
     size = settings.heldout_path.stat().st_size
     return [
         "## Corpus",
         "",
-        f"{documents:,} documents, {stored['characters'] / 1e6:.1f} M characters, {count:,} tokens, written by a",
-        f"seeded grammar (`training/corpus/`, seed {settings.train_seed}): no text from anywhere else. A story draws",
-        "its facts first (two characters with name, kind, trait and pronouns; an object and its color; places,",
-        "weather, food, feeling) and one of ten plots; then templates tell it, and the questions and extractions",
-        "follow from the same facts.",
-        "Six names in ten are put together from syllables, so that names must be copied and not known by heart.",
+        _wrapped(
+            f"{documents:,} documents ({stored['characters'] / 1e6:.1f} M characters, {count:,} tokens) written by a "
+            f"seeded grammar (`training/corpus/`, seed {settings.train_seed}); no text comes from anywhere else. The "
+            "grammar draws the facts of a story first (two characters with a name, kind, trait and pronouns; an object "
+            "and its color; places, weather, food, a feeling) and one of ten plots. Templates then tell the story, and "
+            "the questions and extractions follow from the same facts. Many names are assembled from syllables, so "
+            "that the model has to copy names instead of memorizing them."
+        ),
         "",
-        f"Held-out text (`training/heldout.txt`, {size:,} bytes; {kinds}) comes from the **same grammar** with another",
-        f"seed ({settings.heldout_seed}), without any document of the training text. It measures how well the grammar",
-        "was learned, and says nothing about English at large.",
+        _wrapped(
+            f"The held-out text (`training/heldout.txt`, {size:,} bytes; {kinds}) comes from the **same grammar** with "
+            f"another seed ({settings.heldout_seed}) and shares no document with the training text. It measures how "
+            "well the model has learned the grammar, and says nothing about English in general."
+        ),
     ]
 
 
 def _training(target: Trained, draft: Trained, settings: Settings) -> list[str]:
-    context = target.model.config.max_position_embeddings
-    lines = ["## Training", "", "| | target | draft |", "|---|---|---|"]
     pair = (target, draft)
-
-    def add(label: str, values: list[str]) -> None:
-        lines.append(f"| {label} | " + " | ".join(values) + " |")
-
-    add("target tokens (see below)", [f"{m.progress.trained_tokens:,}" for m in pair])
-    add("the same with padding", [f"{m.progress.tokens:,}" for m in pair])
-    add("steps", [f"{m.progress.step:,}" for m in pair])
-    add("minutes", [f"{m.progress.seconds / 60:.1f}" for m in pair])
-    add("peak learning rate", [f"{m.schedule.peak_lr:g}" for m in pair])
-    lines += [
+    context = target.model.config.max_position_embeddings
+    lines = [
+        "## Training",
         "",
-        "AdamW (0.9, 0.95; decay 0.1 on matrices), warm-up then linear decay to zero, gradients clipped at 1, an",
-        f"average of the weights (decay {target.schedule.average_decay}). One document a row of up to {context}",
-        "tokens, so attention never crosses documents. bfloat16 autocast over float32 weights, torch.compile.",
-        f"Of the target model's text outside short answers only a share of {target.schedule.text_share:g}, drawn",
-        "at random, is a training target, so that answers, which must be looked up in the text, weigh more.",
-        f"Machine: {_cpu()}, {settings.threads} threads, torch {torch.__version__}, shared with other",
-        "work at low priority.",
+        "| | target | draft |",
+        "|---|---|---|",
+        _row("starts from", *("earlier weights" if m.progress.further else "random weights" for m in pair)),
+        _row("tokens in the loss", *(f"{m.progress.trained_tokens:,}" for m in pair)),
+        _row("tokens including prompts and padding", *(f"{m.progress.tokens:,}" for m in pair)),
+        _row("steps", *(f"{m.progress.step:,}" for m in pair)),
+        _row("minutes", *(f"{m.progress.seconds / 60:.1f}" for m in pair)),
+        "",
+        _wrapped(
+            "AdamW (betas 0.9 and 0.95, weight decay 0.1 on matrices), warm-up and linear decay to zero, gradient "
+            f"norm clipped at 1, an exponential moving average of the weights (decay {target.schedule.average_decay}), "
+            "bfloat16 autocast over float32 weights. Each row is one document of up to "
+            f"{context} tokens, so attention never crosses documents. Stories and short answers count in full in the "
+            "target's loss, all other text with a probability of "
+            f"{target.schedule.text_share:g} per token ({draft.schedule.text_share:g} for the draft), and prompts not "
+            "at all. Only stories follow a bare BOS."
+        ),
+        "",
+        _wrapped(f"Hardware: {_cpu()}, {settings.threads} threads, torch {torch.__version__}, shared with other work."),
     ]
+    if target.progress.further:
+        lines += ["", _wrapped("`training/README.md` describes the runs that led to the earlier weights.")]
     return lines
 
 
-def _tuning(tuned: Progress) -> list[str]:
+def _first_contact(settings: Settings, tokenizer: Tokenizer) -> list[str]:
+    counts = stories(settings.output / "target", tokenizer, settings.opening_seeds)
+    quoted = ", ".join("an empty prompt" if not opening else f'"{opening}"' for opening in OPENINGS)
     return [
-        f"Then the target learned to call tools: {tuned.step:,} more steps on {tuned.trained_tokens:,} target tokens",
-        f"({tuned.tokens:,} with padding, {tuned.seconds / 60:.0f} minutes), half of them of conversations with tools",
-        "(`training/tune.py`).",
+        "## First contact",
+        "",
+        _wrapped(
+            "The model is trained to continue any plain prompt with a story. The table counts continuations of "
+            f"{TOKENS} tokens (top_p {TOP_P}) that are part of a story and contain no fragment of a chat, a tool, a "
+            f"question, JSON or a note, for {len(OPENINGS)} prompts: {quoted}."
+        ),
+        "",
+        "| temperature | stories | continuations |",
+        "|---|---|---|",
+        *(_row("greedy" if heat == 0 else f"{heat:g}", told, drawn) for heat, (told, drawn) in counts.items()),
     ]
 
 
@@ -208,20 +247,23 @@ def tools_section(settings: Settings, tokenizer: Tokenizer) -> list[str]:
     conversations = tool_chats(settings.heldout_seed, settings.tool_conversations)
     answers = right_answers(settings.output / "target", tokenizer, conversations)
     kinds = {
-        "call": "one call, its name and arguments exactly those asked for",
+        "call": "one call with exactly the requested name and arguments",
         "calls": "two calls in one answer, likewise",
-        "result": "a result, told word for word",
-        "talk": "an answer that needs no tool, and calls none",
+        "result": "a tool's result, reported word for word",
+        "talk": "an answer that needs no tool, without a call",
     }
     return [
         "## Tools",
         "",
-        f"Greedy answers in {settings.tool_conversations} conversations with tools, of a seed that nothing was trained",
-        "on. A call that has to come (`tool_choice`) is valid by its grammar; these were free to be anything.",
+        _wrapped(
+            f"Greedy answers in {settings.tool_conversations} conversations with tools, from a seed that was never "
+            "trained on. The answers are free text here; a call forced with `tool_choice` is always valid, because a "
+            "grammar constrains it."
+        ),
         "",
-        "| wanted | right | asked |",
+        "| expected | correct | total |",
         "|---|---|---|",
-        *(f"| {kinds[kind]} | {right} | {asked} |" for kind, (right, asked) in answers.items()),
+        *(_row(kinds[kind], right, asked) for kind, (right, asked) in answers.items()),
     ]
 
 
@@ -235,13 +277,13 @@ def _cpu() -> str:
     return platform.processor() or platform.machine()
 
 
-def _heldout_notes() -> list[str]:
-    return [
-        "Nats a token, with the bfloat16 weights computed in float32; all tokens count, the users' turns too, and",
-        "much of what is left is the grammar's free choices (names, colors, which plot), which nothing can predict.",
-        "`equal argmax` is the share of positions where draft and target choose the same token given the true text:",
-        "the acceptance rate of one greedy draft token.",
-    ]
+def _heldout_notes() -> str:
+    return _wrapped(
+        "Loss in nats per token, with the bfloat16 weights computed in float32. All tokens count, including the "
+        "users' turns. Much of the remaining loss is the grammar's free choice (names, colors, the plot), which no "
+        "model can predict. `same argmax` is the share of positions where draft and target choose the same token "
+        "given the true text, which is the acceptance rate of one greedy draft token."
+    )
 
 
 def _score_table(evaluation: Evaluation) -> list[str]:
@@ -249,7 +291,7 @@ def _score_table(evaluation: Evaluation) -> list[str]:
         return f"{score.loss:.4f} | {score.perplexity:.3f}"
 
     lines = [
-        "| kind | documents | tokens | target loss | perplexity | draft loss | perplexity | equal argmax |",
+        "| kind | documents | tokens | target loss | perplexity | draft loss | perplexity | same argmax |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for kind in (*KINDS, "all"):
@@ -262,8 +304,8 @@ def _score_table(evaluation: Evaluation) -> list[str]:
     return [
         *lines,
         "",
-        f"Of the next 4 draft tokens, {evaluation.accepted_in_a_row:.2f} are equal in a row on average.",
-        f"The target's greedy answers are right, word for word: {_right(evaluation)}.",
+        f"On average, the first {evaluation.accepted_in_a_row:.2f} of 4 draft tokens match the target.",
+        f"The target's greedy answers are correct word for word for {_right(evaluation)}.",
     ]
 
 
@@ -272,23 +314,19 @@ def _right(evaluation: Evaluation) -> str:
     return ", ".join(f"{right} of {total} {what}" for what, (right, total) in counts)
 
 
-def _limits() -> list[str]:
-    return [
-        "## What it cannot do",
-        "",
-        "- It knows nothing of the world: no facts, no arithmetic, no code, no language but simple English. Asked for",
-        "  such things it mostly says so; that answer, too, was learned as a sentence, and an unusual request gets a",
-        "  story or an answer that makes no sense instead.",
-        "- It knows ten plots and a few hundred words. Asked for anything outside of them it falls back on them:",
-        "  a story about a word that the grammar lacks may be about something else.",
-        "- Its questions and JSON keys are those of the grammar (name, kind, trait, friend, friend_kind, object,",
-        "  color, place, food, weather, feeling, home, problem; in notes also count, item, day, age, city, hour).",
-        "  Phrased in another way, a question may get the answer to another one. Long invented names are sometimes",
-        "  copied wrong.",
-        "- Text of its user is best like its own: short plain sentences. It does not understand an arbitrary article.",
-        "- The grammar has two characters a story and at most a few stories a chat; a chat ends with the context.",
-        "- How often its answers are right is measured above, on text of its own grammar; elsewhere it is worse.",
-        "- It calls tools whose user says what is wanted in a plain sentence, with the user's words as arguments;",
-        "  see above how often it is right. It plans nothing, and two calls at once mostly go wrong.",
-        "- It is a demonstration and a test object for decoding. Use it for nothing that matters.",
-    ]
+LIMITS = (
+    "- It knows nothing about the world: no facts, no arithmetic, no code, no language but simple English. When you "
+    "ask for such things in a chat, it mostly says so in sentences that it has learned by heart; an unusual request "
+    "may get a story, or an answer that makes no sense.",
+    "- It knows ten plots and a few hundred words. A story about anything else falls back on them.",
+    "- It knows the questions and JSON keys of its grammar only (name, kind, trait, friend, friend_kind, object, "
+    "color, place, food, weather, feeling, home, problem; in notes also count, item, day, age, city, hour). A question "
+    "in other words may get the answer to another question, and long invented names are sometimes copied wrongly.",
+    "- It works best on text like its own: short, plain sentences. It does not understand an arbitrary article.",
+    "- A story has two characters, a chat at most a few stories, and a chat ends when the context is full.",
+    "- The tables above measure how often its answers are correct on text from its own grammar. Elsewhere they are "
+    "correct less often.",
+    "- It calls tools when a user asks in a plain sentence, with words of that sentence as arguments. It plans "
+    "nothing, and two calls in one answer mostly go wrong.",
+    "- It is a demonstration and a test object for decoding. Do not use it for anything that matters.",
+)

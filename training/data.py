@@ -14,24 +14,26 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from .corpus import Document
 from .tokenizer import END_OF_TEXT, IM_END, token_id
 
 # Few lengths, so that a compiled step is reused; the last one is the context.
 LENGTHS = (64, 160, 224, 256, 320, 448, 640, 1024)
 IGNORED = -100
-# Some rows begin with <|endoftext|>, the tokenizer's BOS, so that text can start from nothing.
-BOS_SHARE = 0.25
+# So many stories begin with <|endoftext|>, the tokenizer's BOS, and no other document does: from nothing comes a story.
+BOS_SHARE = 0.5
 
 
 @dataclass(frozen=True)
 class TokenizedCorpus:
-    """Documents end to end: ids int16 [N], and bounds int64 [documents + 1]."""
+    """Documents end to end: ids int16 [N], bounds int64 [documents + 1], prompts int64 [documents] in tokens."""
 
     ids: Tensor
     bounds: Tensor
+    prompts: Tensor
 
     def __len__(self) -> int:
-        return len(self.bounds) - 1
+        return len(self.prompts)
 
     def document(self, index: int) -> list[int]:
         start, end = int(self.bounds[index]), int(self.bounds[index + 1])
@@ -39,15 +41,21 @@ class TokenizedCorpus:
         return ids
 
 
-def tokenize(tokenizer: Tokenizer, texts: Sequence[str]) -> TokenizedCorpus:
-    """Encode every text, each closed by <|endoftext|>."""
-    end = token_id(tokenizer, END_OF_TEXT)
-    chunks, lengths = [], [0]
-    for start in range(0, len(texts), 1000):
-        encoded = [[*encoding.ids, end] for encoding in tokenizer.encode_batch(texts[start : start + 1000])]
-        lengths += [len(ids) for ids in encoded]
-        chunks.append(torch.tensor([i for ids in encoded for i in ids], dtype=torch.int16))
-    return TokenizedCorpus(torch.cat(chunks), torch.tensor(lengths).cumsum(0))
+def tokenize(tokenizer: Tokenizer, documents: Sequence[Document]) -> TokenizedCorpus:
+    """Encode every document, closed by <|endoftext|>. Its prompt is encoded apart from the rest, as in use."""
+    end, rng = token_id(tokenizer, END_OF_TEXT), random.Random(len(documents))
+    chunks, lengths, prompts = [], [0], []
+    for start in range(0, len(documents), 1000):
+        some = documents[start : start + 1000]
+        given = tokenizer.encode_batch([document.text[: document.prompt] for document in some])
+        written = tokenizer.encode_batch([document.text[document.prompt :] for document in some])
+        for document, before, after in zip(some, given, written, strict=True):
+            from_nothing = document.kind == "story" and not document.prompt and rng.random() < BOS_SHARE
+            ids = [*([end] if from_nothing else before.ids), *after.ids, end]
+            chunks.append(torch.tensor(ids, dtype=torch.int16))
+            lengths.append(len(ids))
+            prompts.append(len(before.ids))
+    return TokenizedCorpus(torch.cat(chunks), torch.tensor(lengths).cumsum(0), torch.tensor(prompts))
 
 
 class AnswerFinder:
@@ -56,10 +64,9 @@ class AnswerFinder:
     They are a tenth of the tokens and the hardest part, so the loss should hear them louder.
     """
 
-    LONGEST = 80
+    LONGEST = 128  # two calls of tools
 
-    def __init__(self, tokenizer: Tokenizer, longest: int = LONGEST) -> None:
-        self.longest = longest
+    def __init__(self, tokenizer: Tokenizer) -> None:
         self.chat = tokenizer.encode("<|im_start|>assistant\n").ids
         self.chat_begin, self.chat_end = self.chat[0], token_id(tokenizer, IM_END)
         self.plain = tokenizer.encode("Answer:").ids
@@ -68,7 +75,7 @@ class AnswerFinder:
         self.braces = {index for text, index in vocabulary.items() if text.startswith('{"')}
 
     def flags(self, ids: Sequence[int]) -> list[bool]:
-        """True for every token of an answer, its closing token included."""
+        """True for every token of an answer, its closing token included; in a text without answers, for all."""
         found = [False] * len(ids)
         braces = set() if self.chat_begin in ids[:2] else self.braces  # a chat's other turns may have JSON, too
         for i in range(len(ids)):
@@ -80,10 +87,10 @@ class AnswerFinder:
                 self._mark(found, ids, i + len(self.plain), self.newlines)
             elif ids[i] in braces:
                 self._mark(found, ids, i, self.newlines)
-        return found
+        return found if any(found) else [True] * len(ids)
 
     def _mark(self, found: list[bool], ids: Sequence[int], start: int, ends: set[int]) -> None:
-        for stop in range(start, min(len(ids), start + self.longest)):
+        for stop in range(start, min(len(ids), start + self.LONGEST)):
             if ids[stop] in ends:
                 found[start : stop + 1] = [True] * (stop + 1 - start)
                 return
@@ -92,45 +99,34 @@ class AnswerFinder:
 def batches(
     corpus: TokenizedCorpus, tokens_per_step: int, seed: int, end_id: int, finder: AnswerFinder, text_share: float
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Endless (inputs [B, T], targets [B, T]) in a seeded order; every epoch is shuffled anew.
+    """Endless (inputs [B, T], targets [B, T]) in a seeded order; every epoch is shuffled again.
 
-    Of the tokens outside answers only `text_share`, drawn at random, are targets: it weighs answers up
-    without a second kind of loss.
+    Targets are the tokens of stories and of answers and, of all other text, a share of `text_share` drawn at random:
+    it weighs answers up without a second kind of loss. A document's prompt is never a target.
     """
     rng, thinning = random.Random(seed), random.Random(f"{seed} thinning")
     order = list(range(len(corpus)))
-    pending: dict[int, list[list[int]]] = {length: [] for length in LENGTHS}
+    pending: dict[int, list[tuple[list[int], list[int]]]] = {length: [] for length in LENGTHS}
     while True:
         rng.shuffle(order)
         for index in order:
-            row = corpus.document(index)
-            if rng.random() < BOS_SHARE:
-                row = [end_id, *row]
-            row = row[: LENGTHS[-1] + 1]
+            row, prompt = corpus.document(index), int(corpus.prompts[index])
+            targets = [
+                token if i >= prompt and (answer or thinning.random() < text_share) else IGNORED
+                for i, (token, answer) in enumerate(zip(row, finder.flags(row), strict=True))
+            ]
+            row, targets = row[: LENGTHS[-1] + 1], targets[: LENGTHS[-1] + 1]
             length = next(length for length in LENGTHS if length >= len(row) - 1)
-            pending[length].append(row)
+            pending[length].append((row, targets))
             if len(pending[length]) == max(1, tokens_per_step // length):
-                inputs, targets = _pad(pending[length], length, end_id)
-                yield inputs, _thin(targets, pending[length], finder, text_share, thinning)
+                yield _pad(pending[length], length, end_id)
                 pending[length] = []
 
 
-def _thin(
-    targets: Tensor, rows: Sequence[list[int]], finder: AnswerFinder, text_share: float, rng: random.Random
-) -> Tensor:
-    if text_share == 1.0:
-        return targets
-    for i, row in enumerate(rows):
-        kept = [answer or rng.random() < text_share for answer in finder.flags(row)]
-        dropped = ~torch.tensor(kept[1:])
-        targets[i, : len(row) - 1][dropped] = IGNORED
-    return targets
-
-
-def _pad(rows: list[list[int]], length: int, pad_id: int) -> tuple[Tensor, Tensor]:
+def _pad(rows: Sequence[tuple[list[int], list[int]]], length: int, pad_id: int) -> tuple[Tensor, Tensor]:
     inputs = torch.full((len(rows), length), pad_id)
     targets = torch.full((len(rows), length), IGNORED)
-    for i, row in enumerate(rows):
+    for i, (row, wanted) in enumerate(rows):
         inputs[i, : len(row) - 1] = torch.tensor(row[:-1])
-        targets[i, : len(row) - 1] = torch.tensor(row[1:])
+        targets[i, : len(row) - 1] = torch.tensor(wanted[1:])
     return inputs, targets

@@ -53,7 +53,7 @@ def read_heldout(path: Path) -> list[tuple[str, str]]:
 
 def kind_of(text: str) -> str:
     if text.startswith("<|im_start|>"):
-        return "chat"
+        return "tools" if "Tools:\n{" in text.partition("<|im_end|>")[0] else "chat"
     if "\nQuestion: " in text:
         return "qa"
     return "json" if '\n{"' in text else "story"
@@ -158,7 +158,7 @@ def _runs(same: Tensor, most: int) -> Tensor:
 def difference_from_transformers(folder: Path, ids: Sequence[int]) -> float:
     """Largest logit difference between transformers and the training code, both in float32."""
     tokens = torch.tensor([list(ids)])
-    return float((_peer(folder)(tokens).logits - load_exported(folder)(tokens)).abs().max())
+    return float((peer(folder)(tokens).logits - load_exported(folder)(tokens)).abs().max())
 
 
 @torch.no_grad()
@@ -175,7 +175,7 @@ def generate(
     folder: Path, ids: Sequence[int], eos: Sequence[int], temperature: float, top_p: float, seed: int, most: int
 ) -> list[int]:
     """New tokens as transformers draws them: a second opinion on the exported folder, and it has a cache."""
-    model = _peer(folder)
+    model = peer(folder)
     torch.manual_seed(seed)
     sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
     tokens = torch.tensor([list(ids)])
@@ -192,7 +192,8 @@ def generate(
 
 
 @functools.cache
-def _peer(folder: Path) -> Any:
+def peer(folder: Path) -> Any:
+    """The exported model in transformers, float32."""
     from transformers import Qwen3ForCausalLM
 
     return Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32)

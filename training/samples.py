@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 from typing import Final
 
@@ -13,7 +14,9 @@ from .tokenizer import END_OF_TEXT, IM_END, token_id
 TEMPERATURE, TOP_P = 0.7, 0.9
 
 COMPLETIONS: Final = (
-    ("Once upon a time", 0.0, 0),
+    ("", TEMPERATURE, 0),
+    ("The fox", 0.0, 0),
+    ("Hello", TEMPERATURE, 3),
     ("Once upon a time", TEMPERATURE, 1),
     ("Zelmira was a clever badger who lived", TEMPERATURE, 2),
 )
@@ -38,7 +41,7 @@ def draw_samples(folder: Path, tokenizer: Tokenizer, most: int) -> list[str]:
     for prompt, temperature, seed in COMPLETIONS:
         how = "greedy" if temperature == 0 else f"temperature {temperature}, top_p {TOP_P}, seed {seed}"
         text = _continue(folder, tokenizer, prompt, temperature, seed, most)
-        lines += [f"**{prompt}** ({how})", "", *_quote(prompt + text), ""]
+        lines += [f"**{prompt or 'An empty prompt'}** ({how})", "", *_quote(prompt + text), ""]
     lines += ["**A chat** (greedy)", "", *_quote(_chat(folder, tokenizer, most)), ""]
     for title, prompt in (("A question", PASSAGE), ("An extraction", EXTRACTION)):
         text = _continue(folder, tokenizer, prompt, 0.0, 0, most)
@@ -48,7 +51,7 @@ def draw_samples(folder: Path, tokenizer: Tokenizer, most: int) -> list[str]:
 
 def _continue(folder: Path, tokenizer: Tokenizer, prompt: str, temperature: float, seed: int, most: int) -> str:
     eos = [token_id(tokenizer, END_OF_TEXT), token_id(tokenizer, IM_END)]
-    ids = generate(folder, tokenizer.encode(prompt).ids, eos, temperature, TOP_P, seed, most)
+    ids = generate(folder, tokenizer.encode(prompt or END_OF_TEXT).ids, eos, temperature, TOP_P, seed, most)
     text: str = tokenizer.decode(ids, skip_special_tokens=True)
     return text
 
@@ -64,4 +67,5 @@ def _chat(folder: Path, tokenizer: Tokenizer, most: int) -> str:
 
 
 def _quote(text: str) -> list[str]:
-    return [f"> {line}".rstrip() for line in text.strip().split("\n")]
+    lines = (textwrap.wrap(line, 98, break_long_words=False) or [""] for line in text.strip().split("\n"))
+    return [f"> {line}".rstrip() for wrapped in lines for line in wrapped]

@@ -18,9 +18,7 @@ class Schedule:
     tokens_per_step: int = 8192
     peak_lr: float = 3e-3
     warmup_steps: int = 100
-    knee_tokens: int = 0
-    knee_share: float = 1.0
-    text_share: float = 1.0
+    text_share: float = 0.3
     weight_decay: float = 0.1
     average_decay: float = 0.99
     seed: int = 1
@@ -42,16 +40,12 @@ class Settings:
     draft: ModelConfig
     target_schedule: Schedule
     draft_schedule: Schedule
-    tuning_documents: int
-    tuning_seed: int
-    tuning_schedule: Schedule
     tool_conversations: int
+    opening_seeds: int
     early_export_seconds: float = 240.0
     checkpoint_seconds: float = 120.0
     sample_tokens: int = 400
     threads: int = 2
-    compile: bool = True
-    autocast: bool = True
 
 
 def full() -> Settings:
@@ -61,20 +55,34 @@ def full() -> Settings:
         work=REPOSITORY / "training" / "work",
         output=REPOSITORY / "src" / "onward" / "demo",
         heldout_path=REPOSITORY / "training" / "heldout.txt",
-        train_documents=72_000,
+        train_documents=64_000,
         heldout_documents=150,
-        train_seed=20_260_101,
+        train_seed=20_261_126,
         heldout_seed=990_317,
         vocab_size=vocab_size,
         target=ModelConfig(192, 512, 6, 4, 2, 64, vocab_size),
         draft=ModelConfig(128, 256, 2, 2, 1, 64, vocab_size),
-        target_schedule=Schedule(tokens=20_000_000, knee_tokens=4_500_000, knee_share=0.775, text_share=0.3),
-        draft_schedule=Schedule(tokens=13_000_000, peak_lr=5e-3, seed=2),
-        tuning_documents=40_000,
-        tuning_seed=20_261_122,
-        tuning_schedule=Schedule(tokens=8_400_000, peak_lr=1.5e-3, warmup_steps=30, text_share=0.3, seed=3),
-        tool_conversations=150,
+        target_schedule=Schedule(tokens=30_000_000, peak_lr=3e-3),
+        draft_schedule=Schedule(tokens=13_000_000, peak_lr=5e-3, text_share=1.0, seed=2),
+        tool_conversations=75,
+        opening_seeds=10,
     )
+
+
+def continued(settings: Settings) -> Settings:
+    """A sixth of the tokens in smaller steps at a lower rate, for models that begin with weights that are there."""
+
+    def shorter(schedule: Schedule) -> Schedule:
+        return replace(
+            schedule,
+            tokens=schedule.tokens // 6,
+            tokens_per_step=schedule.tokens_per_step // 2,
+            peak_lr=schedule.peak_lr / 3,
+            seed=schedule.seed + 2,
+        )
+
+    schedules = {"target_schedule": settings.target_schedule, "draft_schedule": settings.draft_schedule}
+    return replace(settings, **{name: shorter(schedule) for name, schedule in schedules.items()})
 
 
 def smoke(output: Path) -> Settings:
@@ -93,9 +101,7 @@ def smoke(output: Path) -> Settings:
         draft=replace(settings.draft, hidden_size=16, intermediate_size=32, num_layers=1, vocab_size=vocab_size),
         target_schedule=Schedule(tokens=20_000, tokens_per_step=2048, warmup_steps=2, average_decay=0.5),
         draft_schedule=Schedule(tokens=20_000, tokens_per_step=2048, warmup_steps=2, average_decay=0.5, seed=2),
-        tuning_documents=120,
-        tuning_schedule=Schedule(tokens=20_000, tokens_per_step=2048, warmup_steps=2, average_decay=0.5, seed=3),
         tool_conversations=2,
+        opening_seeds=1,
         sample_tokens=8,
-        compile=False,
     )

@@ -20,8 +20,9 @@ from .tokenizer import END_OF_TEXT, token_id
 
 @dataclass
 class Progress:
-    """What was spent so far; survives a restart."""
+    """What was spent so far, and whether it began with finished weights; survives a restart."""
 
+    further: bool = False
     step: int = 0
     tokens: int = 0
     trained_tokens: int = 0
@@ -39,36 +40,28 @@ class Trainer:
         self.average.load_state_dict(self.model.state_dict())
         self.optimizer = _optimizer(self.model, schedule)
         self.progress = Progress()
-        self.loss_of: Callable[[Tensor, Tensor], Tensor] = self._loss
-        if settings.compile:
-            torch._dynamo.config.recompile_limit = 64
-            self.loss_of = torch.compile(self._loss, dynamic=False)
 
     @property
     def checkpoint_path(self) -> Path:
         return self.settings.work / f"{self.name}.checkpoint.pt"
 
     def _loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16, enabled=self.settings.autocast):
-            logits = self.model(inputs)
-        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
+        wanted = targets != IGNORED
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = self.model.head(self.model.hidden(inputs)[wanted])
+        return F.cross_entropy(logits.float(), targets[wanted])
 
     def learning_rate(self) -> float:
-        """Linear warm-up; a slow linear fall to `knee_share` of the peak; then linear to zero at the last token."""
-        schedule, spent = self.schedule, self.progress.tokens
-        warm = min(1.0, (self.progress.step + 1) / schedule.warmup_steps)
-        if spent < schedule.knee_tokens:
-            share = 1.0 - (1.0 - schedule.knee_share) * spent / schedule.knee_tokens
-        else:
-            left = (schedule.tokens - spent) / (schedule.tokens - schedule.knee_tokens)
-            share = schedule.knee_share * max(0.0, left)
-        return schedule.peak_lr * warm * share
+        """Linear warm-up, then linear to zero at the last token."""
+        warm = min(1.0, (self.progress.step + 1) / self.schedule.warmup_steps)
+        left = max(0.0, 1.0 - self.progress.tokens / self.schedule.tokens)
+        return self.schedule.peak_lr * warm * left
 
     def step(self, inputs: Tensor, targets: Tensor) -> float:
         """One update; returns its loss in nats a token."""
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate()
-        loss = self.loss_of(inputs, targets)
+        loss = self._loss(inputs, targets)
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
@@ -100,6 +93,7 @@ class Trainer:
         """Begin with the weights of a finished model."""
         self.model.load_state_dict(weights.state_dict())
         self.average.load_state_dict(weights.state_dict())
+        self.progress.further = True
 
     def resume(self) -> bool:
         """Go on from the checkpoint, if there is one."""
@@ -112,20 +106,14 @@ class Trainer:
         self.progress = Progress(**state["progress"])
         return True
 
-    def run(
-        self,
-        corpus: TokenizedCorpus,
-        tokenizer: Tokenizer,
-        on_early: Callable[[Trainer], None],
-        longest: int = AnswerFinder.LONGEST,
-    ) -> None:
+    def run(self, corpus: TokenizedCorpus, tokenizer: Tokenizer, on_early: Callable[[Trainer], None]) -> None:
         """Train to the schedule's last token; `on_early` is called once, when the model is usable."""
         source = batches(
             corpus,
             self.schedule.tokens_per_step,
             self.schedule.seed,
             token_id(tokenizer, END_OF_TEXT),
-            AnswerFinder(tokenizer, longest),
+            AnswerFinder(tokenizer),
             self.schedule.text_share,
         )
         for _ in range(self.progress.step):

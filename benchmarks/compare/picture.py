@@ -31,15 +31,14 @@ def picture(reports: Sequence[PrecisionReport], machine: str) -> str:
             f"<title>Onward beside its peers on {escape(machine)}</title>",
             f"<style>{STYLE}</style>",
             f'<rect width="{WIDTH}" height="{height}" fill="#ffffff"/>',
-            _text(18, 30, "Tokens a second, Qwen3-0.6B shape, batch 1", "title"),
-            _text(
-                18, 50, f"{machine}. Random weights, fresh prompts, runs in turns, medians. More is better.", "faint"
-            ),
+            _text(18, 30, "Tokens per second, Qwen3-0.6B shape, batch 1", "title"),
+            _text(18, 50, f"{machine}. Random weights, interleaved runs, medians. Higher is better.", "faint"),
             _limit_line(24, 60, 12),
             _text(
                 32,
                 70,
-                "weights and cache read once a token at the bandwidth measured meanwhile. 1.2x: over the best peer",
+                "limit: memory bandwidth in the same run, weights and KV cache read once per token. "
+                "1.2x: over the best peer",
                 "faint",
             ),
             *parts,

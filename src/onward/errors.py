@@ -1,9 +1,9 @@
 """All errors that Onward raises on purpose.
 
-A message says what was got, what was wanted and what to do. The command line prints it as one line and exits with 2.
-Any other exception is a bug in Onward and keeps its traceback. Built-in bases are in parentheses.
+A message says what Onward got, what it expected and what to do. The command line prints it as one line and exits with
+2. Any other exception is a bug in Onward and keeps its traceback. Built-in bases are in parentheses.
 
-    OnwardError                              itself: logits that are NaN or infinite where a token is chosen
+    OnwardError                              raised itself if logits are NaN or infinite
     ├── RequestError (ValueError)            an option, a prompt or an argument is invalid or not supported
     │   ├── OptionError                      an option has an invalid value
     │   ├── ContextOverflowError             a request needs more positions than the context or the cache holds

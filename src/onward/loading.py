@@ -26,7 +26,7 @@ from onward.checkpoint.dcp import NameMapSource
 from onward.checkpoint.module import is_known, read_module
 from onward.decoding.speculation import LOOKUPS
 from onward.distributed import Settings, load_ranks
-from onward.errors import RequestError, UnsupportedArchitectureError, warn
+from onward.errors import OptionError, RequestError, UnsupportedArchitectureError, warn
 from onward.language_model import Draft, LanguageModel, generation_defaults, within_vocabulary
 from onward.language_model.weights import LayersInPlace, WeightsReader
 from onward.models import Architecture, Model, build_model, check_backend, pack_params, read_config
@@ -105,14 +105,14 @@ def load(
     if max_seq_len is not None:
         check_whole("max_seq_len", max_seq_len, low=1)
     if quantize is not None:
-        check_format(quantize)
+        check_format(quantize, "quantize")
     check_backend(compile)
     check_whole("pipeline", pipeline, low=1)
     if via not in _VIA:
-        raise RequestError(f"via is one of {', '.join(_VIA)}; got {via!r}")
+        raise OptionError("via", f"must be one of {', '.join(_VIA)}; got {via!r}")
     checked_format(message_format)
     if not isinstance(adapters, Mapping | None):
-        raise RequestError(f"adapters are sources by name, such as {{'poet': 'my-adapter'}}; got {adapters!r}")
+        raise OptionError("adapters", f"must be sources by name, such as {{'poet': 'my-adapter'}}; got {adapters!r}")
     adapter_sources = {name: _as_source(each) for name, each in (adapters or {}).items()}
     torch_dtype, torch_device = _as_dtype(dtype), _as_device(device)
     show_fraction = progress if callable(progress) else None
@@ -134,7 +134,7 @@ def load(
         _check_ranks(torch_device, hosted=config is None, merge=merge, adapters=adapters, name_map=name_map)
     if config is None:
         if name_map is not None or adapter is not None:
-            raise RequestError("name_map= and merge= are for built-in families, but transformers runs this model")
+            raise RequestError("name_map= and merge= need a built-in family, and this model runs through transformers")
         model = _read_hosted(folder, torch_dtype, torch_device, quantize, max_seq_len)
         tokenizer = None if tokenizer is None else tokenizer.within(path, model.vocab_size)
     else:
@@ -185,23 +185,22 @@ def _family(folder: Checkpoint, via: str) -> Architecture | None:
         if via == "onward" or not isinstance(folder, CheckpointFolder):
             raise
         if find_spec("transformers") is None:
-            advice = "with 'onward[transformers]' installed, transformers' own forward may run it"
+            advice = "transformers may support it: pip install 'onward[transformers]'"
             raise UnsupportedArchitectureError(f"{error}; {advice}") from error
         if not is_known(folder.config):
-            raise UnsupportedArchitectureError(f"{error}; nor is it a causal language model of transformers") from error
+            problem = "transformers has no causal language model of that name"
+            raise UnsupportedArchitectureError(f"{error}; {problem}") from error
         return None
 
 
 def _check_ranks(device: torch.device, *, hosted: bool, **options: object) -> None:
     """Raise `RequestError` for options that several processes do not support."""
     if names := [name for name, value in options.items() if value]:
-        raise RequestError(
-            f"a model over several processes does not support {names[0]}= yet: load it in one, or without it"
-        )
+        raise RequestError(f"pipeline= does not work with {names[0]}= yet: leave one of them out")
     if hosted:
-        raise RequestError("pipeline= is for built-in families, but transformers runs this model")
+        raise RequestError("pipeline= needs a built-in family, and this model runs through transformers: leave it out")
     if device.type != "cpu":
-        raise RequestError(f"pipeline= is for CPUs, but the device is {str(device)!r}: give device='cpu'")
+        raise RequestError(f"pipeline= needs device 'cpu', and the device is {str(device)!r}")
 
 
 def _read_hosted(
@@ -209,7 +208,9 @@ def _read_hosted(
 ) -> Model:
     """The model with transformers' own forward (docs/transformers.md), quantized, or packed on a CPU."""
     if not isinstance(folder, CheckpointFolder):
-        raise RequestError(f"via='transformers' reads folders in the Hugging Face layout, and {folder.path} is not one")
+        raise RequestError(
+            f"via='transformers' needs a folder in the Hugging Face layout, and {folder.path} is not one"
+        )
     module = read_module(folder, dtype, device)
     release = page_releaser(folder.path)
 
@@ -230,14 +231,14 @@ def _as_source(source: str | os.PathLike[str]) -> str | Path:
     try:
         return Path(source)
     except TypeError as error:
-        raise RequestError(f"a source is a folder, a hub id or 'demo'; got {source!r}") from error
+        raise RequestError(f"a source must be a folder, a hub id or 'demo'; got {source!r}") from error
 
 
 def _as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     if isinstance(dtype, str):
         dtype = _DTYPES.get(dtype.removeprefix("torch."), dtype)
     if dtype is not None and dtype not in _DTYPES.values():
-        raise RequestError(f"dtype must be bfloat16, float16 or float32; got {dtype!r}")
+        raise OptionError("dtype", f"must be bfloat16, float16 or float32; got {dtype!r}")
     return dtype if isinstance(dtype, torch.dtype) else None
 
 
@@ -252,9 +253,9 @@ def _as_device(device: torch.device | str) -> torch.device:
         reason = next(iter(str(error).splitlines()), "")
         if isinstance(error, NotImplementedError):  # for which the dump begins on the first line
             reason = f"this PyTorch has no {str(device).partition(':')[0]} backend"
-        raise RequestError(f"device {str(device)!r} cannot be used here ({reason}): try 'auto' or 'cpu'") from error
+        raise OptionError("device", f"{str(device)!r} cannot be used here ({reason}): try 'auto' or 'cpu'") from error
     if torch_device.type == "meta":
-        raise RequestError("device 'meta' has no data to compute with: try 'auto' or 'cpu'")
+        raise OptionError("device", "'meta' has no data to compute with: try 'auto' or 'cpu'")
     return torch_device
 
 

@@ -3,12 +3,14 @@
 import copy
 import gc
 import inspect
+import json
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft_adapters import FORMS, adapted, base, saved
+from safetensors.torch import save_file
 
 import onward
 from onward.errors import CheckpointError, RequestError, SessionError
@@ -288,6 +290,19 @@ def test_an_adapter_of_another_model_is_refused(loaded, tmp_path):
         with pytest.raises(CheckpointError, match=message):
             loaded.load_adapter(name, folder)
         assert name not in loaded.adapters
+
+
+def test_updates_of_experts_are_refused_by_name(tmp_path):
+    source = onward.testing.random_checkpoint(tmp_path / "model", "qwen3moe")
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 1, "lora_alpha": 1}))
+    module = "base_model.model.model.layers.0.mlp.experts.0.gate_proj"
+    update = {f"{module}.lora_A.weight": torch.zeros(1, 32), f"{module}.lora_B.weight": torch.zeros(48, 1)}
+    save_file(update, folder / "adapter_model.safetensors")
+    for options in ({"merge": folder}, {"adapters": {"experts": folder}}):
+        with pytest.raises(CheckpointError, match=r"experts\.0\.gate_proj: adapters of experts are not supported"):
+            onward.load(source, **options)
 
 
 def test_what_rows_share_is_refused_with_the_way_out(folders, loaded):

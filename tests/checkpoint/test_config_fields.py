@@ -14,7 +14,7 @@ HUGE = 10**30
 
 @pytest.mark.parametrize("value", [[{}], [5], [None], [["LlamaForCausalLM"]]], ids=repr)
 def test_an_architecture_is_a_name(value):
-    with refused(UnsupportedArchitectureError, repr(value[0]), "LlamaForCausalLM"):
+    with refused(UnsupportedArchitectureError, repr(value[0]), "SmolLM3"):
         read_config(config(architectures=value))
 
 

@@ -64,7 +64,7 @@ def test_a_folder_with_one_model(tmp_path):
 def test_a_folder_with_several_models_names_them(tmp_path):
     for name in ("a.gguf", "b.gguf"):
         (tmp_path / name).write_bytes(b"GGUF")
-    with refused(SourceError, "a.gguf, b.gguf", "give the file"):
+    with refused(SourceError, "a.gguf, b.gguf", "give the path of one"):
         onward.load(tmp_path)
 
 

@@ -71,7 +71,9 @@ def test_eval_hands_the_first_to_the_harness(
     import onward.cli.evaluate as command
 
     monkeypatch.setattr(command, "_harness", lambda: SimpleNamespace(simple_evaluate=lambda model, **_: model))
-    monkeypatch.setitem(sys.modules, "lm_eval", ModuleType("lm_eval"))
+    harness = ModuleType("lm_eval")
+    harness.evaluator = SimpleNamespace()
+    monkeypatch.setitem(sys.modules, "lm_eval", harness)
     tasks = ModuleType("lm_eval.tasks")
     tasks.TaskManager = lambda include_path: SimpleNamespace(all_tasks=["a task"])
     monkeypatch.setitem(sys.modules, "lm_eval.tasks", tasks)
@@ -90,8 +92,8 @@ def test_eval_hands_the_first_to_the_harness(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--adapter", "poet"], "--adapter takes NAME=SOURCE, such as poet=my-adapter; got 'poet'"),
-        (["--adapter", "a=x", "--adapter", "a=y"], "--adapter gives the name 'a' twice"),
+        (["--adapter", "poet"], "--adapter must be NAME=SOURCE, such as poet=my-adapter; got 'poet'"),
+        (["--adapter", "a=x", "--adapter", "a=y"], "--adapter has the name 'a' twice"),
     ],
 )
 def test_what_is_no_name_and_source_is_told(cli: Cli, flags: list[str], message: str) -> None:

@@ -127,7 +127,7 @@ def test_the_model_has_the_name_that_lines_call_it(cli: Cli, loaded: onward.Lang
     assert body(ours)["model"] == body(none)["model"] == "gpt-4o-mini"
     assert theirs["response"]["status_code"] == 404
     assert theirs["response"]["body"]["error"]["code"] == "model_not_found"
-    assert (run.code, run.err) == (2, f"error: 1 of 3 lines could not be served; '{out}' says why\n")
+    assert (run.code, run.err) == (2, f"error: 1 of 3 lines failed: their results in '{out}' say why\n")
 
 
 def test_a_bad_line_is_an_error_and_the_others_go_on(cli: Cli, loaded: onward.LanguageModel, tmp_path: Path) -> None:
@@ -167,7 +167,7 @@ def test_a_text_that_cannot_be_finished_fails_alone(cli: Cli, loaded: onward.Lan
     lines = [chat("good", temperature=0), completion("bad", prompt=["a", "b"], bad_words=every)]
     out = tmp_path / "out.jsonl"
     run = cli("batch", str(write(tmp_path / "in.jsonl", *lines)), str(out))
-    assert (run.code, run.err) == (2, f"error: 1 of 2 lines could not be served; '{out}' says why\n")
+    assert (run.code, run.err) == (2, f"error: 1 of 2 lines failed: their results in '{out}' say why\n")
     assert body(results(out)["good"])
     assert results(out)["bad"]["response"]["status_code"] == 400
 
@@ -340,8 +340,8 @@ def test_results_that_find_no_room_are_one_line(cli: Cli, loaded: onward.Languag
     [
         (("none.jsonl", "out.jsonl"), "'none.jsonl' cannot be read: No such file"),
         ((".", "notes.txt"), "'.' is a folder, but 'notes.txt' is not"),
-        (("in.jsonl", "out.jsonl", "--replicas", "0"), "--replicas must be 1 or more"),
-        (("in.jsonl", "out.jsonl", "--address", "here:1"), "add --replicas"),
+        (("in.jsonl", "out.jsonl", "--replicas", "0"), "--replicas must be a whole number of 1 or more"),
+        (("in.jsonl", "out.jsonl", "--address", "here:1"), "--address needs --replicas"),
         (("in.jsonl", "in.jsonl"), "is the batch itself"),
         (("in.jsonl", "link.jsonl"), "is the batch itself"),
         (("in.jsonl", "no/folder/out.jsonl"), "cannot be written to"),
@@ -352,13 +352,13 @@ def test_results_that_find_no_room_are_one_line(cli: Cli, loaded: onward.Languag
         (("in.jsonl", "data.json"), "line 1 of 'data.json' is not a batch result"),
         (("in.jsonl", "other.jsonl"), "has no custom_id 'other'"),
         (("in.jsonl", "double.jsonl"), "two results for custom_id 'a'"),
-        (("in.jsonl", "done.jsonl", "--max-sequences", "0"), "max_sequences must be"),
-        (("in.jsonl", "out.jsonl", "--max-sequences", "0"), "max_sequences must be"),
+        (("in.jsonl", "done.jsonl", "--max-sequences", "0"), "--max-sequences must be"),
+        (("in.jsonl", "out.jsonl", "--max-sequences", "0"), "--max-sequences must be"),
         (("in.jsonl", "out.jsonl", "--cache-memory", "0"), "--cache-memory must be"),
         (("in.jsonl", "out.jsonl", "--cache-memory", "nan"), "--cache-memory must be"),
-        (("in.jsonl", "out.jsonl", "--cache-memory", "1e-9"), "not even one block"),
+        (("in.jsonl", "out.jsonl", "--cache-memory", "1e-9"), "--cache-memory must be at least one block"),
         (("in.jsonl", "out.jsonl", "--overcommit", "0.5"), "overcommit must be"),
-        (("in.jsonl", "out.jsonl", "-n", "-1"), "max_new_tokens must be"),
+        (("in.jsonl", "out.jsonl", "-n", "-1"), "--max-new-tokens must be"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
 )

@@ -53,11 +53,11 @@ def test_runs_are_counted(lm: onward.LanguageModel) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--new-tokens", "1"], "--new-tokens must be 2 or more; got 1"),
-        (["--prompt-tokens", "0"], "--prompt-tokens must be 1 or more; got 0"),
-        (["--rounds", "0"], "--rounds must be 1 or more; got 0"),
+        (["--new-tokens", "1"], "--new-tokens must be a whole number of 2 or more; got 1"),
+        (["--prompt-tokens", "0"], "--prompt-tokens must be a whole number of 1 or more; got 0"),
+        (["--rounds", "0"], "--rounds must be a whole number of 1 or more; got 0"),
         (["--prompt-tokens", "100000"], "context"),
-        (["--compile", "fast"], "compile is one of auto, native, cuda, inductor, eager; got 'fast'"),
+        (["--compile", "fast"], "--compile must be one of auto, native, cuda, inductor, eager; got 'fast'"),
     ],
 )
 def test_what_cannot_be_measured(cli: Cli, arguments: list[str], message: str) -> None:

@@ -199,7 +199,7 @@ def test_thinking_is_turned_off(cli: Cli, thinking: onward.LanguageModel) -> Non
         (("--chat", "--thinking"), "--thinking: the chat template of demo has no switch for thinking"),
         (("--chat", "--template-option", "mood=sad"), "no variable 'mood'"),
         (("--chat", "--template-option", "mood"), "NAME=VALUE"),
-        (("--no-thinking",), "add --chat"),
+        (("--no-thinking",), "need --chat"),
     ],
 )
 def test_a_template_without_the_variable(

@@ -21,4 +21,4 @@ def test_what_cannot_be_a_draft_is_one_line(cli: Cli) -> None:
     assert (code, out) == (2, "")
     assert "no folder 'no-such-model'" in err
     found = cli("generate", "a", "--draft", "lookup", "--beams", "2")
-    assert found == (2, "", "error: beams cannot use a draft: give --beams or --draft\n")
+    assert found == (2, "", "error: --beams does not work with --draft: use one of them\n")

@@ -37,9 +37,9 @@ def assert_one_line(result: Result, *wanted: str) -> None:
         (["x", "--no-such-option"], "--no-such-option"),
         (["x", "--dtype", "int3"], "int3"),
         (["x", "--device", "abacus"], "abacus"),
-        (["x", "--max-seq-len", "0"], "max_seq_len"),
+        (["x", "--max-seq-len", "0"], "--max-seq-len"),
         (["x", "y"], "onward generate --help"),
-        (["x", "--file", "y"], "give one"),
+        (["x", "--file", "y"], "use one of them"),
         (["x", "--system", "Be brief."], "--chat"),
         (["1", "--chat", "--ids"], "--ids"),
         (["1 two", "--ids"], "'two'"),
@@ -75,20 +75,20 @@ def test_bad_requests(cli: Cli, arguments: list[str], wanted: str) -> None:
 def test_the_error_for_an_unknown_flag_names_the_one_that_was_meant(
     cli: Cli, command: str, flag: str, meant: str
 ) -> None:
-    assert_one_line(cli(command, "x", flag, "1"), f"no such option: {flag}. Did you mean {meant}?")
+    assert_one_line(cli(command, "x", flag, "1"), f"no option {flag}; did you mean {meant}?")
 
 
 def test_the_error_for_an_unknown_flag_guesses_nothing_unlike_it(cli: Cli) -> None:
     result = cli("generate", "x", "--zzz")
-    assert_one_line(result, "no such option: --zzz (see onward generate --help)")
+    assert_one_line(result, "no option --zzz (see onward generate --help)")
 
 
 def test_a_file_of_prompts_is_for_batch(cli: Cli) -> None:
-    assert_one_line(cli("generate", "--jsonl", "-"), "no such option: --jsonl; for a file of prompts, use onward batch")
+    assert_one_line(cli("generate", "--jsonl", "-"), "no option --jsonl; for a file of prompts, use onward batch")
 
 
 def test_bad_commands(cli: Cli) -> None:
-    assert_one_line(cli("generat"), "'generate'", "onward --help")
+    assert_one_line(cli("generat"), "did you mean onward generate?")
     assert_one_line(cli("chat", "--temperature", "-1"), "temperature")
     assert_one_line(cli("info", "/no/such/folder"), "/no/such/folder")
     assert_one_line(cli("info", "demo", "--context", "0"), "--context")
@@ -100,7 +100,7 @@ def test_bad_commands(cli: Cli) -> None:
 def test_a_model_may_be_named_without_a_flag_but_not_twice(cli: Cli) -> None:
     for command in ("bench", "chat", "info"):
         assert_one_line(cli(command, "/no/such/folder"), "/no/such/folder")
-        assert_one_line(cli(command, "demo", "--model", "/no/such/folder"), "named twice", "give one")
+        assert_one_line(cli(command, "demo", "--model", "/no/such/folder"), "two models", "give one")
     assert cli("info", "-m", "demo", "--json").code == 0
 
 
@@ -133,7 +133,35 @@ def test_a_file_that_may_not_be_read(cli: Cli, tmp_path: Path) -> None:
 
 def test_no_prompt_at_all(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("onward.cli.inputs.is_terminal", lambda stream: True)
-    assert_one_line(cli("generate"), "no prompt", "--file")
+    assert_one_line(cli("generate"), "no text", "--file")
+
+
+def test_an_empty_input_is_no_prompt(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "empty").write_text("\n")
+    for command in ("generate", "score"):
+        assert_one_line(cli(command), "standard input is empty", f"onward {command} ", "--file")
+        assert_one_line(cli(command, "-", input="\n"), "standard input is empty")
+        assert_one_line(cli(command, "--file", str(tmp_path / "empty")), "empty is empty")
+    assert cli("generate", "", "-n", "1").code == 0, "an empty prompt on purpose"
+    assert_one_line(cli("chat"), "standard input is empty", "one message per line")
+
+
+def test_numbers_are_checked_before_a_model_is_loaded(cli: Cli) -> None:
+    assert_one_line(cli("generate", "x", "-n", "ten"), "--max-new-tokens must be a whole number; got 'ten'")
+    assert_one_line(cli("generate", "x", "--top-k", "1.5"), "--top-k must be a whole number; got '1.5'")
+    assert_one_line(cli("generate", "x", "--eos", "2", "--eos", "x"), "--eos must be a whole number; got 'x'")
+    assert_one_line(cli("serve", "--port", "70000"), "--port must be a whole number from 0 to 65535; got 70000")
+    assert_one_line(cli("serve", "--drain", "nan"), "--drain must be a number of 0 or more; got nan")
+    assert_one_line(cli("bench", "--rounds", "0"), "--rounds must be a whole number of 1 or more; got 0")
+
+
+def test_an_error_about_an_option_names_the_flag(cli: Cli) -> None:
+    assert_one_line(cli("generate", "x", "--dtype", "int3"), "--dtype must be bfloat16, float16 or float32")
+    assert_one_line(cli("generate", "x", "--quantize", "int3"), "--quantize must be 'int8', 'int4' or 'iq4_nl'")
+    assert_one_line(cli("generate", "x", "--device", "abacus"), "--device 'abacus' cannot be used here")
+    assert_one_line(cli("convert", "demo", "x", "--to", "onnx"), "--to must be safetensors or gguf; got 'onnx'")
+    assert_one_line(cli("serve", "--cache-memory", "1e-6"), "--cache-memory must be at least one block")
+    assert_one_line(cli("serve", "--limit", "texs=3"), "unknown limit 'texs': did you mean texts?")
 
 
 def test_an_empty_prompt_where_there_is_no_bos(cli: Cli, tmp_path: Path) -> None:
@@ -148,7 +176,7 @@ def test_an_architecture_that_is_not_supported(cli: Cli, tmp_path: Path) -> None
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"architectures": ["AbacusForCausalLM"]}))
     for command in (["generate", "x", "-m"], ["chat", "-m"], ["info"]):
-        assert_one_line(cli(*command, str(folder)), "AbacusForCausalLM", "Qwen3ForCausalLM")
+        assert_one_line(cli(*command, str(folder)), "AbacusForCausalLM", "Qwen3")
 
 
 def test_a_chat_without_a_template(cli: Cli, tmp_path: Path) -> None:
@@ -172,7 +200,7 @@ def test_a_warning_is_one_line_too(cli: Cli) -> None:
 
 
 def test_a_defect_keeps_its_traceback(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*arguments: object) -> str:
+    def broken(*arguments: object, **named: object) -> str:
         raise ZeroDivisionError("a defect")
 
     monkeypatch.setattr("onward.cli.generate.read_prompt", broken)

@@ -10,4 +10,4 @@ def test_without_the_harness_it_says_what_to_install(cli: Cli, monkeypatch: pyte
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     result = cli("eval", "arc_easy")
     assert (result.code, result.out) == (2, "")
-    assert "tasks need the package lm_eval: pip install 'onward[eval]'" in result.err
+    assert "onward eval needs the package lm_eval: pip install 'onward[eval]'" in result.err

@@ -51,7 +51,7 @@ def test_a_budget_of_bits_is_kept_and_what_each_matrix_costs_is_told(cli: Cli, t
     assert cli("generate", "Once", "-m", str(tmp_path / "mixed"), "-n", "5", "-t", "0").code == 0
     assert "leave out --format" in cli("quantize", "demo", "x", "--bits", "5", "--format", "int4").err
     assert (
-        "this model's matrices take at least 4.5 bits a weight; got a budget of 4"
+        "this model's matrices take at least 4.5 bits per weight; got a limit of 4"
         in cli("quantize", "demo", str(tmp_path / "x"), "--bits", "4").err
     )
 
@@ -59,14 +59,14 @@ def test_a_budget_of_bits_is_kept_and_what_each_matrix_costs_is_told(cli: Cli, t
 def test_a_seed_without_texts_is_an_error(cli: Cli, tmp_path: Path) -> None:
     result = cli("quantize", "demo", str(tmp_path / "x"), "--seed", "3")
     assert (result.code, result.out) == (2, "")
-    assert "--seed is the seed of --calibrate" in result.err
+    assert "--seed needs --calibrate" in result.err
     assert not (tmp_path / "x").exists()
 
 
 def test_no_bits_are_a_budget_too(cli: Cli, tmp_path: Path) -> None:
     result = cli("quantize", "demo", str(tmp_path / "x"), "--bits", "0")
     assert (result.code, result.out) == (2, "")
-    assert "got a budget of 0" in result.err
+    assert "got a limit of 0" in result.err
 
 
 def test_a_full_folder_is_not_overwritten(cli: Cli, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from command_line import ENVIRONMENT, PROGRAM, Cli
 
 import onward
-from onward.cli.flags import GROUPS
+from onward.util.options import LENGTH, OUTPUT, REPETITION, SAMPLING, STRUCTURE, TEXTS
 
 COMMANDS = ("generate", "chat", "serve", "deploy", "batch", "score", "eval", "quantize", "convert", "bench", "info")
 HELP = [(), *((command,) for command in COMMANDS)]
@@ -33,8 +33,8 @@ def test_no_command_is_a_question_for_help(cli: Cli) -> None:
 def test_the_options_stand_in_groups_and_the_model_near_the_top(cli: Cli) -> None:
     lines = cli("generate", "--help").out.splitlines()
     sections = [line for line in lines if line.endswith(":") and not line.startswith(" ")]
-    assert sections[:3] == ["Arguments:", "Prompt:", "Model:"]
-    assert {f"{group}:" for group in GROUPS} <= set(sections)
+    assert sections[:3] == ["Arguments:", "Input:", "Model:"]
+    assert {f"{group}:" for group in (LENGTH, SAMPLING, REPETITION, STRUCTURE, TEXTS, OUTPUT)} <= set(sections)
     place = {text: at for at, line in enumerate(lines) for text in ("Model:", "--top-p", "Sampling:") if text in line}
     assert place["Model:"] < 30
     assert place["Sampling:"] < place["--top-p"] < place["Sampling:"] + 12

@@ -45,7 +45,7 @@ def test_info_says_how_many_threads_and_why() -> None:
     [
         (["generate", "x"], "²", "ONWARD_NUM_THREADS must be an integer in 1 … 256, got '²'"),
         (["info"], "many", "ONWARD_NUM_THREADS must be an integer in 1 … 256, got 'many'"),
-        (["generate", "x", "--threads", "0"], "1", "the number of threads must be an integer in 1 … 256, got 0"),
+        (["generate", "x", "--threads", "0"], "1", "--threads must be a whole number from 1 to 256; got 0"),
     ],
 )
 def test_a_number_of_threads_that_is_none_is_one_line(arguments: list[str], variable: str, wanted: str) -> None:

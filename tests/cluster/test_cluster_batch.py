@@ -53,7 +53,7 @@ def test_replicas_write_the_file_of_one_process(source: Path, undisturbed: bytes
     out = source.with_name("replicas.jsonl")
     run = _run(source, out, "--replicas", "2")
     assert run.returncode == 2
-    assert run.stderr == f"error: 9 of 400 lines could not be served; '{out}' says why\n"
+    assert run.stderr == f"error: 9 of 400 lines failed: their results in '{out}' say why\n"
     assert run.stdout.startswith("400 lines: 391 served, 9 failed · ")
     assert out.read_bytes() == undisturbed
     assert _run(source, out, "--replicas", "1").stdout.startswith("400 lines: 391 done before, 0 served, 9 failed")
@@ -92,7 +92,7 @@ def test_a_model_that_is_not_there_is_one_line(source: Path) -> None:
     out = source.with_name("none.jsonl")
     run = _run(source, out, "--replicas", "2", "--max-sequences", "0")
     assert (run.returncode, run.stderr.count("\n")) == (2, 1)
-    assert "max_sequences must be" in run.stderr
+    assert "--max-sequences must be" in run.stderr
     run = _run(source, out, "--replicas", "2", "--address", "127.0.0.1:1")
     assert (run.returncode, run.stderr.count("\n")) == (2, 1)
     assert "no Ray cluster answers at '127.0.0.1:1'" in run.stderr

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from test_ingress import Fakes
 
 import onward
+from onward.cli.flags import BodyFlags
 from onward.cli.serve import ServerFlags
 from onward.cluster.ingress import Ingress, RetryOptions
 from onward.errors import OnwardError
@@ -161,7 +162,7 @@ def test_no_key_is_in_what_has_it(keys: list[str]) -> None:
     shown = [text for value in (settings, replace(settings, max_body=5), options) for text in texts_of(value)]
     shown += [cloudpickle.dumps(make(options)).decode("latin-1") for make in (application, replicas_of)]
     shown.append(repr(ServerFlags(api_key=keys)))
-    shown.append(json.dumps(ServerFlags(api_key=keys).settings()))
+    shown.append(json.dumps(ServerFlags(api_key=keys).settings(BodyFlags())))
     for key in keys:
         assert settings.api_keys.contains(key.encode())  # type: ignore[attr-defined]
         assert not any(key in text for text in shown)

@@ -73,7 +73,7 @@ def test_one_text_is_no_list_of_texts(name: str, value: Any) -> None:
 
 def test_a_flag_that_is_gone_says_what_to_use(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["deploy", "demo", "--fused"]) == 2
-    assert "no such option: --fused; replicas always answer through the ingress" in capsys.readouterr().err
+    assert "no option --fused; replicas always answer through the ingress" in capsys.readouterr().err
 
 
 class Handle:

@@ -285,5 +285,5 @@ def test_an_argument_outside_its_range_is_refused_by_name(name, value):
 
 
 def test_an_unknown_option_raises():
-    with pytest.raises(TypeError, match="temperature"):
+    with pytest.raises(RequestError, match="unknown option 'temperature'"):
         decode(COUNT_UP(), temperature=1.0)

@@ -236,7 +236,7 @@ def test_the_inferencer_runs_programs(model: Model) -> None:
     ],
 )
 def test_an_unknown_way_to_compile(model: Model, call: Any) -> None:
-    with pytest.raises(RequestError, match="compile is one of auto, native, cuda, inductor, eager; got 'fast'"):
+    with pytest.raises(RequestError, match="compile must be one of auto, native, cuda, inductor, eager; got 'fast'"):
         call(model)
 
 

@@ -1,5 +1,6 @@
 """The commands of a console block, run in this process as far as they are Onward's."""
 
+import glob
 import io
 import os
 import re
@@ -18,7 +19,10 @@ from onward import ops
 from onward.cli.main import run
 
 # What sets up a machine is read and not run; `make` and `python` must name what the repository has.
-_NOT_RUN = {"git", "cd", "pip", "python3", "source", "sudo", "export"}
+_NOT_RUN = {"git", "cd", "pip", "python3", "source", "sudo", "export", "hf"}
+_NOT_RUN |= {"docker", "until"}
+# Commands of the system that prepare a page's files.
+_SYSTEM = {"chmod", "install", "openssl"}
 
 
 # Where a page's server listens, as the page has it and as it is.
@@ -45,7 +49,8 @@ def addressed(text: str) -> str:
 
 def _serve(arguments: list[str]) -> None:
     """Start a server beside the page, at a free port."""
-    command = [sys.executable, "-m", "onward", "serve", *arguments, "--port", "0", "--allow-host", "localhost"]
+    # On this machine alone, whatever the page says.
+    command = [sys.executable, "-m", "onward", "serve", *arguments, "--port", "0", "--host", "127.0.0.1"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     for line in process.stderr:
@@ -90,7 +95,18 @@ def run_command(command: str, output: str, patch: pytest.MonkeyPatch) -> str:
             assert done.returncode == 0, done.stderr
             assert not output.strip() or agrees(done.stdout, output), done.stdout
         return ""
+    if words[0] == "lm_eval":
+        done = subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
     if words[0] in _NOT_RUN:
+        return ""
+    if words[0] in _SYSTEM:
+        words, file = (words[:-2], Path(words[-1])) if words[-2] == ">" else (words, None)
+        words = [path for word in words for path in sorted(glob.glob(word)) or [word]]
+        done = subprocess.run(words, capture_output=True, check=True, text=True)
+        if file is not None:
+            file.write_text(done.stdout, encoding="utf-8")
         return ""
     piped = ""
     if words[0] == "echo":
@@ -105,6 +121,8 @@ def run_command(command: str, output: str, patch: pytest.MonkeyPatch) -> str:
             piped = Path(words[at + 1]).read_text(encoding="utf-8") if sign == "<" else piped
             words = words[:at] + words[at + 2 :]
     assert words[0] == "onward", f"no test knows how to run: {command}"
+    if words[1] == "chat" and not piped:
+        piped = "/exit\n"  # as on a terminal
     return _run_onward(words[1:], piped, output, patch)
 
 

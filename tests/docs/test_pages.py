@@ -2,7 +2,7 @@
 
 A page is one Python session with its own imports. ```python is run; ```console lines are run, as far as they are
 Onward's; what is printed below a command, or as ```text right after a block of Python, is compared; ```json parses.
-Hub ids, and the folder `my-model`, stand for the demo model.
+Hub ids, and the folder `my-model`, stand for the demo model; the folder `my-adapter` is an adapter of it.
 """
 
 import ast
@@ -13,6 +13,7 @@ import shutil
 import sys
 import types
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from doc_console import addressed, run_command, servers, sessions
@@ -20,7 +21,9 @@ from doc_pages import PAGES, Block, agrees, blocks_of, name_of
 from huggingface_hub import constants
 
 import onward
+from demo_adapters import demo_adapter
 from onward import ops
+from onward.models import FAMILIES
 
 # In the manner of Qwen3's: the models of the hub read tools and enable_thinking, which the demo model's does not.
 HUB_TEMPLATE = """\
@@ -48,7 +51,7 @@ LANGUAGES = {"python", "console", "text", "json", "toml", "yaml", "html", ""}
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """An empty folder but for `my-model`, and a hub cache in which the pages' models are."""
+    """A folder with `my-model` and `my-adapter`, and a hub cache in which the pages' models are."""
     for repository in ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-4B"):
         held = tmp_path / "hub" / f"models--{repository.replace('/', '--')}"
         (held / "refs").mkdir(parents=True)
@@ -59,11 +62,12 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     work = tmp_path / "work"
     shutil.copytree(DEMO, work / "my-model")
+    demo_adapter(work / "my-adapter", seed=1)
     monkeypatch.chdir(work)
     return work
 
 
-# test_training_page.py runs the first, and looks at what it gives; the second wants lm_eval and data from the hub.
+# test_training_page.py and test_evaluating_page.py run these.
 ELSEWHERE = {"docs/training.md", "docs/evaluating.md"}
 
 
@@ -80,7 +84,7 @@ def run_page(name: str, blocks: list[Block], patch: pytest.MonkeyPatch) -> dict[
     module = types.ModuleType("page")
     patch.setitem(sys.modules, "page", module)  # where dataclasses of the page look for their names
     printed = ""
-    with servers():
+    with servers(), mock.patch.dict(FAMILIES):  # a page may register a family
         for block in blocks:
             if block.language == "python":
                 printed = run_python(block, name, vars(module))

@@ -11,7 +11,12 @@ from doc_pages import ROOT, blocks_of
 from typer.main import get_command
 
 import onward
+from onward.checkpoint.gguf import families as gguf_families
+from onward.checkpoint.gguf.export import WRITTEN
 from onward.cli.main import app
+from onward.models import FAMILIES
+from onward.models.families.catalog import KNOWN_MODELS
+from onward.protocols import PROTOCOLS
 from onward.util.option_names import _ELSEWHERE
 
 MAPS = sorted((ROOT / "docs" / "coming-from").glob("*.md"))
@@ -38,6 +43,11 @@ def option_names():
     return names
 
 
+def field_names():
+    """The fields of request bodies."""
+    return {name for protocol in PROTOCOLS.values() for name in protocol.body.model_fields}
+
+
 def flags():
     commands = get_command(app).commands.values()
     return {flag for command in commands for parameter in command.params for flag in parameter.opts}
@@ -54,6 +64,8 @@ def cells(page):
 @pytest.mark.parametrize("page", MAPS, ids=lambda page: page.stem)
 def test_the_options_and_flags_of_a_map_are_onwards(page):
     known, count = option_names(), 0
+    if page.stem == "tgi":  # a server's users, who send fields
+        known |= field_names()
     for _, ours in cells(page):
         for code in CODE.findall(ours):
             if code.startswith("-"):
@@ -94,7 +106,7 @@ def test_every_op_is_on_its_page():
     # An op that is called as its file is found there: the name alone is the file's.
     signatures = re.findall(r"^::: onward\.ops\.([\w.]+)", text, re.MULTILINE)
     assert {name.rpartition(".")[2] for name in signatures} == functions
-    table = text[: text.index("## A block in ops")]
+    table = text[text.index("## All ops") : text.index("## Gradients")]
     assert set(re.findall(r"\(#onward\.ops\.([\w.]+)\)", table)) == set(signatures) - {
         "pack",
         "pack_experts",
@@ -119,7 +131,35 @@ def test_the_page_on_architecture_has_every_folder_and_the_layers_of_the_import_
     )
 
 
+def test_the_catalog_has_every_architecture_and_every_kind_of_gguf_file():
+    assert {name for known in KNOWN_MODELS for name in known.architectures} == FAMILIES.keys()
+    assert {name for known in KNOWN_MODELS for name in known.gguf} == gguf_families.FAMILIES.keys()
+    for known in KNOWN_MODELS:
+        for name in WRITTEN.keys() & known.architectures:
+            assert WRITTEN[name].architecture in known.gguf
+
+
 def test_the_readme_fits_a_terminal():
     for block in blocks_of(ROOT / "README.md"):
         for line in block.text.splitlines():
             assert len(line) <= (80 if block.language == "console" else 92), line
+
+
+def test_every_decision_is_in_the_index_once_with_its_title():
+    folder = ROOT / "docs" / "decisions"
+    pages = sorted(path for path in folder.glob("*.md") if path.name != "README.md")
+    titles = [path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ") for path in pages]
+    rows = re.findall(
+        r"^\| \[(\d{4})\]\(([^)]*)\) \| (.+?) \| .+ \|$", (folder / "README.md").read_text(), re.MULTILINE
+    )
+    assert [(name, f"{number} {title}") for number, name, title in rows] == [
+        (path.name, title) for path, title in zip(pages, titles, strict=True)
+    ]
+
+
+def test_every_page_of_results_is_in_the_table_once():
+    folder = ROOT / "benchmarks"
+    listed = re.findall(r"^\| \[[^]]*\]\(results/([^)]*)\)", (folder / "README.md").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(path.name for path in (folder / "results").glob("*.md"))
+    days = [name[:10] for name in listed]
+    assert days == sorted(days, reverse=True)

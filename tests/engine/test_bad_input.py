@@ -78,7 +78,7 @@ def test_a_bad_request_is_refused_before_it_is_queued(engine, prompt, options, e
         ({"overcommit": float("inf")}, "overcommit must be a number of 1 or more; got inf"),
         ({"ageing": -0.1}, "ageing must be a number of 0 or more"),
         ({"cache_memory": -1}, "cache_memory must be a whole number of 1 or more; got -1"),
-        ({"cache_memory": BLOCK_BYTES - 1}, "holds not even one block"),
+        ({"cache_memory": BLOCK_BYTES - 1}, "must be at least one block"),
     ],
 )
 def test_a_bad_limit_is_refused(limits, message):

@@ -156,21 +156,67 @@ def test_what_cannot_be_evaluated_says_why():
         OnwardLM(onward.LanguageModel(tiny_model()))
     with pytest.raises(RequestError, match="max_length"):
         OnwardLM("demo", max_length=1)
+    with pytest.raises(RequestError, match=r"adaptor: options of onward\.load, but the model is loaded already"):
+        OnwardLM(onward.load("demo"), adaptor="x")
     with pytest.raises(RequestError, match="leaves no room for a context"):
         OnwardLM("demo", max_length=4)._loglikelihood_tokens([(None, [1], [2] * 4)])
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_the_command_prints_a_table_or_json(tasks, capsys):
+def test_the_command_prints_a_table_or_json_and_nothing_else(tasks, tmp_path, monkeypatch, capfd):
     from onward.cli.main import run
 
-    assert run(["eval", "choices", "--include", str(tasks), "--limit", "2", "--json"]) == 0
-    printed = capsys.readouterr().out
-    assert 0 <= json.loads(printed[printed.index("{") :])["results"]["choices"]["acc,none"] <= 1
-    assert run(["eval", "choices", "--include", str(tasks), "--limit", "2"]) == 0
-    assert "|choices|" in capsys.readouterr().out
+    monkeypatch.chdir(tmp_path)  # not a git repository
+    ask = ["eval", "choices", "texts", "--include", str(tasks), "--limit", "2"]
+    assert run([*ask, "--json"]) == 0
+    out, err = capfd.readouterr()
+    found = json.loads(out)
+    assert 0 <= found["results"]["choices"]["acc,none"] <= 1
+    assert not any(noise in err for noise in ("fatal", "%|", "it/s", "examples/s"))
+    assert run(ask) == 0
+    head, *rows = capfd.readouterr().out.splitlines()
+    assert head.split() == ["task", "metric", "filter", "value", "stderr"]
+    assert [row.split()[:2] for row in rows] == [
+        ["choices", "acc"],
+        ["choices", "acc_norm"],
+        ["texts", "word_perplexity"],
+        ["texts", "bits_per_byte"],
+    ]
+    assert f"{found['results']['choices']['acc,none']:.4f}" in rows[0]
     assert run(["eval", "no_such_task", "--include", str(tasks)]) == 2
-    assert "there is no task 'no_such_task'" in capsys.readouterr().err
+    assert "no task 'no_such_task'" in capfd.readouterr().err
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_results_and_samples_go_to_a_file(tasks, tmp_path, capfd):
+    from onward.cli.main import run
+
+    file = tmp_path / "results.json"
+    ask = ["eval", "choices", "--include", str(tasks), "--limit", "2"]
+    assert run([*ask, "--output", str(file)]) == 0
+    plain = json.loads(file.read_text())
+    assert "samples" not in plain
+    assert run([*ask, "--output", str(file), "--log-samples", "--json"]) == 0
+    assert json.loads(file.read_text()) == json.loads(capfd.readouterr().out.splitlines()[-1])
+    logged = json.loads(file.read_text())
+    assert logged["results"] == plain["results"]
+    assert [sample["doc"]["story"] for sample in logged["samples"]["choices"]] == STORIES[:2]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--log-samples"], "--log-samples needs --output or --json: add one"),
+        (["--output", "no/such/folder/results.json"], "is not a folder that you can write to"),
+        (["--output", "."], "cannot be written: it is a folder"),
+    ],
+)
+def test_a_file_for_results_is_checked_before_the_work(flags, message, tmp_path, monkeypatch, capfd):
+    from onward.cli.main import run
+
+    monkeypatch.chdir(tmp_path)
+    assert run(["eval", "choices", *flags]) == 2
+    assert message in capfd.readouterr().err
 
 
 def test_an_adapter_is_that_of_every_request(tasks, tmp_path):

@@ -92,7 +92,7 @@ def test_a_likely_text_has_a_perplexity_of_one_and_an_impossible_one_an_infinite
         (["AB", [1]], {}, RequestError, r"must have at least 2 ids, since the first one is not predicted; got \[1\]"),
         ([], {}, RequestError, "empty list of ids"),
         ([1, 258], {}, RequestError, "from 0 to 257; got 258"),
-        ("x" * 257, {}, ContextOverflowError, "the prompt is 257 tokens long, but the context holds 256"),
+        ("x" * 257, {}, ContextOverflowError, "the text is 257 tokens long, but the context holds 256: give a stride"),
         ("AB", {"logprobs": -1}, RequestError, "logprobs must be a whole number of 0 or more; got -1"),
         ("AB", {"logprobs": 259}, RequestError, "logprobs is 259, but the vocabulary has 258 ids"),
         (3, {}, RequestError, "got int"),

@@ -241,7 +241,9 @@ def test_a_field_of_the_text_part_that_nobody_knows_is_named():
 
 def test_a_vision_model_is_refused_by_its_name(tmp_path):
     (tmp_path / "config.json").write_text('{"architectures": ["SiglipVisionModel"], "hidden_size": 8}')
-    wanted = "'SiglipVisionModel' is not supported; supported are .*; nor is it a causal language model of transformers"
+    wanted = (
+        "'SiglipVisionModel' is not supported; supported are .*; transformers has no causal language model of that name"
+    )
     with pytest.raises(UnsupportedArchitectureError, match=wanted):
         onward.load(tmp_path)
 

@@ -14,7 +14,7 @@ def plain_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith(("ONWARD_", "PYTHON"))}
 
 
-def install(wheel: Path, folder: Path) -> Path:
+def install(wheel: Path, folder: Path, **variables: str) -> Path:
     """A new environment with `wheel` in it. Returns its Python.
 
     torch would take minutes to install once more, so a .pth file lends what this environment has. The .pth files
@@ -22,18 +22,19 @@ def install(wheel: Path, folder: Path) -> Path:
     """
     venv.create(folder, symlinks=True)
     python = folder / "bin" / "python"
-    run(sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", "--no-index", wheel)
+    pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", "--no-index"]
+    run(*pip, wheel, **variables)
     [site_packages] = folder.glob("lib/python*/site-packages")
     lent = [entry for entry in sys.path if Path(entry).name in ("site-packages", "dist-packages")]
     (site_packages / "lent.pth").write_text("\n".join(lent))
     return python
 
 
-def run_main_job(python: Path, folder: Path, *arguments: str) -> str:
+def run_main_job(python: Path, folder: Path, *arguments: str, **variables: str) -> str:
     """Runs main_job.py with `python` in `folder`, from a copy: a script's own folder is on its path."""
     script = folder / "main_job.py"
     script.write_bytes((ROOT / "tests" / "packaging" / "main_job.py").read_bytes())
-    return run(python, script, *arguments, folder=folder)
+    return run(python, script, *arguments, folder=folder, **variables)
 
 
 def run(*command: str | Path, folder: Path | None = None, **variables: str) -> str:

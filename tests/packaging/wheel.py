@@ -41,6 +41,11 @@ def test_the_wheel_has_the_package_and_nothing_else(wheel: Path) -> None:
     assert all(name.startswith(("onward/", f"onward-{onward.__version__}.dist-info/")) for name in names)
 
 
-def test_the_wheel_does_the_main_job_outside_the_clone(wheel: Path, tmp_path: Path) -> None:
-    python = install(wheel, tmp_path / "environment")
-    assert f"in {tmp_path / 'environment'} works; kernels: " in run_main_job(python, tmp_path)
+def test_the_wheel_does_the_main_job_outside_the_clone_and_without_a_compiler(wheel: Path, tmp_path: Path) -> None:
+    """No program is on PATH: neither a compiler nor CMake. It loads kernels all the same."""
+    (tmp_path / "no programs").mkdir()
+    path = {"PATH": str(tmp_path / "no programs")}
+    python = install(wheel, tmp_path / "environment", **path)
+    output = run_main_job(python, tmp_path, **path)
+    assert f"in {tmp_path / 'environment'} works; kernels: " in output
+    assert "portable" in output

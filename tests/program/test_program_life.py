@@ -235,6 +235,21 @@ def test_compiling_imports_no_compiler() -> None:
     assert found.stdout.strip() == ""
 
 
+def test_a_script_whose_model_lives_to_the_end_exits_silently() -> None:
+    script = """
+import torch, onward
+def forward(tokens, offsets, cache, params):
+    return params["table"][tokens], cache
+def model():
+    return onward.Model(forward, {"table": torch.randn(9, 9)}, lambda batch, max_len: (), vocab_size=9)
+params = {"table": torch.randn(9, 9)}
+onward.decode(forward, cache=(), params=params, first_token=1, max_new_tokens=4)
+lm = onward.LanguageModel(model())
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+
+
 def test_logits_are_memory_of_their_own() -> None:
     program = onward.compile(gpt2, params=gpt2_params(), cache=new_cache(1, 16))
     token = torch.ones((1, 1), dtype=torch.int32)

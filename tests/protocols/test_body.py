@@ -317,7 +317,7 @@ NEEDED_BY: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", [each.name for each in dataclasses.fields(onward.GenerateOptions)])
 def test_every_option_of_generate_is_a_field_or_a_documented_exception(reader: BodyReader, name: str) -> None:
     page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
-    exceptions = re.search(r"Exceptions are (.*?);\n- ", page, re.DOTALL)
+    exceptions = re.search(r"These options are not available over HTTP: (.*?)\n\n", page, re.DOTALL)
     assert exceptions is not None
     default = getattr(onward.GenerateOptions(), name)
     number = 1 if isinstance(default, int) else 0.5
@@ -360,6 +360,11 @@ def test_prompt_logprobs_are_those_of_generate(reader: BodyReader) -> None:
         answer["prompt_logprobs"], request.prompt, reader.lm.score(request.prompt, logprobs=2).logprobs, tokenizer
     )
     assert "prompt_logprobs" not in answered(reader, CHAT, max_tokens=2)
+    without_echo = {"prompt": "The fox", "max_tokens": 2, "logprobs": 1, "seed": 1}
+    (plain,), (both,) = (
+        answered(reader, TEXT, **without_echo, **fields)["choices"] for fields in ({}, {"prompt_logprobs": 1})
+    )
+    assert both["logprobs"] == plain["logprobs"], "those of the prompt are in a field of their own"
 
 
 def check_prompt_logprobs(listed: Any, prompt: Any, entries: Any, tokenizer: Any) -> None:

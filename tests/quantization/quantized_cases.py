@@ -15,7 +15,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 UNIT = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 SHAPES = st.tuples(st.integers(1, 40), st.integers(1, 140))
 GROUP = 32
-DOCS = Path(__file__).parents[2] / "docs" / "quantization.md"
+DOCS = Path(__file__).parents[2] / "docs" / "quantized-checkpoints.md"
 
 
 def noise(*shape, seed=0):
@@ -48,7 +48,8 @@ def spread(scales, inputs):
 
 
 def documented_functions():
-    """What the Python of docs/quantization.md defines, by name."""
+    """What docs/quantized-checkpoints.md defines for converters, by name."""
     names = {}
-    exec("\n".join(re.findall(r"```python\n(.*?)```", DOCS.read_text(encoding="utf-8"), re.DOTALL)), names)
+    section = DOCS.read_text(encoding="utf-8").partition("\n### Write a folder with your own converter\n")[2]
+    exec("\n".join(re.findall(r"```python\n(.*?)```", section, re.DOTALL)), names)
     return names

@@ -142,7 +142,7 @@ def test_a_mixed_folder_loads_as_what_was_written(tmp_path):
 
 
 def test_a_budget_below_iq4_nl_is_refused():
-    with pytest.raises(RequestError, match="bits a weight; got a budget of 3"):
+    with pytest.raises(RequestError, match="bits per weight; got a limit of 3"):
         quantize(tiny_model(), 3.0, calibrate=Calibration(ids=IDS))
-    with pytest.raises(RequestError, match=r"embed_tokens\.weight is int8 already"):
+    with pytest.raises(RequestError, match=r"embed_tokens\.weight is already int8"):
         quantize(quantize(tiny_model(), "int8"), 9.0, calibrate=Calibration(ids=IDS))

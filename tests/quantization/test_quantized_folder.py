@@ -297,10 +297,10 @@ def test_only_an_absent_or_empty_folder_is_written(tmp_path):
 def test_what_is_quantized_or_unknown_is_not_quantized(tmp_path, folder):
     with pytest.raises(RequestError, match="is already int4: quantize the original checkpoint"):
         quantize_folder(folder, tmp_path / "again", "int8")
-    with pytest.raises(RequestError, match="to 'int8', 'int4' or 'iq4_nl'; got 'q4'"):
+    with pytest.raises(RequestError, match="must be 'int8', 'int4' or 'iq4_nl'; got 'q4'"):
         quantize_folder(tmp_path / "source", tmp_path / "again", "q4")
     convert(tmp_path / "source", tmp_path / "model.gguf", "gguf")
-    with pytest.raises(RequestError, match=r"model\.gguf is GGUF, .* onward convert --to safetensors"):
+    with pytest.raises(RequestError, match=r"model\.gguf is a GGUF file, .* onward convert --to safetensors"):
         quantize_folder(tmp_path / "model.gguf", tmp_path / "again", "int8")
     assert not (tmp_path / "again").exists()
 

@@ -1,4 +1,4 @@
-"""The packed bytes are where docs/quantization.md says. tests/native reads them with the kernels."""
+"""The packed bytes are where docs/quantized-checkpoints.md says. tests/native reads them with the kernels."""
 
 import struct
 

@@ -234,8 +234,8 @@ def test_the_relative_error_is_root_of_squares_over_squares(format):
         (torch.ones(1, 65537), "at most 65536 inputs"),
         (torch.ones(2, 3, device="meta"), "plain tensor; got .*meta"),
         (torch.ones(2, 3).to_sparse(), "plain tensor; got torch.sparse_coo"),
-        (torch.tensor([[1.0, torch.nan]]), "holds an infinity or a NaN"),
-        (torch.tensor([[1.0], [-torch.inf]]), "holds an infinity or a NaN"),
+        (torch.tensor([[1.0, torch.nan]]), "contains an infinity or a NaN"),
+        (torch.tensor([[1.0], [-torch.inf]]), "contains an infinity or a NaN"),
     ],
 )
 def test_what_is_no_weight_is_refused(format, weight, complaint):
@@ -250,5 +250,5 @@ def test_weights_too_large_for_a_float16_scale_and_unknown_formats_are_refused()
     quantize_iq4_nl(torch.full((1, 32), 8319008.0))
     with pytest.raises(RequestError, match=r"scales of iq4_nl .* up to 8319008; got one of 8\.4e\+06: use int8"):
         quantize_iq4_nl(torch.full((1, 32), 8.4e6))
-    with pytest.raises(RequestError, match="to 'int8', 'int4' or 'iq4_nl'; got 'fp4'"):
+    with pytest.raises(RequestError, match="must be 'int8', 'int4' or 'iq4_nl'; got 'fp4'"):
         quantize_weight(torch.ones(2, 2), "fp4")

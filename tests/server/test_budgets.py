@@ -48,7 +48,7 @@ def test_a_budget_counts_reservations() -> None:
     budget = MemoryBudget(1000)
     one, other, server = budget.reservation("a"), budget.reservation("b"), budget.reservation("")
     one.resize(500)
-    with pytest.raises(MemoryFullError, match=r"as much memory as they may \(1 kB\)"):
+    with pytest.raises(MemoryFullError, match=r"all the memory allowed \(1 kB\)"):
         one.resize(501)
     other.resize(200)
     with pytest.raises(MemoryFullError):

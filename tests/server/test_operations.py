@@ -293,6 +293,27 @@ def test_several_models_are_told_apart(start: Start, lm: onward.LanguageModel) -
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "model")
 
 
+def test_models_are_listed_with_the_defaults_of_their_options(start: Start, lm: onward.LanguageModel) -> None:
+    server = start({"demo": lm})
+    (model,) = server.get("/v1/models").json()["data"]
+    assert model["max_model_len"] == lm.model.max_seq_len
+    assert model["chat_template"] is True
+    assert "parent" not in model
+    options = model["default_options"]
+    assert options["max_new_tokens"] is None, "up to the context length"
+    assert options["temperature"] == lm.defaults.temperature == 0.7
+    for name, value in options.items():
+        assert value == (None if name == "max_new_tokens" else getattr(lm.defaults, name))
+    schemas = server.get("/openapi.json").json()["components"]["schemas"]
+    assert set(model) | {"parent"} == set(schemas["ModelEntry"]["properties"])
+    asked = {"prompt": "The fox", "max_tokens": 8, "seed": 1}
+    chosen = {name: value for name, value in options.items() if name != "max_new_tokens"}
+    texts = [server.post(TEXT, body).json()["choices"][0]["text"] for body in (asked, {**asked, **chosen})]
+    assert texts[0] == texts[1]
+    (model,) = start({"demo": lm}, max_new_tokens=77).get("/v1/models").json()["data"]
+    assert model["default_options"]["max_new_tokens"] == 77
+
+
 def test_metrics_count_what_was_served(start: Start, lm: onward.LanguageModel) -> None:
     server = start({"demo": lm})
     server.post(TEXT, {"prompt": "The fox", "max_tokens": 9, "seed": 1, "ignore_eos": True})

@@ -146,11 +146,11 @@ def test_without_the_extra_an_error_names_it(monkeypatch: pytest.MonkeyPatch) ->
     [
         (("--model", "=demo"), "NAME="),
         (("--model", "a=demo,speed=9"), "OPTION=VALUE"),
-        (("demo", "--model", "demo"), "names must be unique"),
+        (("demo", "--model", "demo"), "models need different names"),
         (("demo", "--api-key-file", "/nonexistent"), "cannot be read"),
         (("demo", "--api-key", "a b"), "API key"),
         (("demo", "--host", "no.such.host.invalid"), "cannot listen"),
-        (("demo", "--max-new-tokens", "-1"), "max_new_tokens"),
+        (("demo", "--max-new-tokens", "-1"), "--max-new-tokens"),
         (("no-such-model", "--port", "0"), "no-such-model"),
     ],
 )

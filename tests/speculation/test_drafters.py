@@ -353,8 +353,8 @@ def test_numbers_of_numpy_and_torch_are_ids_too():
 
 
 def test_the_drafter_of_the_documentation_drafts():
-    page = (Path(__file__).parents[2] / "docs" / "speculation.md").read_text()
-    source = page.split("```python\nclass Table")[1].split("\nlm.generate")[0]
+    page = (Path(__file__).parents[2] / "docs" / "tutorials" / "write-a-drafter.md").read_text()
+    source = page.split("\nclass Table")[1].split("\nlm = ")[0]
     names = {}
     exec("class Table" + source, names)
     model = scripted_model(lambda tokens: (tokens[-1] + 1) % 8)
@@ -362,7 +362,7 @@ def test_the_drafter_of_the_documentation_drafts():
     decode(model, sequences, speculator=fixed(names["Table"](), 3))
     assert sequences[0].token_ids == [token % 8 for token in range(2, 32)]
     assert speculation_of(sequences[0]).acceptance == 1
-    assert speculation_of(sequences[0]).rounds > 8
+    assert speculation_of(sequences[0]).accepted > 8
 
 
 def test_coupled_draws_agree_as_often_as_is_promised():

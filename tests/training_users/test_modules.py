@@ -269,6 +269,13 @@ def test_what_makes_no_model(module):
         onward.Model.from_module(module, new_cache=3)
 
 
+def test_a_peft_model_is_refused_with_the_way_to_pass_it():
+    peft = pytest.importorskip("peft")
+    wrapped = peft.get_peft_model(nn.Sequential(nn.Linear(2, 2)), peft.LoraConfig(target_modules=["0"]))
+    with pytest.raises(RequestError, match=r"this Peft\w*Model has no such attribute: pass module.get_base_model\(\)"):
+        onward.Model.from_module(wrapped)
+
+
 def test_a_module_that_was_moved():
     module = Tied()
     model = onward.Model.from_module(module)

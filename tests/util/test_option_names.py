@@ -10,6 +10,7 @@ from onward import LanguageModel
 from onward.engine import Engine
 from onward.errors import RequestError
 from onward.testing import ByteTokenizer, tiny_model
+from onward.util.option_names import checks_option_names
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +58,37 @@ def test_every_verb_names_the_option_that_was_meant(
     with pytest.raises(RequestError) as raised:
         call(tiny_lm)
     assert message in str(raised.value)
+
+
+def test_every_constructor_and_function_with_options_names_the_one_that_was_meant(tiny_lm: LanguageModel) -> None:
+    from onward.server import Settings, create_app
+
+    calls: dict[str, Callable[..., Any]] = {
+        "tokenizer": lambda **named: LanguageModel(tiny_lm.model, **named),
+        "temperature": onward.SamplingParams,
+        "logprobs": onward.GenerateOptions,
+        "max_seq_len": lambda **named: onward.load("/no/such/folder", **named),
+        "max_sequences": lambda **named: Engine(tiny_lm, **named),
+        "vocab_size": lambda **named: onward.Model.from_module(None, **named),
+        "prefill_chunk": lambda **named: onward.decode(tiny_lm.model, max_new_tokens=1, **named),
+        "first_token": lambda **named: onward.stream(tiny_lm.model, max_new_tokens=1, **named),
+        "backend": lambda **named: onward.compile(tiny_lm.model, **named),
+        "calibrate": lambda **named: onward.quantize(tiny_lm, "int8", **named),
+        "max_requests": Settings,
+        "settings": lambda **named: create_app({}, **named),
+    }
+    for option, call in calls.items():
+        typo = option[:-2] + option[-1] + option[-2]
+        with pytest.raises(RequestError) as raised:
+            call(**{typo: 1})
+        assert str(raised.value) == f"unknown option {typo!r}: did you mean {option}?"
+
+
+def test_a_function_that_takes_any_keyword_is_no_place_for_a_check() -> None:
+    def anything(**named: Any) -> None: ...
+
+    with pytest.raises(TypeError, match="accepts any keyword"):
+        checks_option_names(anything)
 
 
 def test_score_refuses_a_request_with_another_adapter(tiny_lm: LanguageModel) -> None:

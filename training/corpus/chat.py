@@ -6,9 +6,11 @@ import random
 
 from . import smalltalk
 from .extraction import Note, make_extraction, make_note
-from .facts import draw_facts
+from .facts import draw_facts, draw_name
 from .grammar import expand
+from .offered_tools import draw_request
 from .story import Question, Story, make_story
+from .tool_topics import draw_city
 
 IM_START, IM_END = "<|im_start|>", "<|im_end|>"
 
@@ -57,7 +59,15 @@ class Conversation:
     def small_talk(self, exchanges: tuple[tuple[str, str | tuple[str, ...]], ...]) -> None:
         user, answer = smalltalk.draw_exchange(self.rng, exchanges)
         slots = {"a": str(self.rng.randint(2, 99)), "b": str(self.rng.randint(2, 99))}
+        slots |= {"city": draw_city(self.rng), "name": draw_name(self.rng, self.rng.random() < 0.5)}
         self.say(expand(self.rng, user, slots), expand(self.rng, answer, slots))
+
+    def what_it_cannot(self) -> None:
+        """A question about the world, or what a tool would be for: here there is none."""
+        if self.rng.random() < 0.5:
+            self.say(draw_request(self.rng), self.rng.choice(smalltalk.CANNOT))
+        else:
+            self.small_talk(smalltalk.WORLD)
 
     def any_story(self) -> Story:
         """A story that the user pastes, begins, or (mostly) asks for."""
@@ -137,10 +147,10 @@ def make_chat(rng: random.Random) -> str:
     if rng.random() < 0.3:
         chat.small_talk(smalltalk.GREETINGS)
     shape = rng.random()
-    if shape < 0.12:
+    if shape < 0.2:
         for _ in range(rng.randint(1, 3)):
-            chat.small_talk(smalltalk.CURIOUS)
-    elif shape < 0.3:
+            chat.small_talk(smalltalk.CURIOUS) if rng.random() < 0.5 else chat.what_it_cannot()
+    elif shape < 0.36:
         for _ in range(rng.randint(1, 3)):
             chat.ask(chat.note(), rng.randint(0, 2))
     else:
@@ -154,6 +164,8 @@ def make_chat(rng: random.Random) -> str:
                 chat.extract(story)
             if rng.random() < 0.12:
                 chat.small_talk(smalltalk.CURIOUS)
+            if rng.random() < 0.25:
+                chat.what_it_cannot()
     if rng.random() < 0.2:
         chat.small_talk(smalltalk.THANKS)
     if rng.random() < 0.1:

@@ -33,27 +33,30 @@ class Facts:
 def invented_name(rng: random.Random, she: bool) -> str:
     """A name of two to three syllables, so that names must be copied and can't be learned by heart."""
     if rng.random() < 0.3:
-        return _any_name(rng)
+        return _any_name(rng, she)
     name = rng.choice(words.SYLLABLE_STARTS)
     if rng.random() < 0.45:
         name += rng.choice(words.SYLLABLE_MIDDLES)
     return name + rng.choice(words.SHE_SYLLABLES if she else words.HE_SYLLABLES)
 
 
-def _any_name(rng: random.Random) -> str:
-    """Two or three syllables of any letters: the widest set of names, none of them seen often."""
-    syllables = [rng.choice(words.CONSONANTS) + rng.choice(words.VOWELS) for _ in range(rng.choice((2, 2, 3)))]
-    return ("".join(syllables) + rng.choice(words.LAST_LETTERS)).capitalize()
+def _any_name(rng: random.Random, she: bool) -> str:
+    """Two or three syllables of any letters: the widest set of names, none of them seen often.
+
+    Its ending tells the pronoun, as with the other names.
+    """
+    syllables = [rng.choice(words.CONSONANTS) + rng.choice(words.VOWELS) for _ in range(rng.choice((1, 2, 2)))]
+    return ("".join(syllables) + rng.choice(words.SHE_ENDINGS if she else words.HE_ENDINGS)).capitalize()
 
 
-def draw_name(rng: random.Random, she: bool) -> str:
-    """A common name, or (more often) an invented one."""
-    if rng.random() < 0.4:
-        return rng.choice(words.SHE_NAMES if she else words.HE_NAMES)
-    return invented_name(rng, she)
+def draw_name(rng: random.Random, she: bool, invented: float = 0.6) -> str:
+    """A common name, or (with the probability `invented`) one that is put together."""
+    if rng.random() < invented:
+        return invented_name(rng, she)
+    return rng.choice(words.SHE_NAMES if she else words.HE_NAMES)
 
 
-def draw_character(rng: random.Random, she: bool) -> Character:
+def draw_character(rng: random.Random, she: bool, invented: float) -> Character:
     """A person, an animal or a creature whose kind fits the pronoun."""
     group = rng.random()
     if group < 0.55:
@@ -67,17 +70,17 @@ def draw_character(rng: random.Random, she: bool) -> Character:
     wrong = words.HE_ONLY if she else words.SHE_ONLY
     if kind in wrong:
         kind = "fox"
-    return Character(draw_name(rng, she), kind, rng.choice(words.TRAITS), SHE if she else HE)
+    return Character(draw_name(rng, she, invented), kind, rng.choice(words.TRAITS), SHE if she else HE)
 
 
-def draw_facts(rng: random.Random) -> Facts:
+def draw_facts(rng: random.Random, invented: float = 0.6) -> Facts:
     """All facts of a story. Mostly the two characters differ in pronoun; always in name and kind."""
     she = rng.random() < 0.5
-    hero = draw_character(rng, she)
+    hero = draw_character(rng, she, invented)
     friend_she = (not she) if rng.random() < 0.75 else she
-    friend = draw_character(rng, friend_she)
+    friend = draw_character(rng, friend_she, invented)
     while friend.name[:3] == hero.name[:3] or friend.kind == hero.kind or friend.trait == hero.trait:
-        friend = draw_character(rng, friend_she)
+        friend = draw_character(rng, friend_she, invented)
     facts = Facts(hero, friend)
     facts.slots = _character_slots(hero, "", "hero") | _character_slots(friend, "f", "friend")
     facts.slots |= _world_slots(rng)

@@ -97,13 +97,32 @@ OPENINGS: Final = (
     "Once upon a time, there was a {trait} {kind} called {hero} who lived {home}.",
     "Once upon a time, a {trait} {kind} named {hero} lived {home}.",
     "Once upon a time, in a land far away, there lived a {trait} {kind}. {His} name was {hero}, and {he} lived {home}.",
-    "[Long ago|Many years ago|A long time ago|Not so long ago|Once], a {trait} {kind} [named|called] {hero} lived "
-    "{home}.",
-    "There once was a {trait} {kind} [named|called] {hero}. {He} lived {home}.",
+    "[Long ago|Many years ago|A long time ago|Not so long ago|Once|One {time}], a {trait} {kind} [named|called] {hero} "
+    "lived {home}.",
+    "There [once was|was once|was] a {trait} {kind} [named|called] {hero}. {He} lived {home}.",
+    "There [was once|once lived|was] a {kind} [named|called] {hero}, who lived {home}. {He} was a {trait} {kind}.",
     "{hero} was a {trait} {kind}[ who lived {home}|, and {he} lived {home}].",
     "{hero} the {kind} lived {home}. [Everyone said that {he} was|{He} was] a {trait} {kind}.",
+    "{hero}, a {trait} {kind}, lived {home}.",
+    "A {trait} {kind} [named|called] {hero} [once |]lived {home}.",
+    "A {kind} [once |]lived {home}. {His} name was {hero}, and {he} was [|known as ]a {trait} {kind}.",
+    "The {trait} {kind} {hero} lived {home}.",
+    "The {kind} [was called {hero}|had a name: {hero}], and {he} lived {home}. {He} was a {trait} {kind}.",
+    "The {kind} {hero} lived {home}. [Everyone said that {he} was|{He} was] a {trait} {kind}.",
+    "{in_place}, [people tell the story of|everyone knew|you may hear about] {hero}, a {trait} {kind} who "
+    "lived {home}.",
+    "[{in_place}|In the [forest|city|mountains|north|old days|beginning|summer|winter|{time}]], there was a {trait} "
+    "{kind} [named|called] {hero}, who lived {home}.",
+    "[Deep in|Near|Behind] the [forest|{place}], there was a {trait} {kind} [named|called] {hero}, who lived {home}.",
     "This is the story of {hero}, a {trait} {kind} who lived {home}.",
+    "[Let me tell you about|Here is a story about|I know a story about|Listen to the story of|We all know] {hero}, a "
+    "{trait} {kind} who lived {home}.",
+    '"[Hello|Good morning|Good evening|Hi|Hey]!" said {hero}[ the {kind}|]. {He} was a {trait} {kind} who lived '
+    "{home}.",
+    "Hello[!|, my friend.|, everyone.|, dear reader.| there!] [This is|Here is|Let me tell you|Listen to] the story of "
+    "{hero}, a {trait} {kind} who lived {home}.",
     "[Do you know|Have you heard of] {hero}? {He} was a {trait} {kind}, and {he} lived {home}.",
+    "[Everyone|Nobody] {in_place} knew {hero}, a {trait} {kind} who lived {home}.",
     "Far away, {home}, lived a {trait} {kind}. {His} name was {hero}.",
     "In the days when {count} kings ruled the land, a {trait} {kind} named {hero} lived {home}.",
     "{home}, there lived a {trait} {kind}. [Everybody called {him} {hero}|{His} name was {hero}].",

@@ -31,6 +31,28 @@ CANNOT: Final = (
     "I cannot help with that, because I only know my own small stories.",
 )
 
+WORLD: Final[tuple[tuple[str, tuple[str, ...]], ...]] = tuple(
+    (asked, CANNOT)
+    for asked in (
+        "What is the capital of [France|Spain|Italy|Germany|Japan|Norway|India|China|Brazil|Canada|the world|{city}]?",
+        "[Who is|Who was] [the president|the king of {city}|Albert Einstein|Shakespeare|the best player|{name}]?",
+        "[What is|Calculate|How much is] {a} [times|plus|minus|+|-|*|divided by] {b}?",
+        "[Write|Can you write|Please write] [a Python program|some code|a poem|an email to my boss|an essay|a song "
+        "about {city}|a function that adds numbers][.|?|]",
+        "[Translate|Can you translate] [this|hello|this sentence|good morning] into [German|French|Spanish|"
+        "Chinese][.|?|]",
+        "[What time is it|What day is it today|What is the news today|Who won the football game|Where am I]?",
+        "[Explain|Tell me about|Teach me] [physics|quantum mechanics|gravity|history|the Roman Empire|machine learning|"
+        "{city}|the economy][.|?|]",
+        "[What|Why|How|When] [is|are|was|does|do] [the meaning of life|the sky blue|a transformer|computers work|the "
+        "internet|money|gravity|a neural network|{city}|the war end]?",
+        "[Solve this equation.|Can you do math?|How do I install Linux?|Give me medical advice.|Who wrote Hamlet?|"
+        "Recommend a movie.|Can you search the internet?|How far away is the moon?|How many people live in {city}?]",
+        "[What is the weather|How is the weather|What is the weather like|Will it rain|Is it cold] [in {city}|today|"
+        "tomorrow|in {city} today]?",
+    )
+)
+
 # (what the user may say, what the assistant may answer)
 EXCHANGES: Final[tuple[tuple[str, str | tuple[str, ...]], ...]] = (
     (
@@ -61,15 +83,6 @@ EXCHANGES: Final[tuple[tuple[str, str | tuple[str, ...]], ...]] = (
         "wrote the stories that I learned from.]",
     ),
     (
-        "[What is the capital of France?|Who is the president?|What is {a} times {b}?|What is {a} plus {b}?|Write a "
-        "Python program.|Write some code for me.|Translate this into German.|What time is it?|What is the news "
-        "today?|Who won the football game?|Explain physics to me.|What is the meaning of life?|Solve this "
-        "equation.|What is the weather in London?|Can you do math?|Write an email to my boss.|How do I install "
-        "Linux?|Give me medical advice.|Who wrote Hamlet?|How far away is the moon?|Recommend a movie.|Can you search "
-        "the internet?]",
-        CANNOT,
-    ),
-    (
         "[Thank you!|Thanks!|Thank you very much.|Thanks a lot.|That was nice, thank you.|I like that story.|Nice "
         "story!|What a lovely story!|Great!|Good job!]",
         "[You are welcome!|I am glad that you liked it.|You are welcome. Would you like another story?|My pleasure!]",
@@ -85,9 +98,9 @@ EXCHANGES: Final[tuple[tuple[str, str | tuple[str, ...]], ...]] = (
     ),
 )
 GREETINGS: Final = EXCHANGES[:2]
-CURIOUS: Final = EXCHANGES[2:6] + EXCHANGES[8:]
-THANKS: Final = EXCHANGES[6:7]
-FAREWELLS: Final = EXCHANGES[7:8]
+CURIOUS: Final = EXCHANGES[2:5] + EXCHANGES[7:]
+THANKS: Final = EXCHANGES[5:6]
+FAREWELLS: Final = EXCHANGES[6:7]
 
 
 def draw_exchange(rng: random.Random, exchanges: tuple[tuple[str, str | tuple[str, ...]], ...]) -> tuple[str, str]:

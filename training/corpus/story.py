@@ -52,9 +52,9 @@ UNANSWERABLE = (
 )
 
 
-def make_story(rng: random.Random, facts: Facts | None = None, short: bool = False) -> Story:
+def make_story(rng: random.Random, facts: Facts | None = None, short: bool = False, invented: float = 0.6) -> Story:
     """Draw a story; a short one is one paragraph without the extra scenes."""
-    facts = facts or draw_facts(rng)
+    facts = facts or draw_facts(rng, invented)
     slots = _with_capitals(facts.slots)
     plot = rng.choice(PLOTS)
     opening = [rng.choice(OPENINGS)]

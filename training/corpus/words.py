@@ -41,24 +41,28 @@ HE_SYLLABLES: Final = _words("ko mo bo ro do to ren lon rik dor bert kin zo mus 
 
 CONSONANTS: Final = _words("b c d f g h j k l m n p r s t v w x z br ch cl dr fl gr kr ph pl qu sh sk st th tr zh")
 VOWELS: Final = _words("a e i o u a e i o u ai ee ie oa ou y")
-LAST_LETTERS: Final = ("", "", "", "", "l", "m", "n", "r", "s", "t", "k", "x")
+SHE_ENDINGS: Final = _words("na la ra sa ma ta lia nia")
+HE_ENDINGS: Final = _words("l m n r s t k x")
 
 ANIMALS: Final = _words(
     """
     fox rabbit bear mouse owl frog cat dog hedgehog squirrel badger otter duck goose turtle sheep goat horse
     donkey pig cow hen crow sparrow swan deer wolf lion tiger elephant monkey panda penguin seal whale crab
     snail bee ant beetle butterfly lizard camel giraffe raccoon beaver mole bat parrot kitten puppy
+    pony zebra koala kangaroo dolphin octopus eagle raven chicken bird snake spider moose llama hamster dinosaur
     """
 )
-CREATURES: Final = _words("robot dragon ghost giant fairy elf dwarf snowman scarecrow troll mermaid")
+CREATURES: Final = _words(
+    "robot dragon ghost giant fairy elf dwarf snowman scarecrow troll mermaid goblin gnome monster alien"
+)
 WORKERS: Final = _words(
     """
-    baker sailor farmer gardener teacher painter shepherd fisher clockmaker carpenter doctor singer pilot
-    librarian tailor cook miller knight king wizard
+    baker sailor farmer gardener teacher shepherd fisher clockmaker carpenter doctor singer pilot
+    librarian tailor cook miller knight king wizard pirate painter soldier nurse inventor merchant clown
     """
 )
-GIRLS: Final = ("girl", "princess", "queen", "grandmother", "witch")
-BOYS: Final = ("boy", "prince", "grandfather")
+GIRLS: Final = ("girl", "princess", "queen", "grandmother", "witch", "woman")
+BOYS: Final = ("boy", "prince", "grandfather", "man")
 HE_ONLY: Final = ("king",)
 SHE_ONLY: Final = ("mermaid", "hen", "cow")
 

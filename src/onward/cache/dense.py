@@ -171,6 +171,7 @@ class KVCache(NamedTuple):
         return KVCache(*(tuple(layer[:batch] for layer in part) for part in self))
 
     def state(self, layer: int) -> RecurrentState:
+        """The states of a recurrent layer, counted among the recurrent layers."""
         return of_layer(self.states, layer, None)
 
     def write(self, layer: int, k: Tensor, v: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:

@@ -176,7 +176,7 @@ class KVPool(LayerPool):
     def view(self, table: Tensor, *more: Tensor) -> "PagedKVCache":
         """The cache of the rows of a block table int32 [B, M], over this memory.
 
-        Every view has the same tensors, so a program is not bound again to the next one.
+        All views have the same tensors, so a program need not be bound again for the next one.
 
         more: the block table of the sliding layers, if any; then int32 [B], the slot of each row's recurrent states,
             if any.
@@ -286,6 +286,7 @@ class PagedKVCache(NamedTuple):
         return PagedKVCache(keys, values, table, tuple(states), windows=(table,) * len(self.windows))
 
     def state(self, layer: int) -> RecurrentState:
+        """The states of a recurrent layer, counted among the recurrent layers."""
         return of_layer(self.states[:-1], layer, self.states[-1])
 
     def attend(

@@ -23,7 +23,7 @@ from onward.checkpoint.shards import WEIGHTS
 from onward.checkpoint.source import Checkpoint, find_folder, open_checkpoint
 from onward.checkpoint.stacked_experts import with_stacked_experts
 from onward.checkpoint.weights import read_weights
-from onward.errors import RequestError, warn
+from onward.errors import OptionError, RequestError, warn
 from onward.models import Architecture, read_config
 from onward.ops import QuantizedWeight
 from onward.util.files import appears, check_destination
@@ -66,7 +66,7 @@ def convert(
             cannot hold.
     """
     if to not in FORMATS:
-        raise RequestError(f"a checkpoint is converted to {' or '.join(FORMATS)}; got {to!r}")
+        raise OptionError("to", f"must be {' or '.join(FORMATS)}; got {to!r}")
     target = Path(destination).expanduser().absolute()
     check_destination(target, is_file=to == "gguf")
     if to == "gguf":

@@ -82,15 +82,16 @@ def _as_source_errors(repository: str, revision: str | None) -> Iterator[None]:
 
 def _message(error: Exception, repository: str, revision: str | None) -> str:
     if isinstance(error, errors.GatedRepoError):
-        return f"{repository} is gated: accept its terms on the hub and set HF_TOKEN to your token"
+        return f"{repository} is gated: accept its terms on the hub, and log in with `hf auth login` or set HF_TOKEN"
     if isinstance(error, errors.RepositoryNotFoundError):
-        return f"no folder and no hub repository {repository!r}; if it is private, set HF_TOKEN to a token with access"
+        advice = "if it is private, log in with `hf auth login` or set HF_TOKEN"
+        return f"no folder and no hub repository {repository!r}; {advice}"
     if isinstance(error, errors.RevisionNotFoundError):
         return f"{repository} has no revision {revision!r} on the hub; omit it for the latest"
     if isinstance(error, errors.OfflineModeIsEnabled | errors.LocalEntryNotFoundError):
         return (
-            f"no folder {repository!r}; as a hub id it is not fully in the hub cache, and the hub "
-            f"{_hub_failure(error)}: go online once, or give a local folder"
+            f"no folder {repository!r}, and the hub repository of that name is not fully in the hub cache "
+            f"and cannot be downloaded: {_hub_failure(error)}"
         )
     if isinstance(error, errors.HFValidationError):
         return f"no folder {repository!r}, and not a valid hub id: {one_line(error)}"
@@ -102,7 +103,7 @@ def _message(error: Exception, repository: str, revision: str | None) -> str:
 def _hub_failure(error: BaseException) -> str:
     cause = error.__cause__ or error
     if isinstance(cause, errors.OfflineModeIsEnabled):
-        return "cannot be used because HF_HUB_OFFLINE is set"
+        return "HF_HUB_OFFLINE is set; unset it, or use a local folder"
     if isinstance(cause, errors.HfHubHTTPError):
-        return f"refused ({one_line(cause)})"
-    return f"cannot be reached ({one_line(cause)}; check HF_ENDPOINT and the network)"
+        return f"the hub refused ({one_line(cause)})"
+    return f"the hub cannot be reached ({one_line(cause)}); check the network and HF_ENDPOINT, or use a local folder"

@@ -2,7 +2,7 @@
 
 config.json describes them under "onward_quantization". model.safetensors holds the matrices under their stock names as
 uint8 [blocks, bytes], aligned to 64 bytes, so that the kernels read the mapped file directly.
-docs/quantization.md describes both.
+docs/quantized-checkpoints.md describes both.
 """
 
 import json

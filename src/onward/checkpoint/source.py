@@ -50,7 +50,7 @@ def find_folder(source: str | Path, *, progress: bool = True) -> Path:
     if os.path.exists(folder) and name:
         if is_gguf(Path(folder)):
             return Path(folder)
-        raise SourceError(f"{name} is a file; give a GGUF file, or the folder that holds config.json and the weights")
+        raise SourceError(f"{name} is a file, but not a GGUF file; give the folder with config.json and the weights")
     if not isinstance(source, Path) and (match := _GGUF_ON_HUB.fullmatch(name)):
         from onward.checkpoint.hub import download_gguf
 
@@ -64,7 +64,7 @@ def find_folder(source: str | Path, *, progress: bool = True) -> Path:
             f"'demo'{_did_you_mean(name)}"
         )
     if separator and not revision:
-        raise SourceError(f"{name!r} names no revision after the '@'; write {repository}@revision")
+        raise SourceError(f"no revision after the '@' in {name!r}; write {repository}@revision, or {repository}")
     from onward.checkpoint.hub import download
 
     try:
@@ -88,7 +88,7 @@ def _gguf_inside(folder: Path) -> Path | None:
         return None
     firsts = sorted({parts_of(file.name)[0] for file in folder.glob("*.gguf") if file.is_file()})
     if len(firsts) > 1:
-        raise SourceError(f"{folder} holds {len(firsts)} GGUF models ({', '.join(firsts[:4])}): give the file of one")
+        raise SourceError(f"{folder} has {len(firsts)} GGUF models ({', '.join(firsts[:4])}): give the path of one")
     return folder / firsts[0] if firsts else None
 
 

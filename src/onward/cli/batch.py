@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import onward
-from onward.cli.flags import MODEL, AdapterFlags, DraftFlags, EngineFlags, ModelFlags, TemplateFlags, flag
+from onward.cli.declarations import REPLICAS, REQUESTS, flag
+from onward.cli.flags import RAY_ADDRESS, AdapterFlags, BodyFlags, DraftFlags, EngineFlags, ModelFlags, TemplateFlags
 from onward.cli.info import usable_cores
-from onward.cli.inputs import expanded, named_limits
+from onward.cli.inputs import expanded
 from onward.cli.loading import find, load_model, template_variables
 from onward.cli.terminal import count, note, waiting
 from onward.errors import RequestError
-from onward.util.options import LENGTH
 
 if TYPE_CHECKING:
     from onward.batches import BatchJob, Progress, Replica
@@ -33,17 +33,16 @@ def batch(
     ],
     destination: Annotated[Path, typer.Argument(metavar="OUT", help="Results: a file or a folder, like IN.")],
     *,
-    replicas: int | None = flag("Run on N Ray replicas (requires onward[cluster])."),
-    address: str | None = flag("Ray cluster.", metavar="HOST:PORT", show_default="this machine"),
+    replicas: int | None = flag("Run on N Ray replicas; needs onward[cluster].", group=REPLICAS, low=1),
+    address: str | None = RAY_ADDRESS,
     engine: EngineFlags,
     max_new_tokens: int | None = flag(
-        "Maximum number of tokens for lines without max_tokens.", "-n", group=LENGTH, show_default="the model's"
+        "Maximum number of tokens for lines without max_tokens.", "-n", group=REQUESTS, show_default="the model's"
     ),
     model_name: str | None = flag(
-        "Model name in the requests.", group=MODEL, metavar="NAME", show_default="same as --model"
+        "Model name in the requests.", group=REQUESTS, metavar="NAME", show_default="same as --model"
     ),
-    limit: list[str] | None = flag("Change a limit of request bodies, such as n=16.", metavar="NAME=N"),
-    ignore_unsupported: bool = flag("Drop unsupported hints that do not constrain the output.", default=False),
+    body: BodyFlags,
     template: TemplateFlags,
     model: ModelFlags,
     drafting: DraftFlags,
@@ -52,24 +51,22 @@ def batch(
     """Run a batch of requests in OpenAI's format.
 
     Each line of IN is {"custom_id": …, "method": "POST", "url": …,
-    "body": …} with the URL /v1/chat/completions, /v1/completions or
-    /v1/responses. OUT gets one result per line, in the same order, once all
-    lines are done. A line that cannot be served becomes an error result and does not stop
-    the others; the exit code is then 2.
+    "body": …}, where the URL is /v1/chat/completions, /v1/completions or
+    /v1/responses. Once all lines are done, OUT gets one result per line, in
+    the same order. A line that fails gets an error as its result, and the
+    exit code is 2.
 
-    Results are collected in OUT.parts. Run the same command again to resume:
-    finished lines are skipped and failed lines are retried. Each line gets
-    the same tokens as if it ran alone; without a seed, its custom_id
-    determines one.
+    Until then, results are collected in OUT.parts. To resume, run the same
+    command again: finished lines are skipped and failed lines are retried.
+    Each line gets the same tokens as if it ran alone. Without a seed, its
+    custom_id determines one.
     """
     with waiting("starting …"):
         from onward.batches import BatchInput, BatchJob, BatchResults, EngineReplica
     source, destination = expanded(source), expanded(destination)
     if replicas is None and address is not None:
-        raise RequestError("--address selects a Ray cluster: add --replicas")
-    if replicas is not None and replicas < 1:
-        raise RequestError(f"--replicas must be 1 or more; got {replicas}")
-    bodies = {"limits": named_limits(limit), "ignore_unsupported": ignore_unsupported}
+        raise RequestError("--address needs --replicas: add it")
+    bodies = {"limits": body.limits(), "ignore_unsupported": body.ignore_unsupported}
     requests, limits = BatchInput(source), engine.limits()
     chunk = max(_MIN_LINES, limits.get("max_sequences", _MIN_LINES))
 
@@ -102,7 +99,7 @@ def batch(
                 progress = serve(partial(RayReplica, make_reader, limits), chunk=chunk)
     if progress.failed:
         lines = count(requests.count, "line")
-        raise RequestError(f"{progress.failed} of {lines} could not be served; {str(destination)!r} says why")
+        raise RequestError(f"{progress.failed} of {lines} failed: their results in {str(destination)!r} say why")
 
 
 def _reader(

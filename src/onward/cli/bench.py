@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from onward.cli.flags import ModelFlags, SourceArgument, flag, with_source
+from onward.cli.declarations import MEASUREMENT, flag
+from onward.cli.flags import AS_JSON, ModelFlags, SourceArgument, with_source
 from onward.cli.info import Fact, as_object, kernel_facts, machine_facts, print_sections
 from onward.cli.loading import load_model
 from onward.cli.terminal import waiting
-from onward.errors import RequestError
 from onward.native import last_level_cache_bytes
+from onward.util.options import OUTPUT
 from onward.util.text import in_bytes
 
 if TYPE_CHECKING:
@@ -27,21 +28,19 @@ if TYPE_CHECKING:
 def bench(
     source: SourceArgument = None,
     *,
-    prompt_tokens: int = flag("Length of the random prompts.", default=128),
-    new_tokens: int = flag("Number of tokens to generate per prompt.", default=64),
-    rounds: int = flag("Number of prompts; the results are medians.", default=5),
-    profile: bool = flag("Also print the time per kernel.", default=False),
-    as_json: bool = flag("Print one JSON object.", "--json", default=False),
+    prompt_tokens: int = flag("Length of the random prompts in tokens.", group=MEASUREMENT, default=128, low=1),
+    new_tokens: int = flag("Number of tokens to generate per prompt.", group=MEASUREMENT, default=64, low=2),
+    rounds: int = flag("Number of prompts; the results are medians.", group=MEASUREMENT, default=5, low=1),
+    profile: bool = flag("Also print the time per kernel.", group=OUTPUT, default=False),
+    as_json: bool = AS_JSON,
     model: ModelFlags,
 ) -> None:
     """Measure prefill and decode speed.
 
-    Decoding a single text reads all weights for every token, so memory
-    bandwidth limits its speed. The bandwidth is measured between the runs.
+    Decoding one text reads all weights for every token, so its speed is
+    limited by memory bandwidth. The command measures the bandwidth as well,
+    and prints how close decoding comes to it.
     """
-    for name, value, low in (("prompt-tokens", prompt_tokens, 1), ("new-tokens", new_tokens, 2), ("rounds", rounds, 1)):
-        if value < low:
-            raise RequestError(f"--{name} must be {low} or more; got {value}")
     model = with_source(model, source)
     lm = load_model(model)
     with waiting("measuring …"):

@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING
 import typer
 
 from onward.cli.chat_session import ChatAnswer, ChatSession, Conversation
+from onward.cli.declarations import CHAT, flag
 from onward.cli.flags import (
-    CHAT,
-    AdapterFlags,
+    AppliedAdapterFlags,
     DraftFlags,
     ModelFlags,
     SourceArgument,
     TemplateFlags,
-    flag,
     options_of,
     with_source,
 )
@@ -42,14 +41,16 @@ def chat(
     sampling: SamplingFlags,
     model: ModelFlags,
     drafting: DraftFlags,
-    adapting: AdapterFlags,
+    adapting: AppliedAdapterFlags,
 ) -> None:
     """Chat with a model.
 
     Ctrl-C stops an answer, Ctrl-D quits, /help lists the commands. Without
-    --max-new-tokens, an answer may use the rest of the context. In a pipe,
-    each line is a message or a command. --session FILE saves the chat and its
-    KV cache, and resumes both next time.
+    --max-new-tokens, an answer may fill the rest of the context. In a pipe,
+    each line is a message or a command.
+
+    --session FILE saves the chat and its KV cache, and resumes both next
+    time.
     """
     options = options_of(sampling) | adapting.first()
     model = with_source(model, source)

@@ -6,27 +6,31 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from onward.cli.flags import DTYPES, flag
+from onward.cli.declarations import QUANTIZATION, flag
+from onward.cli.flags import DTYPES
 from onward.cli.inputs import expanded, expanded_source
 from onward.cli.terminal import is_terminal, waiting
 from onward.errors import RequestError
+from onward.util.options import OUTPUT
 
 if TYPE_CHECKING:
     from onward.quantization import TensorReport
 
 
 def convert(
-    source: Annotated[str, typer.Argument(metavar="SOURCE", help="Model folder, GGUF file, hub id or 'demo'.")],
+    source: Annotated[str, typer.Argument(metavar="SOURCE", help="Model folder, GGUF file, hub id or demo.")],
     destination: Annotated[Path, typer.Argument(metavar="DESTINATION", help="New folder or .gguf file.")],
     *,
-    to: str = flag("safetensors or gguf.", default=..., metavar="FORMAT", show_default=False),
-    dtype: str | None = flag(f"Weight type: {', '.join(DTYPES)}.", metavar="NAME"),
+    to: str = flag("safetensors or gguf. [required]", group=OUTPUT, default=..., choices=("safetensors", "gguf")),
+    dtype: str | None = flag(
+        "bfloat16, float16 or float32.", group=OUTPUT, choices=DTYPES, show_default="as in SOURCE"
+    ),
 ) -> None:
     """Convert a checkpoint to safetensors or GGUF.
 
-    The conversion is exact, or it is refused. safetensors files contain
-    floats: quantized weights become float32, unless --dtype is given. GGUF
-    files contain floats, int4 (as Q4_0) or iq4_nl. Supported for GGUF: Llama,
+    A conversion that would not be exact is refused. safetensors files contain
+    floats: quantized weights become float32, unless you set --dtype. GGUF
+    files contain floats, int4 (as Q4_0) or iq4_nl, for these families: Llama,
     Mistral, Mixtral, Qwen, Phi-3, OLMo, EXAONE, Granite, SmolLM3 and Seed-OSS
     with byte-level tokenizers.
     """
@@ -49,34 +53,36 @@ def convert(
 
 
 def quantize(
-    source: Annotated[str, typer.Argument(metavar="SOURCE", help="Model folder, hub id or 'demo'.")],
+    source: Annotated[str, typer.Argument(metavar="SOURCE", help="Model folder, hub id or demo.")],
     destination: Annotated[Path, typer.Argument(metavar="DESTINATION", help="New or empty folder.")],
     *,
-    format: str | None = flag("int8, int4 or iq4_nl.", metavar="NAME", show_default="int8"),
-    bits: float | None = flag("Mix int8 and iq4_nl to at most X bits per weight."),
-    calibrate: bool = flag("Reduce output errors with GPTQ; takes minutes.", default=False),
-    seed: int | None = flag("Random seed of the calibration texts.", min=0, show_default="0"),
+    format: str | None = flag(
+        "int8, int4 or iq4_nl.", group=QUANTIZATION, choices=("int8", "int4", "iq4_nl"), show_default="int8"
+    ),
+    bits: float | None = flag("Mix int8 and iq4_nl to at most X bits per weight.", group=QUANTIZATION),
+    calibrate: bool = flag("Reduce output errors with GPTQ; takes minutes.", group=QUANTIZATION, default=False),
+    seed: int | None = flag("Random seed of the calibration texts.", group=QUANTIZATION, low=0, show_default="0"),
 ) -> None:
     """Quantize a checkpoint to 8 or 4 bits.
 
-    Every command accepts the new folder as --model. For each matrix, its bits
-    and its relative root mean square error are printed.
+    All commands accept the new folder as a model. For each matrix, the bits
+    per weight and the relative root mean square error are printed.
+
+    int8 takes about 8 bits per weight; int4 and iq4_nl take 4.5. iq4_nl, whose
+    levels are denser near 0, is more accurate; int4 is slightly faster.
 
     --calibrate generates texts with the model and rounds the weights to
     minimize the output errors on them (GPTQ). The output errors are printed,
     too; the weight errors increase.
 
-    int4 and iq4_nl take 4.5 bits per weight. iq4_nl, whose levels are denser
-    near 0, is more accurate; int4 is slightly faster.
-
     --bits measures how much each matrix matters: the divergence of the model
-    (in nats per token) with that matrix in iq4_nl. Matrices with the highest
-    cost for their size get int8, within the limit.
+    (in nats per token) with only that matrix in iq4_nl. Matrices with the
+    highest cost for their size get int8, up to X bits per weight on average.
     """
     if format is not None and bits is not None:
-        raise RequestError("--bits chooses the formats itself: leave out --format")
+        raise RequestError("--bits chooses the format of each matrix: leave out --format")
     if seed is not None and not calibrate:
-        raise RequestError("--seed is the seed of --calibrate: add --calibrate, or leave out --seed")
+        raise RequestError("--seed needs --calibrate: add it, or leave out --seed")
     with waiting("starting …"):
         from onward.language_model import Calibration, quantize_folder
 
@@ -97,7 +103,7 @@ def quantize(
     typer.echo(f"{sizes}: {destination}")
     nearest = sum(report.relative_output_error is None for report in reports)
     if calibrate and nearest:
-        typer.echo(f"{nearest} of them rounded to nearest: separate tables, and experts with too few tokens")
+        typer.echo(f"{nearest} of them were rounded to nearest: embedding tables, and experts that saw too few tokens")
 
 
 def _show(report: "TensorReport") -> None:

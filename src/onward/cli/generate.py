@@ -9,22 +9,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from onward.cli.flags import (
-    CHAT,
-    PROMPT,
-    AdapterFlags,
-    DraftFlags,
-    ModelFlags,
-    TemplateFlags,
-    flag,
-    options_of,
-)
+from onward.cli.declarations import CHAT, INPUT, flag
+from onward.cli.flags import AS_JSON, TEXT_FILE, AppliedAdapterFlags, DraftFlags, ModelFlags, TemplateFlags, options_of
 from onward.cli.inputs import json_fields, parse_ids, read_prompt
 from onward.cli.loading import load_model, template_variables
 from onward.cli.option_flags import GenerateFlags, SamplingFlags
 from onward.cli.terminal import TextWriter, follow, is_terminal, note, summary, waiting, write
 from onward.errors import OnwardError, RequestError
-from onward.util.options import OUTPUT
 
 if TYPE_CHECKING:
     from onward.language_model import Completion, Piece
@@ -32,43 +23,43 @@ if TYPE_CHECKING:
 
 def generate(
     prompt: Annotated[
-        str | None, typer.Argument(metavar="PROMPT", help="Prompt; standard input by default or for '-'.")
+        str | None, typer.Argument(metavar="PROMPT", help="Prompt; by default, or for '-', standard input.")
     ] = None,
     *,
-    file: Path | None = flag("Read the prompt from FILE.", "-f", group=PROMPT),
+    file: Path | None = TEXT_FILE,
     chat: bool = flag("Send the prompt as a chat message.", default=False, group=CHAT),
     system: str | None = flag("System message for --chat.", group=CHAT),
-    ids: bool = flag("Read and print token ids instead of text.", default=False, group=PROMPT),
-    as_json: bool = flag("Print a JSON object: texts, tokens, timing, …", "--json", default=False, group=OUTPUT),
+    ids: bool = flag("Read and print token ids instead of text.", default=False, group=INPUT),
+    as_json: bool = AS_JSON,
     template: TemplateFlags,
     sampling: SamplingFlags,
     texts: GenerateFlags,
     model: ModelFlags,
     drafting: DraftFlags,
-    adapting: AdapterFlags,
+    adapting: AppliedAdapterFlags,
 ) -> None:
     """Generate text from a prompt.
 
-    The prompt is an argument, a file or standard input; one trailing newline
-    of the latter two is dropped. Standard output gets only the text, as it is
-    generated; with --samples or --beams, once it is complete. Other options
-    default to the model's generation config.
+    Standard output gets only the generated text: token by token, or once it
+    is complete with --samples or --beams. A file or standard input may end
+    with a newline, which is not part of the prompt. Options for length,
+    sampling and repetition default to the model's generation config.
 
     To run a file of prompts, use onward batch.
     """
     if system is not None and not chat:
-        raise RequestError("--system is for a chat: add --chat")
+        raise RequestError("--system needs --chat: add it")
     if template.is_set and not chat:
-        raise RequestError("--no-thinking, --thinking and --template-option are for a chat: add --chat")
+        raise RequestError("--thinking, --no-thinking and --template-option need --chat: add it")
     if chat and ids:
-        raise RequestError("--chat takes a text, and --ids takes token ids: give one of them")
-    text = read_prompt(prompt, file)
+        raise RequestError("--chat takes text and --ids takes token ids: use one of them")
+    text = read_prompt(prompt, file, example='onward generate "Once upon a time"')
     ids_or_text = parse_ids(text) if ids else text
     options = options_of(sampling, texts) | adapting.first()
     if not as_json and (texts.logprobs is not None or texts.prompt_logprobs is not None):
         raise RequestError("--logprobs and --prompt-logprobs need --json: add it")
     if drafting.draft is not None and (texts.beams or 1) > 1:
-        raise RequestError("beams cannot use a draft: give --beams or --draft")
+        raise RequestError("--beams does not work with --draft: use one of them")
     lm = load_model(model, drafting, adapting)
     variables = template_variables(template, lm, model.model) if chat else {}
     now = datetime.datetime.now(datetime.UTC)

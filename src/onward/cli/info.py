@@ -9,16 +9,18 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
 
 from onward import __version__
-from onward.cli.flags import SourceArgument, flag
+from onward.cli.declarations import MEMORY, MODEL, flag
+from onward.cli.flags import AS_JSON, SourceArgument
 from onward.cli.loading import find
 from onward.cli.terminal import is_terminal, waiting
-from onward.errors import RequestError
+from onward.errors import RequestError, UnsupportedArchitectureError
 from onward.util.text import in_bytes
 
 if TYPE_CHECKING:
@@ -51,21 +53,22 @@ _INSTRUCTIONS = [
 def info(
     source: SourceArgument = None,
     *,
-    model: str | None = flag("The same as SOURCE.", "-m", metavar="SOURCE"),
-    context: int | None = flag("Context length to compute the memory for.", show_default="the model's"),
-    batch: int = flag("Batch size to compute the memory for.", default=1),
-    as_json: bool = flag("Print one JSON object.", "--json", default=False),
+    model: str | None = flag("The same as SOURCE.", "-m", group=MODEL, metavar="SOURCE"),
+    context: int | None = flag("Context length in tokens.", group=MEMORY, show_default="the model's", low=1),
+    batch: int = flag("Batch size in sequences.", group=MEMORY, default=1, low=1),
+    as_json: bool = AS_JSON,
 ) -> None:
-    """Show the machine and, with SOURCE, a model's architecture and memory use.
+    """Show the machine, and a model's architecture and memory use.
 
-    Memory is computed for the weights and the KV cache. The weights are not
-    loaded; a hub id is downloaded if needed.
+    Without SOURCE, only the machine, the kernels and the versions are shown.
+    Memory is computed for the weights, and for the KV cache with --context
+    and --batch. The weights are not loaded, but a hub id is downloaded.
     """
     if source is not None and model is not None:
-        raise RequestError(f"the model is named twice, {source!r} and --model {model}: give one")
+        raise RequestError(f"two models, {source!r} and --model {model}: give one")
     source = model if source is None else source
     if source is None and (context is not None or batch != 1):
-        raise RequestError("--context and --batch are for the memory of a model: add its SOURCE")
+        raise RequestError("--context and --batch need a model: add SOURCE")
     with waiting("looking …"):
         sections = {"machine": machine_facts(), "kernels": kernel_facts(), "software": _software_facts()}
     if source is not None:
@@ -146,11 +149,12 @@ def kernel_facts() -> list[Fact]:
 
     built = native.built_isas()
     if not built:
-        form = "torch's operators: no native library was built (reinstall with a C++ compiler)"
+        form = "PyTorch's operators: no native library was built (reinstall with a C++ compiler)"
         return [Fact("form", "definition", form)]
     choice = ops.choice()
+    shown = None if choice.form == "native" else "PyTorch's operators, set by ONWARD_OPS or ONWARD_ISA"
     return [
-        Fact("form", choice.form, None if choice.form == "native" else "torch's operators, set by ONWARD_OPS or _ISA"),
+        Fact("form", choice.form, shown),
         Fact("instruction_set", choice.isa),
         Fact("built", built),
         Fact("usable", native.available_isas()),
@@ -180,10 +184,10 @@ class CheckpointSummary:
 
         from onward.checkpoint import GgufCheckpoint, open_checkpoint, read_weights
         from onward.checkpoint.quantized_folder import read_manifest, read_quantized
-        from onward.models import build_model, read_config
+        from onward.models import build_model
 
         self._folder = folder = open_checkpoint(path)
-        self._config = read_config(folder.config)
+        self._config = self._read_config()
         cpu = torch.device("cpu")
         self._unknown_keys: list[str] = []
         if isinstance(folder, GgufCheckpoint):
@@ -204,6 +208,25 @@ class CheckpointSummary:
         self._dtype = params.embed_tokens.weight.dtype
         self._model = build_model(self._config, params)
 
+    def _read_config(self) -> "Architecture":
+        from onward.checkpoint import CheckpointFolder
+        from onward.checkpoint.module import is_known
+        from onward.models import read_config
+
+        try:
+            return read_config(self._folder.config)
+        except UnsupportedArchitectureError as error:
+            if (
+                isinstance(self._folder, CheckpointFolder)
+                and find_spec("transformers")
+                and is_known(self._folder.config)
+            ):
+                (name,) = self._folder.config["architectures"]
+                raise UnsupportedArchitectureError(
+                    f"info does not support {name}, which runs through transformers: other commands can load it"
+                ) from error
+            raise
+
     def facts(self) -> list[Fact]:
         return [
             Fact("folder", str(self._folder.path)),
@@ -221,9 +244,6 @@ class CheckpointSummary:
         """Memory of the weights and of a KV cache for `batch` rows of `context` positions (default: the model's)."""
         trained = self._config.max_position_embeddings
         positions = trained if context is None else context
-        for name, value in (("--context", positions), ("--batch", batch)):
-            if value < 1:
-                raise RequestError(f"{name} must be 1 or more; got {value}")
         beyond = f" (the model was trained for {trained:,})" if positions > trained else ""
         weights, cache = self._model.nbytes, self._cache_bytes(positions, batch)
         return [

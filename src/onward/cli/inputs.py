@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from onward.cli.terminal import is_terminal
+from onward.cli.terminal import is_terminal, note
 from onward.errors import RequestError
 from onward.util.text_input import TextError, decode_text
 
@@ -20,25 +20,36 @@ if TYPE_CHECKING:
     from onward.tokenizer import Tokenizer
 
 
-def read_prompt(argument: str | None, file: Path | None) -> str:
-    """Return the prompt as text, without the final newline that editors and `echo` add to a file or standard input."""
+_WAYS = "pass it as an argument ({}), with --file FILE or through a pipe"
+
+
+def read_prompt(argument: str | None, file: Path | None, *, example: str) -> str:
+    """Return the prompt as text, without the final newline that editors and `echo` add to a file or standard input.
+
+    example: a command line with a prompt, for errors.
+    """
     from_input = "-" in (argument, str(file))
     if argument is not None and file is not None:
-        raise RequestError("the prompt is given twice, as an argument and with --file: give one")
+        raise RequestError("the text is both an argument and a file (--file): use one of them")
     if argument is not None and not from_input:
         return argument
     if file is not None and not from_input:
-        text = _read(file, "prompt file", f"the prompt in {file}")
-    elif not from_input and (sys.stdin is None or is_terminal(sys.stdin)):
-        raise RequestError("no prompt: give one as an argument, with --file FILE, or on standard input")
+        where, text = str(file), _read(file, f"the text in {file}")
     else:
-        text = _standard_input("the prompt in standard input")
-    return text.removesuffix("\n").removesuffix("\r") if text.endswith("\n") else text
+        if is_terminal(sys.stdin):
+            if not from_input:
+                raise RequestError(f"no text: {_WAYS.format(example)}")
+            note("type the text, and end it with Ctrl-D on a new line")
+        where, text = "standard input", _standard_input("the text in standard input")
+    text = text.removesuffix("\n").removesuffix("\r") if text.endswith("\n") else text
+    if not text:
+        raise RequestError(f"{where} is empty: {_WAYS.format(example)}")
+    return text
 
 
 def read_text(file: Path) -> str:
     """Read a file, or standard input for '-'; raise `RequestError` if it cannot be read as UTF-8."""
-    return _standard_input("standard input") if str(file) == "-" else _read(file, "file", repr(str(file)))
+    return _standard_input("standard input") if str(file) == "-" else _read(file, repr(str(file)))
 
 
 def parse_ids(text: str) -> list[int]:
@@ -48,7 +59,7 @@ def parse_ids(text: str) -> list[int]:
         return [int(word) for word in words]
     except ValueError:
         wrong = next(word for word in words if not re.fullmatch(r"[+-]?\d+", word))
-        raise RequestError(f"--ids takes token ids such as '1 2 3'; got {wrong!r}") from None
+        raise RequestError(f"--ids needs token ids such as '1 2 3'; got {wrong!r}") from None
 
 
 def expanded(file: Path) -> Path:
@@ -61,16 +72,16 @@ def expanded_source(source: str) -> str:
     return os.path.expanduser(source) if source.startswith("~") else source
 
 
-def _read(file: Path, what: str, where: str) -> str:
+def _read(file: Path, where: str) -> str:
     try:
         return _decoded(expanded(file).read_bytes(), where)
     except OSError as error:
-        raise RequestError(f"the {what} {str(file)!r} cannot be read: {error.strerror or error}") from error
+        raise RequestError(f"{str(file)!r} cannot be read: {error.strerror or error}") from error
 
 
 def _standard_input(where: str) -> str:
     if sys.stdin is None:
-        raise RequestError("standard input is closed, and the prompt was to be read from it")
+        raise RequestError(f"{where} cannot be read: standard input is closed")
     return _decoded(sys.stdin.buffer.read(), where)
 
 
@@ -137,14 +148,3 @@ def _tokens(
 def finite(value: float) -> float | None:
     """Return None for NaN and infinities, which JSON does not have."""
     return value if math.isfinite(value) else None
-
-
-def named_limits(texts: list[str] | None) -> dict[str, int]:
-    """The limits of NAME=N."""
-    limits: dict[str, int] = {}
-    for text in texts or ():
-        name, _, number = text.partition("=")
-        if not name or not number.isascii() or not number.isdigit() or len(number) > 18:
-            raise RequestError(f"--limit takes NAME=N, such as n=16; got {text!r}")
-        limits[name] = int(number)
-    return limits

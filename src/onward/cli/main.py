@@ -10,6 +10,7 @@ from io import TextIOWrapper
 from typing import Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperGroup
 from typer.main import get_command
 
 from onward import __version__
@@ -17,27 +18,44 @@ from onward.cli.batch import batch
 from onward.cli.bench import bench
 from onward.cli.chat import chat
 from onward.cli.convert import convert, quantize
+from onward.cli.declarations import GroupedCommand, with_flags
 from onward.cli.evaluate import evaluate, score
-from onward.cli.flags import GroupedCommand, with_flags
 from onward.cli.generate import generate
 from onward.cli.info import info
 from onward.cli.serve import deploy, serve
+from onward.cli.suggestions import check_short_options, unknown_command, unknown_option
 from onward.cli.terminal import is_terminal, report
-from onward.errors import OnwardError, OnwardWarning
-from onward.util.option_names import REMOVED, meant
+from onward.errors import OnwardError, OnwardWarning, OptionError, RequestError
 
 # Typer bundles click since 0.2x; old and new versions share only this name for click's usage errors.
 _UsageError: Any = typer.BadParameter.__base__
 
 _INTERRUPTED = 130
 
-# Python options whose flags have another name.
-_FLAGS = {"n": "samples", "num_return_sequences": "samples", "bad_words": "bad_word"}
-
 # Errors from printing to a full disk, a lost terminal or a closed descriptor.
 _NOT_WRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF}
 
+
+class Commands(TyperGroup):
+    """The commands, with a suggestion for an unknown one."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if not ctx.resilient_parsing and args[0] not in self.commands:
+            raise RequestError(unknown_command(args[0], self.commands))
+        return super().resolve_command(ctx, args)
+
+
+class Command(GroupedCommand):
+    """A command with its options in groups, and a suggestion for short options of other programs."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if not ctx.resilient_parsing:
+            check_short_options(args, ctx)
+        return super().parse_args(ctx, args)
+
+
 app = typer.Typer(
+    cls=Commands,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 80},
@@ -57,10 +75,10 @@ def onward(
         bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_print_version)
     ] = False,
 ) -> None:
-    """Generate text from autoregressive transformers.
+    """Generate text with autoregressive transformers, CPU first.
 
-    A model is a folder in the Hugging Face layout, a hub id such as
-    Qwen/Qwen3-0.6B, or "demo", a small model bundled with the package.
+    A model is a folder in the Hugging Face layout, a GGUF file, a hub id such
+    as Qwen/Qwen3-0.6B, or "demo", a small model that comes with the package.
     """
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
@@ -79,7 +97,7 @@ for _function, _example in (
     (bench, "bench Qwen/Qwen3-0.6B --quantize int8 --profile"),
     (info, "info demo --context 1024 --batch 8"),
 ):
-    app.command(_example.split()[0], cls=GroupedCommand, epilog=f"Example: onward {_example}")(with_flags(_function))
+    app.command(_example.split()[0], cls=Command, epilog=f"Example: onward {_example}")(with_flags(_function))
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
@@ -89,7 +107,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     interrupt returns 130. Any other exception is a bug and keeps its traceback.
     """
     if sys.stdout is None:
-        report("error", "standard output is closed, and nothing could be printed: redirect it to /dev/null instead")
+        report("error", "standard output is closed: redirect it to a file or /dev/null")
         return 2
     try:
         with warnings.catch_warnings():
@@ -99,11 +117,12 @@ def run(arguments: Sequence[str] | None = None) -> int:
         if code == _INTERRUPTED and is_terminal(sys.stderr):
             typer.echo(err=True)  # ends the line where the terminal printed ^C
         return code if isinstance(code, int) else 0
+    except OptionError as error:
+        message = f"{_flag_of(error.option)} {error.problem}"
     except OnwardError as error:
         message = str(error)
     except _UsageError as error:
-        at = error.ctx.command_path if error.ctx else "onward"
-        message = f"{_usage_message(error)} (see {at} --help)"
+        message = _usage_message(error)
     except OSError as error:
         # An error without a file name comes from a stream.
         if error.filename is not None or error.errno not in _NOT_WRITABLE:
@@ -120,19 +139,23 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
 def _usage_message(error: Any) -> str:
     """Return a usage error as one line, with a suggestion for an unknown option."""
-    option = getattr(error, "option_name", None)  # click's NoSuchOption
-    if not isinstance(option, str) or not option.startswith("--") or error.ctx is None:
-        return str(error.format_message())
-    parameters = error.ctx.command.params
-    flags = {flag.lstrip("-").replace("-", "_") for each in parameters for flag in each.opts if flag.startswith("--")}
-    name = option.lstrip("-").replace("-", "_")
-    if name in REMOVED:
-        return f"no such option: {option}; {REMOVED[name]}"
-    hint = meant(_FLAGS.get(name, name), flags) or ""
-    # A hint may contain an explanation: "max_new_tokens (it does not count the prompt)".
-    alike = sorted(flag for flag in flags if name in flag.split("_")) or re.findall(r"^\w+", hint)
-    question = f". Did you mean {' or '.join('--' + each.replace('_', '-') for each in alike)}?" if alike else ""
-    return f"no such option: {option}{question}"
+    option = getattr(error, "option_name", None)  # click's NoSuchOption and BadOptionUsage
+    if isinstance(option, str) and error.ctx is not None and type(error).__name__ == "NoSuchOption":
+        return unknown_option(option, error.ctx)
+    message = str(error.format_message()).rstrip(".")
+    if extra := re.fullmatch(r"Got unexpected extra arguments? \((.*)\)", message.replace("(s)", "")):
+        message = f"too many arguments, from {extra[1].split()[0]!r} on; put a text with spaces in quotes"
+    elif isinstance(option, str):
+        return f"option {option} needs a value"
+    return f"{message[:1].lower()}{message[1:]} (see {error.ctx.command_path if error.ctx else 'onward'} --help)"
+
+
+def _flag_of(option: str) -> str:
+    """The flag of a Python option, for errors; its name if it has none."""
+    commands = get_command(app).commands.values()  # type: ignore[attr-defined]
+    parameters = (parameter for command in commands for parameter in command.params)
+    flags = (name for parameter in parameters if parameter.name == option for name in parameter.opts)
+    return next((name for name in flags if name.startswith("--")), option)
 
 
 def main() -> NoReturn:

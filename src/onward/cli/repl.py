@@ -38,17 +38,26 @@ _DEFAULT = ("-", "default")
 
 
 def piped_input() -> Callable[[], str | None]:
-    """Return a reader of messages from standard input, or None at its end; a backslash at a line's end continues it."""
+    """Return a reader of messages from standard input, or None at its end; a backslash at a line's end continues it.
+
+    Raises `RequestError` at the end of an empty input.
+    """
     lines: Iterator[bytes] = iter(sys.stdin.buffer) if sys.stdin is not None else iter(())
+    is_empty = True
 
     def read() -> str | None:
+        nonlocal is_empty
         parts: list[bytes] = []
         for line in lines:
+            is_empty = False
             line = line.removesuffix(b"\n").removesuffix(b"\r")
             parts.append(line.removesuffix(b"\\"))
             if not line.endswith(b"\\"):
                 break
         if not parts:
+            if is_empty:
+                is_empty = False
+                raise RequestError("standard input is empty: pipe in one message per line, or chat on a terminal")
             return None
         try:
             return b"\n".join(parts).decode("utf-8")

@@ -22,8 +22,8 @@ Emitted = tuple[tuple[int, ...], ...]
 @dataclass(frozen=True)
 class ProxiedRequest:
     """An HTTP request, with what makes its response the same on every replica. response_key: determines the response's
-    id, time and seed. emitted: token ids generated in earlier attempts, if known. last_event_id: the last event that
-    the client has of a stream. See `onward.server.resume`. client: a name for the client, among which engines divide
+    id, time and seed. emitted: token ids generated in earlier attempts, if known. last_event_id: the last event of a
+    stream that the client has. See `onward.server.resume`. client: a name for the client, among which engines divide
     their time."""
 
     method: str

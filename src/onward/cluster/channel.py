@@ -223,8 +223,8 @@ def _scope(call: ProxiedRequest) -> dict[str, Any]:
 
 
 class Channel:
-    """Hands the batches of one replica to the streams that they are for. keep_open: whether to stay open after so many
-    seconds without streams. on_close: called when the channel ends."""
+    """Distributes the batches of one replica to their streams. keep_open: whether to stay open after so many seconds
+    without streams. on_close: called when the channel ends."""
 
     def __init__(
         self,
@@ -278,8 +278,8 @@ class ReplicaTransport(Protocol):
     def call(
         self, call: ProxiedRequest, route: RouteAttempt, ingress: str, number: int
     ) -> tuple[Awaitable[None], Callable[[], None]]:
-        """Have a replica serve a call (`serve_into`). Returns what ends with it, and a function to cancel it. Calls
-        `route.assign` with the replica, in any thread."""
+        """Have a replica serve a call (`serve_into`). Returns an awaitable that ends with the call, and a function that
+        cancels it. Calls `route.assign` with the replica, in any thread."""
 
     def batches(self, replica: str, ingress: str) -> AsyncGenerator[ReplyBatch, None]:
         """The batches of a replica for an ingress (`ReplyQueue.batches`)."""

@@ -1,4 +1,4 @@
-"""The ingress: an ASGI application over replicas, whose clients don't notice when one of them is lost.
+"""The ingress: an ASGI application in front of replicas. Clients don't notice when a replica is lost.
 
 If the replica that serves a request dies, falls silent or leaves, another one generates the same response, since the
 ingress determines its seed, id and time. The client gets the part that it has not received. The retry rules know
@@ -46,13 +46,16 @@ from onward.util.checks import check_whole, is_finite
 
 @dataclass(frozen=True, kw_only=True)
 class RetryOptions:
-    """Limits of retries, per request and in total. Raises `RequestError`: a value outside its range.
+    """Limits of retries, per request and in total.
 
     attempts: maximum per request, including the first; attempts that a replica handed over don't count.
     silence: seconds without a reply or heartbeat (every half second) after which a replica counts as lost.
     retry_share: retries allowed per request received, beyond `retry_burst`, so that retries cannot multiply the load
         when many replicas are lost (the retry budget of Finagle and Envoy).
-    quarantine: seconds for which a request is refused after two replicas died serving it; 0 refuses none.
+    quarantine: seconds for which a request is rejected after two replicas died serving it; 0 rejects none.
+
+    Raises:
+        RequestError: a value outside its range.
     """
 
     attempts: int = 3
@@ -137,7 +140,7 @@ class _Outcome(enum.Enum):
 
 
 class Ingress:
-    """An ASGI application that checks who asks, as a server does (`Access`), and forwards requests to replicas.
+    """An ASGI application that makes a server's access checks (`Access`) and forwards requests to replicas.
 
     options: limits of retries. settings: for the ingress itself: access, the access log, and limits of requests.
     """

@@ -18,14 +18,16 @@ from onward.util.text_input import TextError, parse_json
 class DeployOptions:
     """The options of a deployment. All values are JSON, as `serve build` writes them.
 
-    source: for `onward.load`. name: the model's name in requests; by default the source.
-    load: options of `onward.load`. engine: options of `onward.Engine`. settings: of `onward.server.Settings`, whose
+    source: for `onward.load`. name: the model's name in requests; None: the source.
+    load: options of `onward.load`. engine: options of `onward.Engine`. settings: options of `onward.server.Settings`;
         API keys are stored as digests.
-    replicas: how many; with max_replicas the minimum, scaled up as the load requires.
-    cpus: for a replica with all its ranks, in Ray's accounting. threads: of its kernels; None: as many as cpus.
-    retries: see `RetryOptions`. affinity: whether to route requests with a common prefix to one replica.
+    replicas: the number of replicas; with max_replicas the minimum, from which Ray scales up with the load.
+    cpus: CPUs that Ray reserves for a replica with all its ranks. threads: of a replica's kernels; None: as many as
+        cpus.
+    retries: options of `RetryOptions`. affinity: whether to route requests with a common prefix to one replica.
 
-    Raises `RequestError`: an unknown option or a value outside its range.
+    Raises:
+        RequestError: an unknown option or a value outside its range.
     """
 
     source: str = "demo"

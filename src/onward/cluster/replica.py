@@ -35,8 +35,8 @@ class Replica:
             lm = onward.load(chosen.source, **chosen.load)
         self._load_warnings = [str(one.message) for one in caught if issubclass(one.category, OnwardWarning)]
         self._engine = onward.Engine(lm, **chosen.engine)
-        # The ingress writes the access log, with fields from the replicas, and has checked who asks: replicas are
-        # reached through Ray alone.
+        # The ingress has checked access, and writes the access log with fields from the replicas, which can only be
+        # reached through Ray.
         settings = Settings(**{**chosen.settings, "access_log": False})
         self._hang_seconds = settings.hang_seconds
         self._app = create_app({chosen.name or chosen.source: self._engine}, settings)
@@ -103,8 +103,8 @@ class Replica:
 
 
 def _keep_port_local() -> None:
-    """On a cluster of the loopback interface, have Ray Serve's own port of this replica listen there too: it would on
-    all interfaces. (Calls don't come through that port, but through Ray's actors.)"""
+    """On a cluster that listens on the loopback interface only, do the same with Ray Serve's own port of this replica,
+    which would listen on all interfaces. (Calls don't use that port, but Ray's actors.)"""
     from ray.serve._private import replica as serve_replica
 
     if ray.util.get_node_ip_address() == "127.0.0.1":

@@ -90,9 +90,10 @@ class HashRing:
 
 
 def _bound(key: str, loads: Mapping[str, float]) -> float:
-    """The load from which on a replica is skipped; there is always one below. As long as a replica is idle, a cached
-    prefix saves less time than sharing a replica costs. If none is, those with at least the mean load are skipped
-    (benchmarks/results/2026-11-23-fleet.md). Sessions are worth more: their whole text is cached on one replica."""
+    """The load at which a replica is skipped; at least one replica is below it. While some replica is idle, busy ones
+    are skipped: a cached prefix saves less time than sharing a replica costs. Otherwise, replicas with at least the
+    mean load are skipped (benchmarks/results/2026-11-23-fleet.md). Sessions tolerate more load, because their whole
+    text is cached on one replica."""
     mean = (sum(loads.values()) + 1) / max(1, len(loads))
     if key.startswith(_SESSION):
         return math.ceil(_SESSION_BOUND * mean)

@@ -1,4 +1,4 @@
-"""The state of all replicas in one response: /metrics, /stats, /health and /ready of an ingress."""
+"""/metrics, /stats, /health and /ready of an ingress: one response for all replicas."""
 
 import asyncio
 import contextvars
@@ -106,8 +106,8 @@ class State:
         return call.method in ("GET", "HEAD") and call.path in self._handlers
 
     async def serve(self, call: ProxiedRequest, response: ProxiedResponse) -> None:
-        """Ask all replicas, and respond for all. If they refuse, so does this. Concurrent calls share a reading: anyone
-        may flood /health. Raises `BodyError`: the query is invalid."""
+        """Ask all replicas, and send one response for all, or their refusal. Concurrent calls share one reading,
+        because anyone can flood /health. Raises `BodyError`: the query is invalid."""
         by = parse_qs(call.query.decode("latin-1"), keep_blank_values=True).get("by", [""])[-1]
         if by not in ("", "replica"):
             raise BodyError(f"by must be replica; got {by[:80]!r}", "by")

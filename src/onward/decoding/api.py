@@ -24,6 +24,7 @@ from onward.sampling import Constraint, ConstraintState, Sampler, SamplingParams
 from onward.sampling.draw import GREEDY
 from onward.sampling.options_dict import UnseededOptionsDict
 from onward.util.checks import as_tuple, check_whole, plain
+from onward.util.option_names import checks_option_names
 
 
 def generate(
@@ -143,6 +144,7 @@ class _ModelsOwn:
 _OWN: Any = _ModelsOwn()
 
 
+@checks_option_names
 def stream(
     forward: Forward | Model,
     *,
@@ -211,6 +213,7 @@ def stream(
     return _ids(step, slots, BatchSchedule(slots, [sequence], prefill_chunk), on_token)
 
 
+@checks_option_names
 def decode(
     forward: Forward | Model,
     *,

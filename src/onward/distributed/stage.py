@@ -106,7 +106,7 @@ def stage_of(architecture: Architecture, rank: int, world: int) -> Stage:
     layers."""
     if not isinstance(architecture, Decoder):
         raise RequestError(
-            f"pipeline= is for decoders of the common blocks, and this is a {type(architecture).__name__}"
+            f"pipeline= cannot split a {type(architecture).__name__}, only decoders made of the common blocks"
         )
     decoder = architecture
     mixers = [layer.mixer for layer in decoder.layers if layer.mixer is not None]

@@ -55,9 +55,9 @@ def engine_slots(model: Model, max_sequences: int, cache_memory: int | None) -> 
     unit = single.unit_nbytes
     limit = min(limit, max_sequences * single.blocks_for(context) * unit)
     if limit < (minimum := single.blocks_for(BLOCK) * unit):
-        raise RequestError(
-            f"cache_memory={cache_memory} bytes holds not even one block of {BLOCK} positions, which takes "
-            f"{in_bytes(minimum)}: give more"
+        raise OptionError(
+            "cache_memory",
+            f"must be at least one block of {BLOCK} positions, {in_bytes(minimum)}; got {in_bytes(limit)}",
         )
     max_blocks = min(MAX_BLOCKS, max_sequences * -(-context // BLOCK))
     blocks = blocks_within(model.new_blocks, limit, max_blocks, model.device)
@@ -128,7 +128,7 @@ class Engine:
         step = 0 if max_step_ms is None else max_step_ms
         for name, limit, low in (("max_step_ms", step, 0), ("overcommit", overcommit, 1), ("ageing", ageing, 0)):
             if not (is_finite(limit) and limit >= low):
-                raise RequestError(f"{name} must be a number of {low} or more; got {limit!r}")
+                raise OptionError(name, f"must be a number of {low} or more; got {limit!r}")
         self.lm = lm
         self.max_sequences = max_sequences
         slots = engine_slots(lm.model, max_sequences, cache_memory)
@@ -185,7 +185,8 @@ class Engine:
             prompt: a text, ids, or a `Request`.
             messages: a conversation instead of a prompt, as for `LanguageModel.chat`.
             priority: smaller values go first.
-            client: a name of the one who asks. It does not change the text; requests without one share a client.
+            client: the name of the client, for fair shares of the engine (docs/engine.md). It does not change the text;
+                requests without a name share a client.
             options: those of `LanguageModel.generate`; with messages those of `chat`. time_limit starts now.
 
         Raises:

@@ -65,6 +65,8 @@ class OnwardLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
         super().__init__()
         if not isinstance(pretrained, LanguageModel):
             pretrained = onward.load(pretrained, device=device or "auto", **load)
+        elif load:
+            raise RequestError(f"{', '.join(load)}: options of onward.load, but the model is loaded already")
         if pretrained.tokenizer is None:
             raise RequestError("tasks are texts, but this model has no tokenizer")
         limit = pretrained.model.max_seq_len
@@ -157,7 +159,7 @@ class OnwardLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         if self.lm.chat_template is None:
-            raise RequestError("this model has no chat template: evaluate it without --apply-chat-template")
+            raise RequestError("this model has no chat template: evaluate it without one")
         return self.lm.chat_template.render(chat_history, self._now, add_generation_prompt=add_generation_prompt)
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:

@@ -60,6 +60,7 @@ class LanguageModel:
         `MessageFormat`; by default that of the chat template (docs/chat.md).
     """
 
+    @checks_option_names
     def __init__(
         self,
         model: Model,
@@ -333,8 +334,7 @@ class LanguageModel:
         Raises:
             RequestError: no ids, one outside the vocabulary. ContextOverflowError: more ids than the context holds.
         """
-        loaded = self.adapters.find(adapter)
-        ids = checked_ids(ids, self.model.vocab_size)
+        ids, loaded = checked_ids(ids, self.model.vocab_size), self.adapters.find(adapter)
         return logits_of(self._model_run, ids, self.prefill_chunk, loaded)
 
     @property

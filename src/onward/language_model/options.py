@@ -21,7 +21,7 @@ from onward.sampling.params import option_names as names_of
 from onward.sampling.transforms import Filter, transforms_of
 from onward.tokenizer import Tokenizer
 from onward.util.checks import plain
-from onward.util.option_names import check_option_names
+from onward.util.option_names import check_option_names, checks_option_names
 from onward.util.options import LENGTH, OUTPUT, STRUCTURE, TEXTS, option
 
 # What `draft=` takes: "lookup", "suffix", a smaller model of the same vocabulary, a drafter; None drafts nothing.
@@ -75,6 +75,7 @@ BEAM_OPTIONS = ("length_penalty", "early_stopping")
 CONSTRAINTS = ("json_schema", "regex", "grammar", "choice", "constraint")
 
 
+@checks_option_names
 @dataclass(frozen=True, kw_only=True, repr=False)
 class GenerateOptions(SamplingParams):
     """The options of a request: sampling, the end of texts, their number, and what is reported.

@@ -1,7 +1,7 @@
 """Calibrated quantization, on text of the model's own (arXiv 2410.17170, 2305.17888).
 
 Layer by layer, the text runs through the quantized layers, and each `Linear` is rounded with error feedback for the
-inputs that it gets (`onward.quantization.gptq`). A budget of bits gives int8 to the matrices that cost most in iq4_nl:
+inputs that it gets (`onward.quantization.gptq`). A limit of bits gives int8 to the matrices that cost most in iq4_nl:
 the KL divergence of the model with only that matrix in iq4_nl. Adding up costs is an approximation (arXiv 2411.17525).
 """
 
@@ -137,7 +137,7 @@ def choose_formats(
     room = math.floor(bits * weights / 8 + 1e-6) - narrow
     if room < minimum - narrow:
         raise RequestError(
-            f"this model's matrices take at least {8 * minimum / weights:.4g} bits a weight; got a budget of {bits:g}"
+            f"this model's matrices take at least {8 * minimum / weights:.4g} bits per weight; got a limit of {bits:g}"
         )
     costs = []
     for cost in _costs(model, ids[: MEASURED.texts, : MEASURED.length], units):

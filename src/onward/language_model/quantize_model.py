@@ -27,10 +27,12 @@ from onward.quantization.params import ParamsQuantizer, Progress, TensorReport
 from onward.quantization.rounding import check_format
 from onward.util.checks import is_finite
 from onward.util.files import check_destination
+from onward.util.option_names import checks_option_names
 
 _ModelT = TypeVar("_ModelT", Model, LanguageModel)
 
 
+@checks_option_names
 def quantize(
     model: _ModelT, format: str | float, *, progress: Progress | None = None, calibrate: Calibration | None = None
 ) -> _ModelT:
@@ -46,7 +48,7 @@ def quantize(
             weight: the matrices that cost most in iq4_nl then get int8 (`onward.language_model.quantize_mixed`).
         progress: called with each matrix's report, in order. A tied pair has one report.
         calibrate: round with error feedback on text, such as `onward.language_model.Calibration()`: the same size with
-            a smaller error, but minutes of work (docs/quantization.md). By default matrices are rounded to nearest.
+            a smaller error, but minutes of work (docs/calibration.md). By default matrices are rounded to nearest.
 
     Raises:
         RequestError: another format, a model of no built-in family, a quantized model, or weights that are not finite.
@@ -63,11 +65,9 @@ def check_quantizing(format: object, calibrate: object) -> None:
     if isinstance(format, str):
         check_format(format)
     elif not is_finite(format):
-        raise RequestError(
-            f"weights are quantized to {rounded_formats()}, or to a number of bits per weight; got {format!r}"
-        )
+        raise RequestError(f"the format must be {rounded_formats()}, or a number of bits per weight; got {format!r}")
     if not isinstance(calibrate, Calibration | None):
-        raise RequestError(f"calibrate is an onward.quantization.Calibration, or None; got {calibrate!r}")
+        raise RequestError(f"calibrate must be an onward.language_model.Calibration or None; got {calibrate!r}")
 
 
 def quantized_params(
@@ -120,7 +120,7 @@ def quantize_folder(
         destination: an absent or empty folder, written atomically.
         format, progress, calibrate: as for `onward.quantize`.
         show_downloads: show progress bars for downloads.
-        show_fraction: called after each matrix with the fraction of quantized matrices, from 0 to 1; with a budget of
+        show_fraction: called after each matrix with the fraction of quantized matrices, from 0 to 1; with a limit of
             bits, first with that of measured ones.
     """
     check_quantizing(format, calibrate)
@@ -129,8 +129,8 @@ def quantize_folder(
     path = find_folder(source if isinstance(source, str) else Path(source), progress=show_downloads)
     if is_gguf(path):
         raise RequestError(
-            f"{path} is GGUF, which has its own types: convert it to a folder with onward convert --to safetensors, or "
-            "give quantize= to onward.load"
+            f"{path} is a GGUF file, and only folders can be quantized: run onward convert --to safetensors first, or "
+            "pass quantize= to onward.load"
         )
     folder = CheckpointFolder(path)
     if (manifest := read_manifest(path, folder.config)) is not None:

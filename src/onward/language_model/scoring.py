@@ -20,7 +20,7 @@ from onward.decoding import (
 )
 from onward.decoding.batch import LogitsNeeded, ScheduledSequence, processed
 from onward.decoding.prompt import check_room
-from onward.errors import RequestError
+from onward.errors import ContextOverflowError, RequestError
 from onward.models import ModelRun
 from onward.sampling import SamplingParams, TokenLogprobs
 from onward.util.checks import check_whole, plain
@@ -76,7 +76,11 @@ def score_texts(
     context = run.model.max_seq_len
     if stride is None:
         for ids in texts:
-            check_room(len(ids), 0, context)
+            if context is not None and len(ids) > context:
+                raise ContextOverflowError(
+                    f"the text is {len(ids)} tokens long, but the context holds {context}: give a stride, to score it "
+                    "in windows"
+                )
         stride = 1  # unused: all texts have a single window
     else:
         stride = plain(stride)

@@ -38,6 +38,7 @@ from onward.models.module import CausalLM, ModuleCall, ModuleForward, is_causal_
 from onward.ops.operator import autocast_dtype_on
 from onward.program.leaves import leaves_of
 from onward.util.checks import check_whole
+from onward.util.option_names import checks_option_names
 from onward.util.text import described, in_bytes
 
 CPU = torch.device("cpu")
@@ -70,9 +71,10 @@ class Model:
     compiles: whether its forward may be compiled (`onward.compile`). A program reads params at the addresses that they
         had when it was traced: it sees in-place changes but not replaced tensors.
     why_eager: the reason if it is not compiled.
-    new_blocks: creates a pool of blocks of 64 positions, of which its forward takes views (`onward.KVBlocks`); None for
-        a forward that supports only the caches of `new_cache`. Several rows of a view may be consecutive positions of
-        one text, unless there are recurrent layers: a layer stores the keys and values of all rows before it reads any.
+    new_blocks: creates a pool of blocks of 64 positions, of which its forward takes views
+        (`onward.cache.PagedKVCache`); None for a forward that supports only the caches of `new_cache`. Several rows of
+        a view may be consecutive positions of one text, unless there are recurrent layers: a layer stores the keys and
+        values of all rows before it reads any.
     """
 
     forward: Forward
@@ -96,6 +98,7 @@ class Model:
         return run_plain(self.forward, self.params, tokens, offsets, cache, logits_at)
 
     @staticmethod
+    @checks_option_names
     def from_module(
         module: nn.Module,
         *,
@@ -117,7 +120,8 @@ class Model:
         kernels always give a row the same bits.
 
         A causal language model of transformers needs no other arguments: it keeps its own forward and attention, over
-        an `onward.KVCache`. One token is processed here, to see what it caches.
+        an `onward.KVCache`. One token is processed here, to see what it caches. For a peft model, pass
+        `get_base_model()`, whose layers contain the adapter (docs/training.md).
 
         Args:
             module: on its final device.
@@ -183,7 +187,11 @@ def _option_or_attribute(module: nn.Module, name: str, option: Any) -> Any:
     """The option, or the module's attribute of that name."""
     value = getattr(module, name, None) if option is None else option
     if value is None:
-        raise RequestError(f"from_module needs {name}, and this {type(module).__name__} has no such attribute: pass it")
+        # A PeftModel hides the module that it wraps; that one reads the adapter's weights too.
+        advice = "pass module.get_base_model()" if hasattr(module, "get_base_model") else "pass it"
+        raise RequestError(
+            f"from_module needs {name}, and this {type(module).__name__} has no such attribute: {advice}"
+        )
     return value
 
 

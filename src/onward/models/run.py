@@ -9,7 +9,7 @@ from torch import Tensor
 
 from onward import native
 from onward.cache import KVCache, PagedKVCache
-from onward.errors import ProgramError, RequestError, warn_once
+from onward.errors import OptionError, ProgramError, RequestError, warn_once
 from onward.models.model import Cache, Model, run_plain
 from onward.program import BACKENDS, Program, ProgramCache, Report, SamplingKernel, TraceError, programs_of
 from onward.program import compile as compile_forward
@@ -149,7 +149,7 @@ def _warn_without_kernels() -> None:
 
 def check_backend(compile: str) -> None:
     if compile not in BACKENDS:
-        raise RequestError(f"compile is one of {', '.join(BACKENDS)}; got {compile!r}")
+        raise OptionError("compile", f"must be one of {', '.join(BACKENDS)}; got {compile!r}")
 
 
 def reused_run(model: Model, compile: str = "auto") -> ModelRun:

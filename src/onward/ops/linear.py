@@ -97,7 +97,7 @@ Table = Tensor | NativeWeight | QuantizedWeight
 
 
 def embedding(tokens: Tensor, table: Table) -> Tensor:
-    """int [B, T] ids and a [V, D] table, stock, packed or quantized -> [B, T, D] in the table's dtype."""
+    """Rows of a table [V, D] (a tensor, packed or quantized) for ids int [B, T]: [B, T, D] in the table's dtype."""
     if isinstance(table, QuantizedWeight):
         return table.rows(tokens)
     return table.take(tokens) if isinstance(table, NativeWeight) else F.embedding(tokens, table)

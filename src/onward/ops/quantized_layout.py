@@ -3,7 +3,7 @@
 This file has the formats that `quantize` produces; those of GGUF are in `formats`. int8 and int4 are symmetric,
 scale * q: int8 with a float32 scale per row and q in [-127, 127]; int4 with a float16 scale (of either sign) per row
 and group of 32 inputs and q in [-8, 7]. iq4_nl, one of GGUF's, has the layout of int4; its q are indices 0 … 15 in a
-table. The layout is that of native/src/linear/layout.h; docs/quantization.md draws it.
+table. The layout is that of native/src/linear/layout.h; docs/quantized-checkpoints.md draws it.
 
 Shapes: N rows (outputs), K inputs. Rows are in blocks of 16; N and K are padded with zeros. `data` is uint8 [blocks,
 bytes of a block]. Functions that take data take any slice of its blocks.

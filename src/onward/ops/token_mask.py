@@ -61,7 +61,7 @@ _apply_token_mask = Operator(
 
 
 def argmax(x: Tensor) -> Tensor:
-    """float [..., V] -> int64 [...]. Ties go to the lowest index. A NaN counts as the largest value."""
+    """The index of the largest value: float [..., V] -> int64 [...]. Ties go to the lowest index; NaN is largest."""
     return _argmax(x) if x.dtype in DTYPES and x.numel() else x.argmax(-1)
 
 

@@ -18,6 +18,7 @@ from onward.program.cuda_graph import CudaGraphExecutable, run_eager
 from onward.program.executable import SamplingKernel
 from onward.program.graph import Forward, KernelCall, Kind, TorchCall
 from onward.program.leaves import NamedDims, leaves_of
+from onward.util.option_names import checks_option_names
 from onward.util.text import described
 
 _ROUNDS = 5
@@ -195,6 +196,7 @@ def _check_inputs(tokens: Tensor, offsets: Tensor) -> None:
         raise ProgramError(f"a program expects offsets int32 [B]; got {offsets.dtype}")
 
 
+@checks_option_names
 def compile(
     forward: Forward,
     *,

@@ -27,11 +27,10 @@ _MAX_ENTRIES = 4
 
 @dataclass(eq=False)
 class _Entry:
-    """key: the inputs of the trace. alive: whether all tensors of params are alive, as the references report."""
+    """key: the inputs of the trace. programs: None once a tensor of params was freed, as the references report."""
 
     key: tuple[Any, ...]
-    programs: ProgramCache
-    alive: bool = True
+    programs: ProgramCache | None
     references: "list[weakref.ref[Tensor]]" = field(default_factory=list)
 
 
@@ -59,22 +58,26 @@ def programs_of(forward: Callable[..., Any], params: Any) -> ProgramCache:
             entries = _entries.setdefault(forward, [])
         except TypeError:  # it is not hashable, or supports no weak references
             return ProgramCache()
-        entries[:] = [entry for entry in entries if entry.alive]
+        entries[:] = [entry for entry in entries if entry.programs is not None]
         for entry in entries:
-            if entry.key == key:
+            if entry.programs is not None and entry.key == key:
                 return entry.programs
-        entry = _Entry(key, ProgramCache())
+        programs = ProgramCache()
+        entry = _Entry(key, programs)
         entry.references += [weakref.ref(leaf, partial(_forget, weakref.ref(entry))) for leaf in tensors]
         entries.append(entry)
         del entries[:-_MAX_ENTRIES]
-        return entry.programs
+        return programs
 
 
 def _forget(reference: "weakref.ref[_Entry]", _: object) -> None:
-    """Free an entry's programs when a tensor of its params is freed. (It takes no lock: this thread may hold it.)"""
+    """Free an entry's programs when a tensor of its params is freed.
+
+    It takes no lock, because this thread may hold it. It uses no globals, because the interpreter may be exiting.
+    """
     entry = reference()
     if entry is not None:
-        entry.alive, entry.programs = False, ProgramCache()
+        entry.programs = None
 
 
 def _describe(tree: Any, tensors: list[Tensor], described: list[Any]) -> bool:

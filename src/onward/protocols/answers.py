@@ -93,7 +93,7 @@ def answer_body(
             if body.kind == "chat.completion":
                 choice |= _chat_choice(text, prompt, tokenizer)
             else:
-                echo = "" if body.echoes is None else body.echoes[at]
+                echo = None if body.echoes is None else body.echoes[at]
                 choice |= _text_choice(text, completion, prompt, echo, tokenizer, body.values.return_token_ids)
                 if body.values.prompt_logprobs is not None:
                     choice["prompt_logprobs"] = prompt_logprobs(prompt, completion.prompt_logprobs, tokenizer)
@@ -204,16 +204,23 @@ def _with_bytes(token: TokenText, id: int, logprob: float) -> dict[str, Any]:
 
 
 def _text_choice(
-    text: Completion, completion: Completion, prompt: Sequence[int], echo: str, tokenizer: Tokenizer, with_content: bool
+    text: Completion,
+    completion: Completion,
+    prompt: Sequence[int],
+    echo: str | None,
+    tokenizer: Tokenizer,
+    with_content: bool,
 ) -> dict[str, Any]:
+    """echo: the text of the prompt, if the response repeats it."""
+    whole = (echo or "") + text.text
     if text.logprobs is None:
-        return {"text": echo + text.text, "logprobs": None}
+        return {"text": whole, "logprobs": None}
     ids, entries = text.token_ids, list[TokenLogprobs | None](text.logprobs)
     tokens = token_texts(ids, entries, prompt, tokenizer)
-    if completion.prompt_logprobs is not None:
+    if echo is not None and completion.prompt_logprobs is not None:
         tokens = [*token_texts(prompt, completion.prompt_logprobs, (), tokenizer), *tokens]
         ids, entries = [*prompt, *ids], [*completion.prompt_logprobs, *entries]
-    return {"text": echo + text.text, "logprobs": text_logprobs(tokens, ids, entries, with_content=with_content)}
+    return {"text": whole, "logprobs": text_logprobs(tokens, ids, entries, with_content=with_content)}
 
 
 def text_logprobs(

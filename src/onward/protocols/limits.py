@@ -47,5 +47,5 @@ class Limits:
     @classmethod
     def of(cls, limits: Mapping[str, Any]) -> Self:
         """Limits with some changed. Raises `RequestError`: an unknown name, or an invalid value."""
-        check_option_names(limits, [field.name for field in dataclasses.fields(cls)])
+        check_option_names(limits, [field.name for field in dataclasses.fields(cls)], noun="limit")
         return cls(**limits)

@@ -4,15 +4,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from onward.language_model import LanguageModel
+from onward.language_model import GenerateOptions, LanguageModel
 from onward.protocols.answer_key import ResponseKey
 from onward.protocols.body import Validation, validated
 from onward.protocols.chat import ChatCompletions
 from onward.protocols.completions import Completions
 from onward.protocols.errors import BodyError
 from onward.protocols.limits import Limits
+from onward.protocols.options import field_options
 from onward.protocols.protocol import NAMED_ERRORS, ModelContext, ParsedBody, Protocol, named_error
 from onward.protocols.responses import Responses
+from onward.util.options import options_of
 
 # A protocol is one line here.
 PROTOCOLS: Mapping[str, Protocol] = {each.path: each for each in (ChatCompletions(), Completions(), Responses())}
@@ -35,6 +37,14 @@ class BodyReader:
     streams: bool = False
     limits: Limits = field(default_factory=Limits)
     ignore_unsupported: bool = False
+
+    @property
+    def default_options(self) -> dict[str, float | None]:
+        """The numbers that apply where a body leaves them out. max_new_tokens None: up to the context length."""
+        defaults, options = self.lm.defaults.replace(**self.options), options_of(GenerateOptions)
+        names = [name for name in field_options() if options[name].kind in (int, float) and not options[name].is_list]
+        numbers = {name: getattr(defaults, name) for name in names if getattr(defaults, name) is not None}
+        return {**numbers, "max_new_tokens": defaults.max_new_tokens}
 
     def read(self, path: str, body: object, key: ResponseKey | None = None, seed: int | None = None) -> ParsedBody:
         """Parse a body sent to the path of one of `PROTOCOLS`.

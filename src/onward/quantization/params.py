@@ -110,7 +110,7 @@ class ParamsQuantizer:
             if self._keep and isinstance(part, ExpertLinear) and _is_quantized(part):
                 return part._replace(weight=part.together)
             if isinstance(part.weight, QuantizedWeight | QuantizedExperts) and part.weight.format in ROUNDED_FORMATS:
-                raise RequestError(f"{name} is {part.weight.format} already: quantize the model in its stock weights")
+                raise RequestError(f"{name} is already {part.weight.format}: quantize the original model")
             if isinstance(part, _UNQUANTIZED):
                 return part
             if isinstance(part, ExpertLinear):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from onward.errors import RequestError
+from onward.errors import OptionError, RequestError
 from onward.native import Library, advise_huge_pages
 from onward.ops import quantized_layout as layout
 from onward.ops.operator import DTYPES, check_no_gradient, usable_library
@@ -33,10 +33,10 @@ def quantize_and_measure(weight: Tensor, format: str) -> tuple[QuantizedWeight, 
     return quantized, relative_rms_error(weight, quantized)
 
 
-def check_format(format: str) -> None:
-    """Raise unless it is one of `ROUNDED_FORMATS`."""
+def check_format(format: str, option: str = "format") -> None:
+    """Raise `OptionError` for an option that is not one of `ROUNDED_FORMATS`."""
     if format not in ROUNDED_FORMATS:
-        raise RequestError(f"weights are quantized to {rounded_formats()}; got {format!r}")
+        raise OptionError(option, f"must be {rounded_formats()}; got {format!r}")
 
 
 def quantize_int8(weight: Tensor) -> QuantizedWeight:
@@ -162,17 +162,17 @@ def _largest(weight: Tensor) -> float:
 def _check_form(weight: Tensor) -> None:
     described = f"{weight.dtype} {list(weight.shape)}"
     if weight.dim() != 2 or not weight.is_floating_point() or weight.numel() == 0:
-        raise RequestError(f"a weight to quantize is a float matrix [N, K]; got {described}")
+        raise RequestError(f"a weight to quantize must be a float matrix [N, K]; got {described}")
     if weight.shape[1] > layout.MAX_INPUTS:
-        raise RequestError(f"a weight to quantize has at most {layout.MAX_INPUTS} inputs; got {described}")
+        raise RequestError(f"a weight to quantize can have at most {layout.MAX_INPUTS} inputs; got {described}")
     if weight.layout != torch.strided or weight.is_meta:
-        raise RequestError(f"a weight to quantize is a plain tensor; got {weight.layout} on {weight.device}")
+        raise RequestError(f"a weight to quantize must be a plain tensor; got {weight.layout} on {weight.device}")
 
 
 def _check_values(weight: Tensor, format: str, largest: float) -> None:
     if not math.isfinite(largest):
         raise RequestError(
-            f"a weight to quantize is finite; {weight.dtype} {list(weight.shape)} holds an infinity or a NaN"
+            f"a weight to quantize must be finite; {weight.dtype} {list(weight.shape)} contains an infinity or a NaN"
         )
     if format != "int8" and largest > CODEBOOKS[format].largest:
         raise RequestError(

@@ -23,10 +23,11 @@ from onward.sampling.transforms.transform import Adjustment, Filter, Transform, 
 from onward.sampling.transforms.typical_p import TypicalP
 from onward.sampling.transforms.xtc import Xtc
 from onward.util.checks import check_whole
-from onward.util.option_names import check_option_names
+from onward.util.option_names import check_option_names, checks_option_names
 from onward.util.options import SAMPLING, option, options_of
 
 
+@checks_option_names
 @dataclass(frozen=True, kw_only=True, repr=False)
 class SamplingParams(
     # In the order in which they are applied.

@@ -1,4 +1,4 @@
-"""Who may ask, and whether there is room: checks of a request before its body is read, in a server and an ingress."""
+"""The checks before a request's body is read, in a server and in an ingress: access, and whether there is room."""
 
 from collections.abc import Mapping
 
@@ -17,7 +17,7 @@ OPEN_PATHS = frozenset({*PAGE_FILES, "/health", "/ready", "/openapi.json"})
 
 
 class Access:
-    """The checks of one server: Host header, API key, shutdown, concurrent requests and declared length."""
+    """Checks the Host header, the API key, shutdown, concurrent requests and the declared length of a body."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings, self._keys = settings, ApiKeys(settings.api_keys)
@@ -25,7 +25,7 @@ class Access:
 
     def check(self, scope: Scope, headers: Mapping[bytes, bytes], *, in_flight: int, draining: bool) -> None:
         """Raise an `OnwardError` if the request is refused. in_flight: requests including this one. draining: whether
-        the server takes no more."""
+        the server is shutting down."""
         self._check_host(headers.get(b"host", b""))
         if scope["path"] not in OPEN_PATHS and scope["method"] != "OPTIONS":
             self._check_key(headers.get(b"authorization"))
@@ -58,7 +58,7 @@ class Access:
 
 
 def with_cors(app: ASGIApp, settings: Settings) -> ASGIApp:
-    """The application, with CORS headers for the origins of the settings, also in its refusals."""
+    """The application, with CORS headers for the origins in the settings, also on rejected requests."""
     if not settings.cors_origins:
         return app
     return CORSMiddleware(

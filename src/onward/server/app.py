@@ -20,7 +20,7 @@ from onward.protocols import Limits, error_fields, status_of
 from onward.protocols.body import documented
 from onward.server import generate, page_files, tokenize
 from onward.server.access import with_cors
-from onward.server.documented import errors
+from onward.server.documented import ModelEntry, ModelList, errors
 from onward.server.errors import CompactJSONResponse, draining_answer, error_answer, plain_error
 from onward.server.gate import CLIENT_CLOSED, Gate, access_of
 from onward.server.log import log_defect, refusal
@@ -29,6 +29,7 @@ from onward.server.metrics import CONTENT_TYPE
 from onward.server.models import Settings
 from onward.server.service import Service
 from onward.server.sse import OpenStreams
+from onward.util.option_names import checks_option_names
 
 
 class App:
@@ -56,6 +57,7 @@ class App:
             watcher.cancel()
 
 
+@checks_option_names
 def create_app(engines: Mapping[str, Engine], settings: Settings | None = None) -> App:
     """Return an ASGI application that serves engines, each under its name. It does not close them.
 
@@ -144,11 +146,13 @@ _UNHEALTHY: dict[int | str, Any] = {503: {"description": "Not healthy, or not re
 def _models(service: Service) -> APIRouter:
     routes = APIRouter()
 
-    @routes.get("/models", responses=errors())
+    @routes.get("/models", response_model=ModelList, response_model_exclude_unset=True, responses=errors())
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": service.models.listed()}
 
-    @routes.get("/models/{name:path}", responses=errors(404))
+    @routes.get(
+        "/models/{name:path}", response_model=ModelEntry, response_model_exclude_unset=True, responses=errors(404)
+    )
     async def model(name: str) -> dict[str, Any]:
         listed = service.models.find(name).listed()
         return next(fields for fields in listed if fields["id"] == name)

@@ -19,8 +19,8 @@ _Result = TypeVar("_Result")
 
 
 def client_of(scope: Scope, headers: Mapping[bytes, bytes], settings: Settings) -> str:
-    """A name for the client of a request, among which the server divides its time and memory: a digest of its API key
-    if keys are in use, else its address."""
+    """The name of a request's client: a digest of its API key if the server has keys, else its address. The server
+    divides its time and memory among clients."""
     if settings.api_keys:
         key = headers.get(b"authorization", b"").partition(b" ")[2].strip()
         return hashlib.blake2b(key, digest_size=8).hexdigest()
@@ -28,8 +28,8 @@ def client_of(scope: Scope, headers: Mapping[bytes, bytes], settings: Settings) 
 
 
 async def whole_body(request: Request, settings: Settings, memory: Reservation) -> bytes:
-    """Read a request body. memory: holds what has arrived. Raises `BodyError`: it is too large, takes too long to
-    arrive, or there is no memory for it. Raises `ClientDisconnect`."""
+    """Read a request body. memory: counts the bytes that have arrived. Raises `BodyError`: the body is too large or too
+    slow, or there is no memory for it. Raises `ClientDisconnect`."""
     chunks: list[bytes] = []
     length = 0
     try:
@@ -73,7 +73,7 @@ def too_large(settings: Settings) -> BodyError:
 class Client:
     """Watches for the client to disconnect after its body has been read.
 
-    name: see `client_of`. memory: of its request. body_bytes: the length of its body.
+    name: see `client_of`. memory: reserved for its request. body_bytes: the length of its body.
     """
 
     def __init__(self, request: Request, body_bytes: int) -> None:
@@ -85,7 +85,7 @@ class Client:
         self._task = asyncio.create_task(self._listen(request))
 
     async def until(self, awaitable: Awaitable[_Result]) -> _Result:
-        """Wait for something, which is cancelled if the client disconnects first. Raises `ClientDisconnect`."""
+        """Wait for a result, or cancel it if the client disconnects first. Raises `ClientDisconnect`."""
         waiting = asyncio.ensure_future(awaitable)
         try:
             await asyncio.wait([waiting, self._task], return_when=asyncio.FIRST_COMPLETED)

@@ -14,12 +14,15 @@ HEAD_SECONDS = 10.0
 
 
 class Connection(HttpToolsProtocol):
-    """uvicorn's connection, with limits. max_connections: beyond it, a connection without a request makes room for a
-    new one, so that /health answers while there are any; the new one is refused if there are none."""
+    """uvicorn's connection, with limits.
+
+    max_connections: beyond it, a new connection replaces one without a request, so that /health stays reachable. If all
+        have requests, the new one is refused.
+    """
 
     max_connections = 4096
 
-    _head_bytes: int | None = 0  # of the head that is arriving; None while a body arrives
+    _head_bytes: int | None = 0  # received of the current head; None while a body arrives
     _timer: asyncio.TimerHandle | None = None
     _refused = False
 

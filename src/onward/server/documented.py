@@ -1,7 +1,7 @@
-"""What the OpenAPI document says of the endpoints beside their bodies and responses."""
+"""Parts of the OpenAPI document: errors, headers, and routes that read their own bodies."""
 
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import Request
 from fastapi.routing import APIRoute
@@ -24,9 +24,31 @@ class ErrorBody(BaseModel):
     error: Error
 
 
+class ModelEntry(BaseModel):
+    """A model, or an adapter of the model `parent`. chat_template: whether there is one, which chats need.
+    default_options: the numbers that apply where a body leaves them out; max_new_tokens null: up to the context length.
+    """
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int | None
+    chat_template: bool
+    default_options: dict[str, int | float | None]
+    parent: str | None = None
+
+
+class ModelList(BaseModel):
+    """All models."""
+
+    object: Literal["list"]
+    data: list[ModelEntry]
+
+
 class BodyRoute(APIRoute):
-    """A route whose endpoint reads the body itself: with time and size limits, and in a reader's thread. Its argument
-    `body` is the body's type in the document, and is not passed."""
+    """A route whose endpoint reads the body itself, with time and size limits, in a reader's thread. The endpoint's
+    argument `body` only gives the body's type for the document; it is always None."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         async def handle(request: Request) -> Response:

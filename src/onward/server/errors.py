@@ -26,8 +26,8 @@ class CompactJSONResponse(JSONResponse):
 
 
 class WholeResponse(Response):
-    """JSON that is written part by part, as the client reads it. seconds: how long a part may stay unread; then the
-    server closes the connection."""
+    """JSON that is written in parts, as the client reads it. seconds: how long a part may stay unread before the server
+    closes the connection."""
 
     media_type = "application/json"
 
@@ -45,13 +45,12 @@ class WholeResponse(Response):
                     await send({"type": "http.response.body", "body": body, "more_body": more})
 
 
-# The depth of the entries of logprobs in an answer, and the items of a list of ids or bytes that are written at once.
+# The depth of logprob entries in a response, and the number of ids or bytes in a list that are written at once.
 _DEPTH, _RUN = 6, 4096
 
 
 def rendered(content: Any) -> bytes:
-    """Compact JSON in UTF-8. The encoder would block other threads while it writes a large answer, so it gets the parts
-    of the outer levels one by one."""
+    """Compact JSON in UTF-8. A large response is encoded in parts, because the encoder blocks other threads."""
     return "".join(_parts(content, _DEPTH)).encode("utf-8", "backslashreplace")
 
 

@@ -68,7 +68,7 @@ def access_of(scope: Scope) -> AccessRecord:
 
 
 class Gate:
-    """ASGI middleware that refuses requests, assigns request ids and writes the access log."""
+    """ASGI middleware that checks access, assigns request ids and writes the access log."""
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self._app, self._service = app, service

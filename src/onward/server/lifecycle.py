@@ -31,7 +31,7 @@ _UNREAD_MS = 120_000
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server, with signal handling left to `run`."""
+    """uvicorn's server, without its signal handling: `run` handles signals."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -39,7 +39,7 @@ class Server(uvicorn.Server):
 
 
 def config_of(app: ASGIApp, max_requests: int = 4096) -> uvicorn.Config:
-    """max_requests: of the application at once; the number of connections is bounded accordingly."""
+    """max_requests: concurrent requests of the application; sets the maximum number of connections."""
     files = min(_raise_file_limit(), 2**20) - _OTHER_FILES
     limits = {"max_connections": max(1, min(max_requests + _OTHER_CONNECTIONS, files))}
     return uvicorn.Config(
@@ -106,7 +106,7 @@ def run(app: App, listener: socket.socket, ready: Callable[[str], None] | None =
 
 
 def _abandon_threads() -> None:
-    """End the process without its threads. One in native code would return to an interpreter that is gone."""
+    """End the process without waiting for threads: one in native code would return to an interpreter that is gone."""
     if lanes.busy():
         _end_now(0)
 
@@ -119,7 +119,7 @@ def _end_now(status: int) -> None:
 
 
 def _end_after(seconds: float) -> None:
-    """End the process after this time, whatever runs."""
+    """End the process after this time, even if something is still running."""
 
     def end() -> None:
         log("ends at once", seconds=seconds)
@@ -154,7 +154,7 @@ async def _run(app: App, listener: socket.socket, ready: Callable[[str], None] |
             url = address_of(listener)
             log("serves", url=url, models=[model.name for model in app.service.models])
             gc.collect()
-            gc.freeze()  # the model is not to be searched for garbage while requests wait
+            gc.freeze()  # keep the garbage collector from scanning the model during requests
             if ready is not None:
                 ready(url)
         await serving

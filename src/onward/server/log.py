@@ -11,7 +11,7 @@ from typing import Any
 
 _logger = logging.getLogger("onward.server")
 _MAX_LENGTH = 300  # characters of each field of an error
-# The parts of a message that quote the body: after "got" or a colon, and in quotes.
+# The parts of an error message that may quote the body: after "got" or a colon, and in quotes.
 _QUOTED = re.compile(r"[;,]? got .*|: .*|'.*'|\".*\"", re.DOTALL)
 
 

@@ -1,4 +1,4 @@
-"""One budget for the memory of all requests of a server: bodies, answers that are not sent yet, and records."""
+"""One memory budget for all requests of a server: bodies, unsent responses, and records of responses."""
 
 from collections import Counter
 from types import TracebackType
@@ -7,20 +7,20 @@ from typing import Self
 from onward.protocols import BodyError
 from onward.util.text import in_bytes
 
-# The largest share of one client, and of all bodies together: the rest is for the answers of those that are read.
+# The largest share of one client, and of all bodies together: the rest is for their responses.
 _CLIENT_SHARE, _BODY_SHARE = 0.5, 0.75
 
 
 class MemoryFullError(BodyError):
-    """The requests of a server hold as much memory as they may."""
+    """The server has no memory for a request, or its client has used its share."""
 
     def __init__(self, limit: int) -> None:
-        message = f"the requests of this server, or of this client, hold as much memory as they may ({in_bytes(limit)})"
+        message = f"requests of this server, or of this client, already use all the memory allowed ({in_bytes(limit)})"
         super().__init__(f"{message}: try again later", code="request_memory", status=503)
 
 
 class MemoryBudget:
-    """Counts the memory of requests. Use it in one thread. limit: bytes."""
+    """Counts the memory of requests, in one thread only. limit: bytes."""
 
     def __init__(self, limit: int) -> None:
         self.limit, self.used = limit, 0
@@ -42,20 +42,20 @@ class MemoryBudget:
 
 
 class Reservation:
-    """The memory of one request. Release it, or use it in a `with` statement. nbytes: what it holds."""
+    """The memory of one request. Release it, or use it in a `with` statement. nbytes: the bytes reserved."""
 
     def __init__(self, budget: MemoryBudget, client: str) -> None:
         self._budget, self._client = budget, client
         self.nbytes = 0
 
     def resize(self, nbytes: int, share: float = 1.0) -> None:
-        """Hold this many bytes, unless the budget is full. share: of the budget that may then be in use. Raises
-        `MemoryFullError`."""
+        """Reserve this many bytes in total. share: the share of the budget that may then be in use. Raises
+        `MemoryFullError`: the budget is full."""
         self._budget._change(self._client, nbytes - self.nbytes, share)
         self.nbytes = nbytes
 
     def add_body(self, nbytes: int) -> None:
-        """Hold more bytes of a body. Raises `MemoryFullError`."""
+        """Reserve more bytes for a body. Raises `MemoryFullError`."""
         self.resize(self.nbytes + nbytes, _BODY_SHARE)
 
     def release(self) -> None:

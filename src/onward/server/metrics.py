@@ -1,7 +1,7 @@
 """The Prometheus metrics of a server.
 
-Nothing is counted per token: a request's times are recorded when it ends, and the first token of a running request when
-the metrics are read.
+Nothing is counted per token. The times of a request are recorded when it ends, and its first token when the metrics are
+read.
 """
 
 from bisect import bisect_left
@@ -60,8 +60,8 @@ class ModelMetrics:
             self._started.add(generation)
 
     def record(self, generation: Generation, completion: Completion | None, now: float) -> None:
-        """Record a request that has been answered, or whose clients have all disconnected. completion: None if it
-        failed, or was cancelled and ends with its next step."""
+        """Record a request that has ended, or whose clients have all disconnected. completion: None if it failed, or if
+        it was cancelled and ends with its next step."""
         self.duration.observe(now - generation.submitted)
         self.record_first_token(generation)
         self._started.discard(generation)

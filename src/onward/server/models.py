@@ -11,8 +11,10 @@ from onward.language_model.request import needed_tokenizer
 from onward.protocols import BodyError, BodyReader, Limits
 from onward.util.api_keys import ApiKeys
 from onward.util.checks import check_whole, is_finite
+from onward.util.option_names import checks_option_names
 
 
+@checks_option_names
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """The settings of a server.
@@ -22,19 +24,19 @@ class Settings:
     max_new_tokens: the default for requests that don't set it; None: up to the context length.
     variables: of the chat template, by model name; a request's own take precedence.
     max_body: maximum bytes of a request's body. limits: changes to `onward.protocols.Limits`.
-    ignore_unsupported: drop unsupported hints that constrain no output, instead of refusing them. The response header
-        x-onward-ignored names them.
-    max_requests: maximum concurrent requests; more are refused with 503.
-    request_memory: maximum bytes that requests hold together: bodies, answers that are not sent yet, and records of
-        answers. More are refused with 503. One client may hold half of it.
+    ignore_unsupported: drop unsupported hints that don't constrain the output, instead of rejecting them. The response
+        header x-onward-ignored names them.
+    max_requests: maximum concurrent requests; more are rejected with 503.
+    request_memory: maximum bytes of all requests together: bodies, unsent responses and records of responses. Beyond
+        it, requests are rejected with 503. One client can use half of it.
     body_seconds: how long a body may take to arrive.
-    keep_alive: seconds without a chunk before a stream gets a comment.
+    keep_alive: seconds without a chunk until a stream gets a comment.
     stalled_seconds: how long a client may leave a stream unread before its request is cancelled.
     hang_seconds: how long a step may take before /health reports that the engine hangs.
     idempotency_seconds: how long responses to requests with an Idempotency-Key are remembered.
-    drain: seconds that running requests get after the first signal.
+    drain: seconds for running requests to finish after the first signal.
     cors_origins: origins whose pages may call the server; "*" for any.
-    hosts: names that requests may call the server by (the Host header); empty allows any.
+    hosts: accepted Host headers; empty accepts any.
     access_log: log each request. log_prompts: include its body.
 
     Raises:
@@ -94,7 +96,9 @@ class ServedModel:
     def listed(self) -> list[dict[str, Any]]:
         """The entries of /v1/models: the model, then its adapters, whose `parent` it is."""
         fields = {"id": self.name, "object": "model", "created": self.created, "owned_by": "onward"}
-        fields["max_model_len"] = self.max_model_len
+        has_template = self.engine.lm.chat_template is not None
+        fields |= {"max_model_len": self.max_model_len, "chat_template": has_template}
+        fields["default_options"] = self.reader.default_options
         return [fields, *({**fields, "id": name, "parent": self.name} for name in self.engine.lm.adapters)]
 
 

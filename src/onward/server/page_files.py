@@ -1,4 +1,4 @@
-"""The page at /: static files, under a policy that lets them load nothing from other sites."""
+"""The page at /: static files, with a policy that forbids loading anything from other sites."""
 
 from functools import partial
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What the endpoints share: the models, and submission of requests to their engines."""
+"""The state that the endpoints share: models, memory, metrics, and the submission of requests to engines."""
 
 import asyncio
 import time
@@ -59,7 +59,7 @@ class Service:
         return await asyncio.wrap_future(self._status.submit(function))
 
     async def read(self, request: Request, function: Callable[[bytes], Any], raw: bytes) -> Response:
-        """Run a function that makes an answer of a body in a thread, unless the client disconnects while it is
+        """Run a function that turns a body into a response in a thread, unless the client disconnects while it is
         queued."""
         client = Client(request, len(raw))
         try:
@@ -71,7 +71,7 @@ class Service:
     async def respond(
         self, client: Client, active: ActiveRequest, function: Callable[[], Any], headers: Mapping[str, str]
     ) -> Response:
-        """Write an answer that a function makes in a thread, unless the client disconnects."""
+        """Run a function that makes the response in a thread, unless the client disconnects."""
         content = await self._in_thread(client, lambda: rendered(function()), active.nbytes)
         return self._response(client, content, headers)
 
@@ -80,7 +80,7 @@ class Service:
         return WholeResponse(content, self.settings.stalled_seconds, headers)
 
     async def _in_thread(self, client: Client, function: Callable[[], _Result], nbytes: int) -> _Result:
-        """Run a function in a thread for a client. nbytes: of what it reads or writes. Raises `ClientDisconnect`."""
+        """Run a function in a thread for a client. nbytes: how much it reads or writes. Raises `ClientDisconnect`."""
         if nbytes > _LARGE:
             future = self._large.submit(partial(_without_collections, function), client.name)
         else:
@@ -155,7 +155,7 @@ class Service:
         return Subscriber(ActiveRequest(served, body, digest, resume.idempotency), resume, ids)
 
     async def _submit(self, client: Client, active: ActiveRequest, emitted: Sequence[Sequence[int]] | None) -> None:
-        """emitted: known token ids of its sequences, which may be more than `resume` has."""
+        """emitted: known token ids of its sequences, if any; `resume` may have fewer."""
         submitting = self._readers.submit(partial(active.submit, emitted, client.name or None), client.name)
         try:
             await client.until(asyncio.wrap_future(submitting))
@@ -164,7 +164,7 @@ class Service:
             raise
 
     def count_memory(self) -> None:
-        """Count the memory of answers, and end those for which there is none. Call it about once a second."""
+        """Update the memory of all responses, and end those that no longer fit. Call it about once a second."""
         for active in list(self.live):
             if active.memory is not None and not active.is_cancelled:
                 try:

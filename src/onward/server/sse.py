@@ -1,4 +1,4 @@
-"""Server-sent events: one write for all that an engine step brings a client."""
+"""Server-sent events: one write per client and engine step."""
 
 import asyncio
 import time
@@ -23,7 +23,7 @@ _HEADERS = {
 
 class EventStream(Response):
     """A streaming response. The status and headers are sent immediately, while the request waits in the queue. ended:
-    called when the stream ends for any reason. headers: further ones of the response."""
+    called when the stream ends for any reason. headers: additional response headers."""
 
     def __init__(
         self,
@@ -125,7 +125,7 @@ class EventStream(Response):
 
 
 class OpenStreams:
-    """All open streams of a server, checked once a second. tick: called as often."""
+    """All open streams of a server. They are checked once a second, and so is `tick` called."""
 
     def __init__(self, settings: Settings, tick: Callable[[], None]) -> None:
         self._settings, self._tick = settings, tick

@@ -1,4 +1,4 @@
-"""The requests of one body in an engine, their subscribers, and what is remembered of responses."""
+"""The requests of one body in an engine, their subscribers, and the store of past responses."""
 
 import asyncio
 import contextlib
@@ -21,10 +21,12 @@ from onward.server.resume import EventIdFormat, EventWriter, ResumeRequest, idem
 
 
 class ActiveRequest:
-    """The requests of one body while engines serve them. digest: of the body, if it has an Idempotency-Key. name: under
-    which its response is stored. subscribers: several if the body was repeated. is_cancelled: whether it was cancelled
-    before its end. counted: whether the metrics include it. usage: of the response that it repeats, if it is stored.
-    memory: that it holds."""
+    """The requests of one body while an engine serves them.
+
+    digest: of the body, if it has an Idempotency-Key. name: the key of its stored response, if any. subscribers: more
+    than one if the body was repeated. is_cancelled: whether it was cancelled before its end. counted: whether the
+    metrics include it. usage: of the stored response that it repeats, if any. memory: reserved for its response.
+    """
 
     def __init__(self, served: ServedModel, body: ParsedBody, digest: str, name: str | None) -> None:
         self.served, self.body, self.digest, self.name = served, body, digest, name
@@ -121,8 +123,8 @@ class ActiveRequest:
 
 
 class Subscriber:
-    """A client's interest in a request, which is cancelled when the last one leaves. resume: what the client had
-    before. ids: of its events; None for a response that is not a stream."""
+    """A client that waits for a request. When the last one leaves, the request is cancelled. resume: the part that the
+    client already has. ids: of its events; None for a response that is not a stream."""
 
     def __init__(self, request: ActiveRequest, resume: ResumeRequest, ids: EventIdFormat | None) -> None:
         self.request, self.resume, self.ids = request, resume, ids
@@ -184,9 +186,9 @@ _ENTRY = 1024  # bytes of an entry without its ids
 
 @dataclass(eq=False)
 class StoredResponse:
-    """What is known of a response, for requests that repeat or resume it. key: with it, the same body gives the same
+    """A record of a response, for requests that repeat or resume it. key: with it, the same body gives the same
     response. digest: of the body. request: while it has subscribers. emitted: afterwards, the token ids of its
-    sequences. usage: of its completions, if all have ended. lock: taken while a repetition checks that."""
+    sequences. usage: of its completions, if all have ended. lock: held while a repetition checks the record."""
 
     key: ResponseKey
     digest: str = ""

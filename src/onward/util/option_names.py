@@ -57,31 +57,38 @@ REMOVED = {
 }
 
 
-def check_option_names(names: Iterable[str], known: Collection[str]) -> None:
-    """Raise `RequestError` unless all `names` are `known`. The error suggests known names."""
+def check_option_names(
+    names: Iterable[str], known: Collection[str], unlisted: Collection[str] = (), noun: str = "option"
+) -> None:
+    """Raise `RequestError` unless all `names` are `known`. The error suggests a known or an unlisted name."""
     unknown = sorted(name for name in names if name not in known)
     if not unknown:
         return
-    hints = [meant(name, known) for name in unknown]
+    hints = [meant(name, [*known, *unlisted]) for name in unknown]
     if all(hints):
         pairs = zip(unknown, hints, strict=True)
-        message = " ".join(f"unknown option {name!r}: did you mean {hint}?" for name, hint in pairs)
+        message = " ".join(f"unknown {noun} {name!r}: did you mean {hint}?" for name, hint in pairs)
         raise RequestError(message, unknown[0])
-    message = f"unknown option {', '.join(map(repr, unknown))}; the options are {', '.join(known)}"
+    message = f"unknown {noun} {', '.join(map(repr, unknown))}; the {noun}s are {', '.join(known)}"
     raise RequestError(message, unknown[0])
 
 
 def checks_option_names(function: _Function) -> _Function:
-    """Decorate a function to reject unknown keywords with `check_option_names`."""
+    """Decorate a function, or a class with its own `__init__`, to reject unknown keywords with `check_option_names`."""
+    if isinstance(function, type):
+        function.__init__ = checks_option_names(function.__init__)  # type: ignore[misc]
+        return function
     parameters = inspect.signature(function).parameters.values()
     keywords = [each.name for each in parameters if each.name != "self"]
     options = [each.name for each in parameters if each.kind == each.KEYWORD_ONLY] or keywords
     accepted = set(keywords)
+    if any(each.kind == each.VAR_KEYWORD for each in parameters):
+        raise TypeError(f"{function.__qualname__} accepts any keyword")
 
     @functools.wraps(function)
     def checked(*arguments: Any, **named: Any) -> Any:
         if not named.keys() <= accepted:
-            check_option_names(named.keys() - accepted, options)
+            check_option_names(named.keys() - accepted, options, keywords)
         return function(*arguments, **named)
 
     return cast(_Function, checked)
@@ -89,7 +96,15 @@ def checks_option_names(function: _Function) -> _Function:
 
 def meant(name: str, known: Collection[str]) -> str | None:
     """The known option that was probably meant by `name`, or None."""
+    return equivalent(name, known) or near(name, known)
+
+
+def equivalent(name: str, known: Collection[str]) -> str | None:
+    """The known option that does what `name` does in another library, perhaps with a value or a note; or None."""
     hint = _ELSEWHERE.get(name, "")
-    if hint and re.split(r"\W", hint)[0] in known:
-        return hint
+    return hint if hint and re.split(r"\W", hint)[0] in known else None
+
+
+def near(name: str, known: Collection[str]) -> str | None:
+    """The known option with the most similar name, or None if no name is similar."""
     return next(iter(get_close_matches(name, known, n=1, cutoff=0.75)), None)

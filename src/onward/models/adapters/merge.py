@@ -12,7 +12,7 @@ from onward.errors import CheckpointError, RequestError
 from onward.models.adapters.adapter import Adapter, Update
 from onward.models.architecture import Architecture, architecture_of, named_params
 from onward.models.blocks import Decoder, DecoderNames
-from onward.models.linear import Embedding, LatentLinear, Linear, Router, ShortConv, is_marked
+from onward.models.linear import Embedding, ExpertLinear, LatentLinear, Linear, Router, ShortConv, is_marked
 from onward.models.model import Model
 from onward.ops import NativeWeight, QuantizedWeight, Weight, pack
 from onward.ops.linear import stock_weight, weight_shape
@@ -90,6 +90,9 @@ def check_modules(adapter: Adapter, names: Sequence[str | None], parts: Sequence
     known = {*modules, *(name.rpartition(".")[0] for name in modules)}  # norms have tensor names
     changed = {*adapter.updates, *adapter.embeddings, *(name.rpartition(".")[0] for name in adapter.replaced)}
     if unknown := sorted(changed - known):
+        of_experts = [name for name in unknown if ".experts." in name]
+        if of_experts and any(isinstance(part, ExpertLinear) for part in parts):
+            raise CheckpointError(f"the adapter changes {of_experts[0]}: adapters of experts are not supported")
         raise CheckpointError(
             f"the adapter changes {len(unknown)} modules that the model does not have, such as {unknown[0]!r}: is it "
             "for another model?"

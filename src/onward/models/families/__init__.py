@@ -7,6 +7,7 @@ from typing import Any
 
 from onward.errors import ConfigError, UnsupportedArchitectureError
 from onward.models.architecture import Architecture
+from onward.models.families.catalog import KNOWN_MODELS
 from onward.models.fields import Config, TrackedFields, words
 
 _FAMILIES = words("deepseek gemma gemma4 glm gpt_oss granite hybrids lfm2 llama mistral olmo qwen")  # their files
@@ -28,9 +29,8 @@ def read_config(config: Config) -> Architecture:
     if not isinstance(names, list) or len(names) != 1:
         raise ConfigError(f"config.json: 'architectures' must name one architecture; got {names!r}")
     if not isinstance(names[0], str) or names[0] not in FAMILIES:
-        raise UnsupportedArchitectureError(
-            f"architecture {names[0]!r} is not supported; supported are {', '.join(sorted(FAMILIES))}"
-        )
+        supported = ", ".join(known.names for known in KNOWN_MODELS)
+        raise UnsupportedArchitectureError(f"architecture {names[0]!r} is not supported; supported are {supported}")
     fields = TrackedFields(config)
     architecture = FAMILIES[names[0]](fields)
     fields.check_unread(names[0])

@@ -1,16 +1,17 @@
-// What the page asks of the server. Addresses are relative, so that a proxy may put the page under a path of its own.
+// Requests to the server. Addresses are relative, so that a proxy can serve the page under any path.
 
 const KEY = "onward.key";
 
-// The server refuses, and says why.
+// The server refuses a request. code: of its error.
 export class Refusal extends Error {
-  constructor(message, status) {
+  constructor(message, status, code = null) {
     super(message);
     this.status = status;
+    this.code = code;
   }
 }
 
-// The server does not answer, or takes no requests now. seconds: when it wants to be asked again, where it says so.
+// The server does not answer, or takes no requests now. seconds: until the next try, from its Retry-After.
 export class Away extends Error {
   constructor(message, seconds = 0) {
     super(message);
@@ -42,7 +43,7 @@ export async function* stream(path, body, signal) {
   try {
     for (;;) {
       const { done, value } = await reader.read().catch(away);
-      if (done) throw new Away("The server has broken off.");
+      if (done) throw new Away("The connection to the server broke off.");
       const frames = (rest + value).split("\n\n");
       rest = frames.pop();
       for (const frame of frames) {
@@ -70,16 +71,16 @@ async function ask(path, options) {
   const response = await fetch(path, { ...options, headers, cache: "no-store" }).catch(away);
   if (response.ok) return response;
   const body = await response.json().catch(() => ({}));
-  const message = body.error?.message ?? `The server answers with status ${response.status}.`;
+  const message = body.error?.message ?? `The server answered with HTTP status ${response.status}.`;
   if ([429, 502, 503, 504].includes(response.status)) throw new Away(message, Number(response.headers.get("retry-after")) || 0);
-  throw new Refusal(message, response.status);
+  throw new Refusal(message, response.status, body.error?.code);
 }
 
 function failed(error) {
-  return error.code === "engine_unavailable" ? new Away(error.message) : new Refusal(error.message, 500);
+  return error.code === "engine_unavailable" ? new Away(error.message) : new Refusal(error.message, 500, error.code);
 }
 
 function away(error) {
   if (error.name === "AbortError") throw error;
-  throw new Away("The server does not answer.");
+  throw new Away("The server does not answer: check that it is running.");
 }

@@ -1,9 +1,9 @@
-// The conversation: its turns, the branches of each answer, and how an answer is asked for. It knows nothing of the page.
+// The conversation: its turns, the branches of each answer, and the requests for answers. It does not touch the page.
 //
 // turns: {role: "user", content} and {role: "assistant", branches, at}.
 // A branch: {tokens, content, end, seed, usage, model, settings, later}. `later` has the turns that followed it when another
-// branch was chosen. end: "" while it is written, "stop", "length", "stopped" (by the user), "away" (the server went) or
-// the message of a refusal.
+// branch was chosen. end: "" while it is written, "stop", "length", "stopped" (by the user), "away" (the server went away)
+// or the message of an error.
 // ends: ids that have ended answers.
 // A token: {id, text, logprob, top: [{id, text, logprob}], mark}. mark: "", "picked" (by the user) or "drafted".
 
@@ -11,7 +11,9 @@ import { post, stream } from "./api.js";
 
 const KEPT = "onward.chat";
 const ALTERNATIVES = 6;
-export const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "max_tokens", "seed"];
+const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "max_tokens", "seed"];
+const ENDS = ["", "stop", "length", "stopped", "away"];
+const plain = new Set(); // models without a chat template: they continue a text
 
 export function load() {
   const fresh = { model: "", settings: {}, turns: [], ends: [] };
@@ -22,7 +24,7 @@ export function load() {
   }
 }
 
-// Keep the chat for a reload. False: it is larger than browsers keep.
+// Store the chat for a reload. False: it is too large for the browser's storage.
 export function save(chat) {
   try {
     sessionStorage.setItem(KEPT, JSON.stringify(chat));
@@ -36,27 +38,50 @@ export function branchOf(turn) {
   return turn.branches[turn.at];
 }
 
-// The turns up to the one numbered `to` as messages.
+// models: the entries of /v1/models.
+export function setModels(models) {
+  plain.clear();
+  for (const model of models) if (!model.chat_template) plain.add(model.id);
+}
+
+export function hasTemplate(model) {
+  return !plain.has(model);
+}
+
+// The message of the error that ended a branch.
+export function problemOf(branch) {
+  return ENDS.includes(branch.end) ? "" : branch.end;
+}
+
+// The turns up to the one numbered `to` as messages, without the ones that the server refused to answer.
 export function messagesOf(chat, to = chat.turns.length, system = chat.settings.system) {
-  const said = chat.turns.slice(0, to).map((turn) =>
+  const isRefused = (turn) => turn?.role === "assistant" && problemOf(branchOf(turn)) && !branchOf(turn).tokens.length;
+  const turns = chat.turns.slice(0, to);
+  const said = turns.filter((turn, at) => !isRefused(turn) && !isRefused(turns[at + 1])).map((turn) =>
     turn.role === "user" ? { role: "user", content: turn.content } : { role: "assistant", content: branchOf(turn).content });
   return system ? [{ role: "system", content: system }, ...said] : said;
 }
 
-// The settings that are given, as fields of a body.
+// Messages as the field of a body: a chat, or a text that a model without a chat template continues.
+export function promptOf(model, messages) {
+  if (hasTemplate(model)) return { messages };
+  return { prompt: messages.map((message) => message.content).join("") };
+}
+
+// The settings that are not empty, as fields of a body.
 export function fieldsOf(settings) {
   const given = NUMBERS.filter((name) => settings[name] !== undefined && settings[name] !== "");
   return Object.fromEntries(given.map((name) => [name, Number(settings[name])]));
 }
 
-// A new answer at the end, empty.
+// Add an empty answer at the end.
 export function answer(chat) {
   const branch = newBranch(chat.model, chat.settings);
   chat.turns.push({ role: "assistant", branches: [branch], at: 0 });
   return branch;
 }
 
-// Another branch of a turn's answer: its tokens before the one numbered `at`, then `token` instead of that.
+// Add a branch to a turn's answer: its tokens before position `at`, and then `token`.
 export function fork(chat, turn, at, token) {
   const old = branchOf(turn);
   const branch = newBranch(old.model, { ...old.settings });
@@ -70,7 +95,7 @@ export function fork(chat, turn, at, token) {
   return branch;
 }
 
-// Turn to another branch. What follows in the chat goes with the one it followed.
+// Show another branch. Later turns belong to the branch that they followed.
 export function show(chat, turn, at) {
   branchOf(turn).later = chat.turns.splice(chat.turns.indexOf(turn) + 1);
   turn.at = at;
@@ -78,25 +103,31 @@ export function show(chat, turn, at) {
   branchOf(turn).later = [];
 }
 
-// Another branch of a turn's answer from its beginning, with the settings of now.
+// Another branch of a turn's answer from its beginning, with the current settings; it replaces an empty one.
 export function again(chat, turn) {
-  turn.branches.push(newBranch(chat.model, chat.settings));
+  const branch = newBranch(chat.model, chat.settings);
+  if (!branchOf(turn).tokens.length) {
+    turn.branches[turn.at] = branch;
+    return;
+  }
+  turn.branches.push(branch);
   show(chat, turn, turn.branches.length - 1);
 }
 
-// Whether the answer could be longer: it was broken off, or has as many tokens as it was to have.
+// Whether the answer could be longer: it was broken off, or reached the limit of its settings.
 export function canGoOn(branch) {
-  return branch.end !== "" && branch.end !== "stop" && (branch.end !== "length" || Boolean(branch.settings.max_tokens));
+  if (branch.end === "" || branch.end === "stop" || !branch.tokens.length) return false;
+  return branch.end !== "length" || Boolean(branch.settings.max_tokens);
 }
 
-// Let an answer that has as many tokens as it was to have become longer by as many.
+// Let an answer that reached its maximum length grow by the same length again.
 export function extend(branch) {
   const more = Number(branch.settings.max_tokens);
   if (branch.end === "length") branch.settings.max_tokens = branch.tokens.length + more;
 }
 
-// Write a turn's answer on from where it is: one that is empty as a chat, any other as a text of ids. `changed()` after
-// each chunk. Throws what the server throws.
+// Continue a turn's answer: an empty one as a chat, any other from its token ids. Calls `changed()` after each chunk.
+// Throws the errors of api.js.
 export async function write(chat, turn, signal, changed) {
   const branch = branchOf(turn);
   const before = messagesOf(chat, chat.turns.indexOf(turn), branch.settings.system);
@@ -104,8 +135,10 @@ export async function write(chat, turn, signal, changed) {
   if (branch.seed !== null) fields.seed = branch.seed; // the same draws as if it had not been interrupted
   branch.end = "";
   if (!branch.tokens.length) {
-    const body = { ...fields, messages: before, logprobs: true, top_logprobs: ALTERNATIVES };
-    await follow(chat, branch, stream("v1/chat/completions", body, signal), changed);
+    const isChat = hasTemplate(branch.model);
+    const logprobs = isChat ? { logprobs: true, top_logprobs: ALTERNATIVES } : { logprobs: ALTERNATIVES };
+    const body = { ...fields, ...promptOf(branch.model, before), ...logprobs };
+    await follow(chat, branch, stream(isChat ? "v1/chat/completions" : "v1/completions", body, signal), changed);
     return;
   }
   branch.content = textOf(branch.tokens);
@@ -119,28 +152,28 @@ export async function write(chat, turn, signal, changed) {
   await follow(chat, branch, stream("v1/completions", body, signal), changed);
 }
 
-// A conversation as ids, and those of an answer that has begun.
+// The ids of a conversation and of the beginning of its answer.
 async function idsOf(model, messages, tokens, signal) {
-  const prompt = await post("tokenize", { model, messages }, signal);
+  const prompt = await post("tokenize", { model, ...promptOf(model, messages) }, signal);
   return [...prompt.tokens, ...tokens.map((token) => token.id)];
 }
 
-// What a turn's answer was asked for with, for a program of one's own: {body, begun}. Where the user has chosen tokens, the
-// answer up to the last of them is a part of the prompt, and `begun` is its text.
+// The request for a turn's answer, to show as a program: {body, begun}. If the user has picked tokens, the answer up to
+// the last of them is part of the prompt, and `begun` is its text.
 export async function requestOf(chat, turn) {
   const branch = branchOf(turn);
   const messages = messagesOf(chat, chat.turns.indexOf(turn), branch.settings.system);
   const fields = fieldsOf(branch.settings);
   if (branch.seed != null) fields.seed = branch.seed;
   const begun = branch.tokens.slice(0, branch.tokens.findLastIndex((token) => token.mark === "picked") + 1);
-  if (!begun.length) return { body: { model: branch.model, messages, ...fields }, begun: "" };
+  if (!begun.length) return { body: { model: branch.model, ...promptOf(branch.model, messages), ...fields }, begun: "" };
   if (fields.max_tokens !== undefined) fields.max_tokens = Math.max(0, fields.max_tokens - begun.length);
   const prompt = await idsOf(branch.model, messages, begun);
   return { body: { model: branch.model, prompt, ...fields }, begun: textOf(begun) };
 }
 
 async function follow(chat, branch, events, changed) {
-  const marks = []; // of tokens whose texts have not come: one may end inside a character
+  const marks = []; // of tokens whose text is still missing, since a token may end inside a character
   for await (const event of events) {
     branch.seed = event.seed ?? branch.seed;
     branch.usage = event.usage ?? branch.usage;
@@ -166,7 +199,7 @@ function tokenOf({ id, token, logprob }) {
   return { id, text: token, logprob: Math.round(logprob * 1e4) / 1e4 };
 }
 
-// What of these tokens goes back to the model with the next message: not its reasoning.
+// The text of tokens as the next request has it: without reasoning.
 function textOf(tokens) {
   const text = tokens.map((token) => token.text).join("");
   return text.replace(/^\s*<think>[\s\S]*?<\/think>\s*/, "");

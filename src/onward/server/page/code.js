@@ -1,9 +1,9 @@
-// A request as a program of one's own: Python with OpenAI's client, and curl. JSON's texts and numbers are Python's, too.
+// A request as a program: Python with OpenAI's client, or curl. JSON strings and numbers are valid Python, too.
 
-const OURS = ["top_k", "min_p"]; // fields that OpenAI's client does not name
+const OURS = ["top_k", "min_p"]; // fields that OpenAI's client takes in extra_body only
 
-// base: the server's address with /v1. body: a chat's, or a completion's that goes on from ids. wantsKey: whether the server
-// asks for an API key, which is then read from the environment. begun: the text that those ids begin the answer with.
+// base: the server's address with /v1. body: of a chat, or of a completion that continues ids. wantsKey: whether the server
+// requires an API key; the program reads it from the environment. begun: the answer's text in the prompt.
 export function asPython(base, body, wantsKey, begun = "") {
   const isChat = "messages" in body;
   const given = Object.entries(body).filter(([name]) => !OURS.includes(name));
@@ -38,7 +38,7 @@ function literal(value) {
   return onLines(value, 4).replaceAll("\n", "\n    ");
 }
 
-// JSON on lines; ids stand beside each other.
+// Indented JSON, with ids on one line.
 function onLines(value, indent) {
   const beside = (ids) => ids.replace(/\s+/g, " ").replace("[ ", "[").replace(" ]", "]");
   return JSON.stringify(value, null, indent).replace(/\[\n[\s\d,]+\]/g, beside);

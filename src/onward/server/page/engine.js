@@ -1,6 +1,6 @@
 // The live view of an engine.
 
-const LOOKS = 60; // that the curve shows, about one a second
+const LOOKS = 60; // points of the curve, about one a second
 const rates = [];
 let last = null; // {tokens, at}: the count at the last look
 
@@ -9,14 +9,13 @@ export function showEngine(stats) {
   drawPace(stats);
   drawBlocks(stats);
   numbers({
-    "Tokens/s": stats.tokens_per_second.toFixed(0),
-    "Prompt tokens/s": stats.prompt_tokens_per_second.toFixed(0),
-    "Rows": stats.sequences,
-    "Requests running": stats.running,
-    "Requests waiting": stats.waiting,
-    "Blocks used": `${stats.blocks_used} of ${stats.blocks}`,
-    "Found in the cache": `${(100 * stats.hit_rate).toFixed(0)} %`,
-    "Tokens so far": stats.tokens,
+    "Generated tokens per second": stats.tokens_per_second.toFixed(0),
+    "Prompt tokens per second": stats.prompt_tokens_per_second.toFixed(0),
+    "Running requests": stats.running,
+    "Waiting requests": stats.waiting,
+    "Cache used": percent(stats.blocks_used / stats.blocks),
+    "Prompt tokens found in the cache": percent(stats.hit_rate),
+    "Generated tokens": stats.tokens.toLocaleString("en"),
   });
 }
 
@@ -28,7 +27,7 @@ export function forgetEngine() {
 
 function drawPace(stats) {
   const now = { tokens: stats.tokens, at: performance.now() };
-  // A server that has begun anew counts from zero.
+  // A server that was restarted counts from zero.
   if (last && now.tokens >= last.tokens) rates.push((1000 * (now.tokens - last.tokens)) / (now.at - last.at));
   last = now;
   rates.splice(0, Math.max(0, rates.length - LOOKS));
@@ -41,8 +40,12 @@ function drawBlocks(stats) {
   const blocks = document.querySelector("#blocks");
   const counts = { used: stats.blocks_used, cached: stats.blocks_cached, free: stats.blocks_free };
   for (const [name, count] of Object.entries(counts)) blocks.querySelector(`.${name}`).style.flexGrow = count;
-  const told = Object.entries(counts).map(([name, count]) => `${count} ${name}`);
-  blocks.setAttribute("aria-label", `Blocks of the cache: ${told.join(", ")}`);
+  const shares = [counts.used, counts.cached, counts.free].map((count) => percent(count / stats.blocks));
+  blocks.setAttribute("aria-label", `Cache: ${shares[0]} used, ${shares[1]} kept for reuse, ${shares[2]} free`);
+}
+
+function percent(share) {
+  return share > 0 && share < 0.01 ? "< 1%" : `${(100 * share).toFixed(0)}%`;
 }
 
 function numbers(values) {

@@ -1,16 +1,25 @@
-// The page: what the user does, and what is shown of the chat.
+// The page: it shows the chat, and reacts to the user and the server.
 
 import { Away, get, hasKey, setKey } from "./api.js";
-import { again, answer, branchOf, canGoOn, extend, fieldsOf, fork, load, messagesOf, requestOf, save, show, write } from "./chat.js";
-import { asCurl, asPython } from "./code.js";
+import {
+  again, answer, branchOf, canGoOn, extend, fork, hasTemplate, load, problemOf, save, setModels, show, write,
+} from "./chat.js";
+import { showCode } from "./dialog.js";
 import { forgetEngine, showEngine } from "./engine.js";
+import { say } from "./say.js";
+import { following, toEnd } from "./scroll.js";
 import { Alternatives, moveBetweenTokens, tokenElement } from "./tokens.js";
 
 const $ = (selector) => document.querySelector(selector);
 const chat = load();
 const elements = new WeakMap(); // turn -> its element
+const EXAMPLES = {
+  chat: ["Tell me a story about a fox.", "Write a story about a mouse.", "What can you do?"],
+  text: ["Once upon a time", "The fox looked out of the window and"],
+};
 let writing = null; // {turn, stop, done}: the answer that is written
 let wake = () => {}; // ends the wait for the next look at the server
+let models = []; // the entries of /v1/models
 
 // ── what is shown ────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -37,8 +46,38 @@ function render() {
 }
 
 function renderControls() {
-  $("#send").hidden = Boolean(writing);
-  $("#stop").hidden = !writing;
+  const [shown, hidden] = writing ? [$("#stop"), $("#send")] : [$("#send"), $("#stop")];
+  const hadFocus = document.activeElement === hidden;
+  shown.hidden = false;
+  hidden.hidden = true;
+  if (hadFocus) shown.focus();
+}
+
+// What the page says about the chosen model: its name, its defaults, and how to begin.
+function renderModel() {
+  const model = modelOfNow();
+  const isChat = hasTemplate(model.id);
+  document.title = `Onward · ${model.id}`;
+  $("#empty-title").textContent = isChat ? `Chat with ${model.id}` : `Let ${model.id} continue a text`;
+  const examples = EXAMPLES[isChat ? "chat" : "text"];
+  $("#examples").replaceChildren(...examples.map((text) => button(text, () => areSettingsValid() && ask(text))));
+  const { max_new_tokens: length, ...options } = model.default_options;
+  const off = { temperature: 0, top_p: 1, top_k: 0, min_p: 0 };
+  for (const [name, value] of Object.entries(off)) {
+    const note = options[name] !== value ? "" : name === "temperature" ? " (greedy)" : " (off)";
+    $(`[name=${name}]`).placeholder = `${options[name]}${note}`;
+  }
+  $("[name=max_tokens]").placeholder = length ?? "rest of context";
+}
+
+function modelOfNow() {
+  return models.find((model) => model.id === chat.model);
+}
+
+function showPanel(isShown) {
+  document.body.classList.toggle("panel-open", isShown);
+  $("#panel-button").setAttribute("aria-expanded", isShown);
+  $("#panel-button").textContent = isShown ? "Chat" : "Settings";
 }
 
 function turnElement(turn) {
@@ -50,15 +89,16 @@ function turnElement(turn) {
     return element;
   }
   element.setAttribute("aria-label", "Answer");
+  element.tabIndex = -1;
   const tokens = made("p", "tokens");
   tokens.setAttribute("role", "group");
-  tokens.setAttribute("aria-label", "Tokens: arrow keys move between them, Enter shows alternatives");
+  tokens.setAttribute("aria-label", "Tokens. Arrow keys move between them, Enter shows alternatives.");
   element.append(tokens, made("div", "facts note"));
   renderAnswer(turn);
   return element;
 }
 
-// What an answer has more than is shown of it.
+// Show the new tokens of an answer.
 function renderAnswer(turn) {
   const branch = branchOf(turn);
   const tokens = elements.get(turn).querySelector(".tokens");
@@ -67,26 +107,27 @@ function renderAnswer(turn) {
 }
 
 function facts(turn, branch) {
-  if (!branch.end) return [made("span", "", branch.tokens.length ? "…" : "The model reads …")];
+  if (!branch.end) return [made("span", "", branch.tokens.length ? "…" : "Processing the prompt …")];
   const shown = [];
   if (turn.branches.length > 1) shown.push(...branchButtons(turn));
-  shown.push(made("span", "", `${branch.tokens.length} tokens`));
+  shown.push(made("span", "", branch.tokens.length === 1 ? "1 token" : `${branch.tokens.length} tokens`));
   const { usage } = branch;
   const cached = usage?.prompt_tokens_details?.cached_tokens;
-  if (cached) shown.push(made("span", "", `${cached} of ${usage.prompt_tokens} read from the cache`));
+  if (cached) shown.push(made("span", "", `${cached} of ${usage.prompt_tokens} prompt tokens cached`));
   const drafts = usage?.completion_tokens_details;
   const all = drafts ? drafts.accepted_prediction_tokens + drafts.rejected_prediction_tokens : 0;
   if (all) {
-    shown.push(made("span", "", `${drafts.accepted_prediction_tokens} of ${all} drafted accepted`));
+    shown.push(made("span", "", `${drafts.accepted_prediction_tokens} of ${all} draft tokens accepted`));
   }
-  const ends = { stop: "", length: "as long as allowed", stopped: "stopped", away: "broken off" };
+  const ends = { length: "reached the maximum length", stopped: "stopped by you", away: "interrupted" };
   if (ends[branch.end]) shown.push(made("span", "", ends[branch.end]));
-  if (!(branch.end in ends)) shown.push(problem(branch.end));
-  if (canGoOn(branch)) shown.push(button("Go on", () => goOn(turn), "Go on with this answer"));
-  shown.push(button("Again", () => rewrite(turn), "Write this answer again"));
+  if (canGoOn(branch)) shown.push(button("Continue", () => goOn(turn), "Continue this answer"));
+  const retry = branch.tokens.length ? "Regenerate" : "Try again";
+  shown.push(button(retry, () => rewrite(turn), `${retry}: ask for this answer again`));
   if (branch.seed !== null) {
-    shown.push(button(`Seed ${branch.seed}`, () => useSeed(branch.seed), `Use the seed ${branch.seed} of this answer`));
+    shown.push(button(`Seed ${branch.seed}`, () => useSeed(branch.seed), `Seed ${branch.seed}: use it for the next answers`));
   }
+  if (problemOf(branch)) return [problem(problemOf(branch)), ...(branch.tokens.length ? shown : shown.slice(-1))];
   return shown;
 }
 
@@ -98,8 +139,8 @@ function branchButtons(turn) {
     render();
     elements.get(turn).querySelector(`.facts button[data-to="${at > 0 ? at - 1 : at + 1}"]`)?.focus();
   };
-  const back = button("‹", to(turn.at - 1), "The branch before");
-  const forth = button("›", to(turn.at + 1), "The next branch");
+  const back = button("‹", to(turn.at - 1), "Previous branch");
+  const forth = button("›", to(turn.at + 1), "Next branch");
   back.dataset.to = turn.at - 1;
   forth.dataset.to = turn.at + 1;
   back.disabled = turn.at === 0;
@@ -113,20 +154,13 @@ function problem(message) {
   return element;
 }
 
-// ── what is said to screen readers: whole sentences as they come ─────────────────────────────────────────────────
-
-let unsaid = "";
-
-function say(text, whole = false) {
-  unsaid += text;
-  const end = whole ? unsaid.length : unsaid.search(/[.!?:]\s[^.!?]*$/) + 1;
-  if (end < 1) return;
-  $("#said").append(made("p", "", unsaid.slice(0, end)));
-  while ($("#said").childElementCount > 5) $("#said").firstElementChild.remove();
-  unsaid = unsaid.slice(end);
-}
-
 // ── answers ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+// What to do about an error, by its code.
+const ADVICE = {
+  context_length_exceeded: ". Start a new chat, or send a shorter message.",
+  invalid_api_key: " Enter the key above, and try again.",
+};
 
 async function run(turn) {
   const controller = new AbortController();
@@ -149,21 +183,19 @@ async function written(turn, signal) {
   };
   const refresh = () => {
     if (branchOf(turn) !== branch || !elements.get(turn)?.isConnected) return;
-    const isAtEnd = innerHeight + scrollY > document.documentElement.scrollHeight - 80;
-    renderAnswer(turn);
+    following(() => renderAnswer(turn));
     say(branch.content.slice(said));
     said = branch.content.length;
     keepSoon();
-    if (isAtEnd) scrollTo(0, document.documentElement.scrollHeight);
   };
-  renderAnswer(turn);
+  following(() => renderAnswer(turn));
   renderControls();
   try {
     await write(chat, turn, signal, changed);
   } catch (error) {
     if (error.name === "AbortError") branch.end = "stopped";
     else if (error instanceof Away) branch.end = "away";
-    else branch.end = error.message;
+    else branch.end = `${error.message}${ADVICE[error.code] ?? ""}`;
     if (error instanceof Away) lost(error);
     if (error.status === 401) askForKey();
   }
@@ -182,25 +214,41 @@ async function stopped() {
 async function send(event) {
   event.preventDefault();
   const content = $("#prompt").value;
-  if (!content.trim() || writing || !$("#settings-form").reportValidity()) return;
+  if (!content.trim() || !chat.model || writing || !areSettingsValid()) return;
   $("#prompt").value = "";
+  await ask(content);
+}
+
+async function ask(content) {
   chat.turns.push({ role: "user", content });
   answer(chat);
+  const hadFocus = $("#examples").contains(document.activeElement);
   render();
-  scrollTo(0, document.documentElement.scrollHeight);
+  toEnd();
+  if (hadFocus) elements.get(chat.turns.at(-1)).focus({ preventScroll: true }); // the example is hidden now
   await run(chat.turns.at(-1));
+}
+
+function areSettingsValid() {
+  const form = $("#settings-form");
+  if (form.checkValidity()) return true;
+  showPanel(true); // the browser shows its message at the field
+  return form.reportValidity();
 }
 
 async function goOn(turn) {
   await stopped();
+  elements.get(turn).focus({ preventScroll: true }); // the button goes away
   extend(branchOf(turn));
   await run(turn);
 }
 
 async function rewrite(turn) {
+  if (!areSettingsValid()) return;
   await stopped();
   again(chat, turn);
   render();
+  elements.get(turn).focus({ preventScroll: true });
   await run(turn);
 }
 
@@ -228,11 +276,12 @@ const alternatives = new Alternatives(
 
 // ── the server: there, away, back again ──────────────────────────────────────────────────────────────────────────
 
-let models = null;
+let isStale = true; // whether the models may be others: the server was away
 let failures = 0;
 
 function lost(error) {
-  $("#trouble-text").textContent = `${error.message} The page asks again until it is there, and goes on then.`;
+  const text = `${error.message} The page keeps trying, and then continues an interrupted answer.`;
+  if ($("#trouble").hidden || $("#trouble-text").textContent !== text) $("#trouble-text").textContent = text;
   $("#trouble").hidden = false;
 }
 
@@ -240,28 +289,29 @@ function found() {
   failures = 0;
   if ($("#trouble").hidden) return;
   $("#trouble").hidden = true;
-  say("The server is there again.", true);
+  say("The server answers again.", true);
 }
 
 function askForKey() {
   $("#key-form").hidden = false;
-  $("#key-problem").textContent = hasKey() ? "The server does not take this key." : "";
+  $("#key-problem").textContent = hasKey() ? "This key is wrong: check it and try again." : "";
   $("#key").focus();
 }
 
-// Look at the server again and again: often while it answers, ever more seldom while it does not.
+// Poll the server: every second while it answers, ever more rarely while it does not.
 async function watch() {
   for (;;) {
     let seconds = document.hidden ? 10 : 1;
     try {
-      if (!models) showModels((await get("v1/models")).data.map((model) => model.id));
+      if (isStale) showModels((await get("v1/models")).data);
       const stats = await get("stats");
       found();
-      if (stats[chat.model]) showEngine(stats[chat.model]);
+      const served = modelOfNow().parent ?? chat.model;
+      if (stats[served]) showEngine(stats[served]);
       const last = chat.turns.at(-1);
       if (!writing && last?.role === "assistant" && branchOf(last).end === "away") run(last);
     } catch (error) {
-      models = null;
+      isStale = true;
       if (error.status === 401) {
         askForKey();
         seconds = 3600; // a key ends the wait
@@ -277,24 +327,28 @@ async function watch() {
   }
 }
 
-function showModels(names) {
-  models = names;
+function showModels(entries) {
+  models = entries;
+  isStale = false;
+  setModels(entries);
+  const names = entries.map((model) => model.id);
   if (!names.includes(chat.model)) [chat.model] = names;
   $("#model").replaceChildren(...names.map((name) => made("option", "", name)));
   $("#model").value = chat.model;
   $("#model-field").hidden = names.length < 2;
   $("#model-name").textContent = names.length < 2 ? chat.model : "";
   $("#key-form").hidden = true;
+  renderModel();
 }
 
-// ── what is kept, and what the user does ─────────────────────────────────────────────────────────────────────────
+// ── the user's actions, and the chat in the browser's storage ─────────────────────────────────────────────────────────────────────────
 
 let keeping = 0;
 
 function keep() {
   clearTimeout(keeping);
   keeping = 0;
-  if (!save(chat)) say("This chat is too long to outlast a reload.", true);
+  if (!save(chat)) say("This chat is too long to survive a reload of the page.", true);
 }
 
 function keepSoon() {
@@ -303,40 +357,10 @@ function keepSoon() {
 
 function useSeed(seed) {
   chat.settings.seed = String(seed);
-  $("#settings").open = true;
+  showPanel(true);
   $("[name=seed]").value = seed;
   $("[name=seed]").focus();
   keep();
-}
-
-async function showCode(kind) {
-  $("#code-title").textContent = kind === "python" ? "Python" : "curl";
-  try {
-    const last = chat.turns.at(-1);
-    const { body, begun } = last?.role === "assistant" ? await requestOf(chat, last) : { body: bodyOfNow(), begun: "" };
-    const base = new URL("v1", document.baseURI).href;
-    $("#code-text").value = (kind === "python" ? asPython : asCurl)(base, body, hasKey(), begun);
-  } catch (error) { // the ids of a conversation are the server's to tell
-    $("#code-text").value = error.message;
-  }
-  $("#copy").textContent = "Copy";
-  $("#code").showModal();
-}
-
-// What would be asked now.
-function bodyOfNow() {
-  const messages = [...messagesOf(chat), { role: "user", content: $("#prompt").value || "Hi" }];
-  return { model: chat.model, messages, ...fieldsOf(chat.settings) };
-}
-
-async function copy() {
-  try {
-    await navigator.clipboard.writeText($("#code-text").value);
-    $("#copy").textContent = "Copied";
-  } catch { // not allowed, or a page without TLS
-    $("#code-text").select();
-    $("#copy").textContent = document.execCommand("copy") ? "Copied" : "Selected: copy it";
-  }
 }
 
 function listen() {
@@ -352,12 +376,14 @@ function listen() {
     await stopped();
     chat.turns = [];
     keep();
-    render();
+    showPanel(false);
+    following(render);
     $("#prompt").focus();
   });
   $("#retry").addEventListener("click", () => wake());
   $("#model").addEventListener("change", () => {
     chat.model = $("#model").value;
+    renderModel();
     forgetEngine();
     keep();
     wake();
@@ -378,10 +404,14 @@ function listen() {
   }
   $("#settings-form").addEventListener("submit", (event) => event.preventDefault());
   for (const each of document.querySelectorAll("[data-code]")) {
-    each.addEventListener("click", () => showCode(each.dataset.code));
+    each.addEventListener("click", () => showCode(chat, each.dataset.code));
   }
-  $("#copy").addEventListener("click", copy);
-  $("#close").addEventListener("click", () => $("#code").close());
+  $("#panel-button").addEventListener("click", () => showPanel(!document.body.classList.contains("panel-open")));
+  $("#latest").addEventListener("click", () => {
+    toEnd();
+    $("#prompt").focus();
+  });
+  document.addEventListener("scroll", () => alternatives.follow(), true); // of any element
   addEventListener("pagehide", keep);
   listenToTokens();
 }
@@ -405,11 +435,11 @@ function listenToTokens() {
   });
 }
 
-// A reload breaks off what is written.
+// A reload stops an answer that is being written.
 for (const turn of chat.turns) {
   for (const branch of turn.branches ?? []) branch.end ||= "stopped";
 }
-if (matchMedia("(max-width: 50rem)").matches) $("#settings").open = false;
 listen();
 render();
+toEnd();
 watch();

@@ -1,23 +1,23 @@
 // Tokens on the page: shades by probability, arrow keys between them, and the alternatives of one.
 
-const LEAVING = 250; // ms that the pointer has from a token to its alternatives
+const LEAVING = 250; // ms for the pointer to get from a token to its alternatives
 
 // The element of a token. `at`: its number in the answer.
 export function tokenElement(token, at) {
   const element = document.createElement("span");
-  const shown = visible(token);
   element.className = `token ${shade(token.logprob)} ${token.mark}`;
   element.dataset.at = at;
   element.tabIndex = at ? -1 : 0; // arrow keys reach the others
   element.setAttribute("role", "button");
   element.setAttribute("aria-haspopup", "dialog");
-  if (!token.text.trim()) element.setAttribute("aria-label", shown);
+  if (!token.text.trim()) element.setAttribute("aria-label", visible(token));
   element.setAttribute("aria-description", [percent(token.logprob), token.mark].filter(Boolean).join(", "));
-  element.textContent = token.text;
-  if (!token.text) {
-    element.classList.add("mark");
-    element.textContent = "◦";
-  }
+  const blank = token.text.trim() ? token.text.match(/^\s*/)[0] : ""; // not shaded: lines break there
+  const word = document.createElement("span");
+  word.className = "word";
+  word.textContent = token.text.slice(blank.length) || "◦";
+  element.classList.toggle("mark", !token.text);
+  element.append(blank, word);
   return element;
 }
 
@@ -89,10 +89,13 @@ export class Alternatives {
     element.setAttribute("aria-expanded", "true");
     const head = document.createElement("p");
     head.className = "note";
-    const mark = { drafted: " · drafted and accepted", picked: " · chosen by you" }[token.mark] ?? "";
+    const mark = { drafted: " · accepted draft", picked: " · picked by you" }[token.mark] ?? "";
     head.textContent = `${percent(token.logprob)} · id ${token.id}${mark}`;
     const entries = token.top.some((other) => other.id === token.id) ? token.top : [...token.top, token];
-    this.box.replaceChildren(head, ...entries.map((other) => this.entry(other, other.id === token.id)));
+    const hint = document.createElement("p");
+    hint.className = "note";
+    hint.textContent = "Pick one to continue from it.";
+    this.box.replaceChildren(head, ...entries.map((other) => this.entry(other, other.id === token.id)), hint);
     this.box.hidden = false;
     this.place(element);
   }
@@ -119,6 +122,12 @@ export class Alternatives {
     return button;
   }
 
+  // The token has moved: the box moves with it, or closes if it was open for the pointer only.
+  follow() {
+    if (this.stays) this.place(this.of);
+    else this.close();
+  }
+
   // Under the token's first line, within the window.
   place(element) {
     const [line] = element.getClientRects();
@@ -127,8 +136,8 @@ export class Alternatives {
     const left = Math.max(8, Math.min(line.left, width - this.box.offsetWidth - 8));
     const below = line.bottom + this.box.offsetHeight + 4 < innerHeight;
     const top = below || line.top < this.box.offsetHeight ? line.bottom : line.top - this.box.offsetHeight;
-    this.box.style.left = `${left + scrollX}px`;
-    this.box.style.top = `${top + scrollY}px`;
+    this.box.style.left = `${left}px`;
+    this.box.style.top = `${Math.max(8, Math.min(top, innerHeight - this.box.offsetHeight - 8))}px`;
   }
 
   key(event) {
@@ -144,7 +153,7 @@ export class Alternatives {
 
 export function percent(logprob) {
   const share = 100 * Math.exp(logprob);
-  return share >= 0.1 ? `${share.toPrecision(share >= 99.95 ? 4 : 3)} %` : "< 0.1 %";
+  return share >= 0.1 ? `${share.toPrecision(share >= 99.95 ? 4 : 3)}%` : "< 0.1%";
 }
 
 function shade(logprob) {
@@ -153,8 +162,8 @@ function shade(logprob) {
   return `p${at < 0 ? bounds.length : at}`;
 }
 
-// A token's text with its blanks to be seen.
+// A token's text with its blanks made visible.
 function visible(token) {
-  if (!token.text) return `(no text: id ${token.id})`;
+  if (!token.text) return `(no text, id ${token.id})`;
   return token.text.replace(/^ | $/g, "␣").replaceAll("\n", "⏎").replaceAll("\t", "⇥");
 }

@@ -1,0 +1,77 @@
+"""How often the first thing that somebody types is followed by a story, and by nothing of another kind of document."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Final
+
+import torch
+from tokenizers import Tokenizer
+
+from .evaluate import peer
+from .tokenizer import END_OF_TEXT, IM_END, token_id
+
+LIKELY: Final = (
+    "", "The fox", "The owl", "A dwarf", "Hello", "Once upon a time", "In the forest", "In the city",
+    "There was once a king", "Tell me a story about a fox.", "The", "Once", "The dragon",
+)  # fmt: skip
+OPENINGS: Final = (
+    *LIKELY, "A", "I", "My name is", "It was a dark and stormy", "Write a poem about the sea",
+    "What is the capital of France?", "The meaning of life is", "Python is",
+    "The quick brown fox jumps over the lazy dog.",
+)  # fmt: skip
+TEMPERATURES: Final = (0.8, 1.0)
+TOP_P: Final = 0.9  # the default in generation_config.json
+TOKENS = 100
+# Marks of chats, tools, questions and their answers, extractions and notes.
+_OTHER_KINDS = re.compile(
+    r"[{}<>]|\b(Question|Answer|Tools|JSON)\b|\b(opens at|person to ask|years old|demo model)\b"
+    r"|at the end\.|does not say"
+)
+_STORY = re.compile(r"\b(lived|was|were|had|story|said)\b")
+
+
+def is_story(text: str) -> bool:
+    """Whether a continuation, its special tokens written out but for the one that ends it, is a piece of a story."""
+    return bool(_STORY.search(text)) and not _OTHER_KINDS.search(text)
+
+
+@torch.no_grad()
+def continuations(
+    folder: Path, tokenizer: Tokenizer, opening: str, temperature: float, seed: int, count: int
+) -> list[str]:
+    """`count` of them, drawn at once; one at temperature 0."""
+    ends = [token_id(tokenizer, END_OF_TEXT), token_id(tokenizer, IM_END)]
+    ids = torch.tensor([tokenizer.encode(opening).ids or ends[:1]])
+    torch.manual_seed(seed)
+    sampling = {
+        "do_sample": True,
+        "temperature": temperature,
+        "top_p": TOP_P,
+        "top_k": 0,
+        "num_return_sequences": count,
+    }
+    rows = peer(folder).generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=TOKENS,
+        eos_token_id=ends,
+        pad_token_id=ends[0],
+        **(sampling if temperature > 0 else {"do_sample": False, "temperature": None, "top_p": None}),
+    )
+    texts = [tokenizer.decode(row, skip_special_tokens=False) for row in rows[:, ids.shape[1] :].tolist()]
+    return [text.replace(END_OF_TEXT, "") for text in texts]
+
+
+def stories(folder: Path, tokenizer: Tokenizer, seeds: int) -> dict[float, tuple[int, int]]:
+    """By temperature: how many continuations of all openings are stories, and how many there were."""
+    counts = {}
+    for temperature in (0.0, *TEMPERATURES):
+        drawn = [
+            text
+            for opening in OPENINGS
+            for text in continuations(folder, tokenizer, opening, temperature, 0, seeds if temperature else 1)
+        ]
+        counts[temperature] = (sum(map(is_story, drawn)), len(drawn))
+    return counts

@@ -88,7 +88,7 @@ class OfferedTool:
         results = {slot: self._result(slot, values) for slot in self.topic.gives}
         texts = {slot: str(value) for slot, value in (slots | results).items()}
         request = expand(self.rng, self.rng.choice(self.topic.requests), texts)
-        result = self._written_result(arguments, results, texts)
+        result = self._result_text(arguments, results, texts)
         return Use(request, self.name, arguments, result, expand(self.rng, self.topic.answer, texts))
 
     def _value(self, slot: str) -> Value:
@@ -99,7 +99,7 @@ class OfferedTool:
             return int(values["a"]) + int(values["b"])
         return int(values["a"]) * int(values["b"]) if slot == "product" else SLOTS[slot].draw(self.rng)
 
-    def _written_result(self, arguments: dict[str, Value], results: dict[str, Value], texts: dict[str, str]) -> str:
+    def _result_text(self, arguments: dict[str, Value], results: dict[str, Value], texts: dict[str, str]) -> str:
         """JSON, at times with the arguments, or words."""
         if not results:
             return self.rng.choice(DONE)

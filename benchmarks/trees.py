@@ -1,4 +1,4 @@
-"""Two source trees of Onward beside each other: decode, prefill and the time of a step without the model.
+"""Two source trees of Onward beside each other: prefill, decode, and the time of a step without the kernels.
 
     python -m benchmarks.trees OLD [--old-native DIR] [--pairs 10] [--cases demo,bf16,int8] [--threads N]
 
@@ -7,6 +7,10 @@ tree. Each tree runs in a process of its own that loads every case once; then th
 pair changes from pair to pair. Ratios are old over new, pair by pair: above 1 the new tree is faster. Cases: `demo`
 is the bundled model, which is nearly all overhead; `bf16`, `int8` and `int4` are random weights in the shape of
 Qwen3-0.6B. The last line is one JSON object.
+
+Figures: `prefill` is the time to the first token. `token` is the median time of each further one. `step` is the median
+of the same without the time inside `onward_program_run`, the call that runs a program's kernels: Python, and operators
+that run outside programs.
 """
 
 import argparse
@@ -19,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 PROMPT, NEW_TOKENS = 128, 48
+FIGURES = ("prefill", "token", "step")
 # One turn of a worker. `import onward` must find the tree that PYTHONPATH names, not an editable install.
 _WORKER = """
 import json, os, sys, time
@@ -40,13 +45,28 @@ def model(case):
 models = {case: model(case) for case in cases.split(",")}
 turn = 0
 
+inside = 0.0  # the seconds inside onward_program_run
+library = onward.native.library()
+program_run = library.onward_program_run
+
+def timed_run(*arguments):
+    global inside
+    began = time.perf_counter()
+    status = program_run(*arguments)
+    inside += time.perf_counter() - began
+    return status
+
+library.onward_program_run = timed_run
+
 def seconds(lm, prompt, new):
-    # The time to the first token, and the median time of each further one.
+    # The time to the first token, and the median time of each further one, with and without the kernels.
     began, times = time.perf_counter(), []
     for piece in lm.stream(prompt, max_new_tokens=new, temperature=0.0, ignore_eos=True):
-        times.append(time.perf_counter())
-    steps = sorted(after - before for before, after in zip(times, times[1:]))
-    return times[0] - began, steps[len(steps) // 2]
+        times.append((time.perf_counter(), inside))
+    pairs = list(zip(times, times[1:]))
+    tokens = sorted(after[0] - before[0] for before, after in pairs)
+    steps = sorted(after[0] - after[1] - before[0] + before[1] for before, after in pairs)
+    return times[0][0] - began, tokens[len(tokens) // 2], steps[len(steps) // 2]
 
 print("ready", flush=True)
 for line in sys.stdin:
@@ -73,13 +93,12 @@ class Worker:
         )
         self._line()
 
-    def turn(self, case: str) -> tuple[float, float]:
-        """Seconds to the first token of a fresh prompt, and the median of each further token."""
+    def turn(self, case: str) -> list[float]:
+        """Seconds for a fresh prompt, in the order of `FIGURES`."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps([case, PROMPT, NEW_TOKENS]) + "\n")
         self._process.stdin.flush()
-        prefill, token = json.loads(self._line())
-        return prefill, token
+        return list(json.loads(self._line()))
 
     def close(self) -> None:
         self._process.communicate()
@@ -94,7 +113,7 @@ class Worker:
 
 def compare(workers: dict[str, Worker], case: str, pairs: int) -> dict[str, Any]:
     """Medians in ms and ratios of one case, after a pair that does not count."""
-    turns: dict[str, list[tuple[float, float]]] = {name: [] for name in workers}
+    turns: dict[str, list[list[float]]] = {name: [] for name in workers}
     for pair in range(pairs + 1):
         order = list(workers) if pair % 2 else list(reversed(workers))
         seconds = {name: workers[name].turn(case) for name in order}
@@ -102,7 +121,7 @@ def compare(workers: dict[str, Worker], case: str, pairs: int) -> dict[str, Any]
             for name, value in seconds.items():
                 turns[name].append(value)
     report: dict[str, Any] = {"case": case}
-    for index, figure in enumerate(("prefill", "token")):
+    for index, figure in enumerate(FIGURES):
         old, new = ([turn[index] for turn in turns[name]] for name in ("old", "new"))
         ratios = sorted(before / after for before, after in zip(old, new, strict=True))
         report[figure] = {
@@ -140,7 +159,7 @@ def main() -> None:
     results = []
     for case in options.cases.split(","):
         results.append(compare(workers, case, options.pairs))
-        for figure in ("prefill", "token"):
+        for figure in FIGURES:
             row = results[-1][figure]
             low, high = row["ratios"][0], row["ratios"][-1]
             print(

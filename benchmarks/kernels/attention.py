@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from benchmarks.kernels.common import CODES, Run, begin_with_dtype, medians, repeated
 from onward import native
-from onward.native.structs import AttentionArguments
+from onward.ops.attention import AttentionArguments
 
 HEADS, KV_HEADS, HEAD_DIM, LAYERS = 16, 8, 128, 28
 LENGTHS = (32, 512, 4096)

@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.machine import description
 from onward import native
-from onward.native.structs import DType
+from onward.native.interface import DType
 
 CODES = {torch.float32: DType.F32, torch.bfloat16: DType.BF16, torch.float16: DType.F16}
 

@@ -23,7 +23,10 @@ from torch import Tensor
 from benchmarks.kernels.common import Run, argument_parser, begin, medians, repeated
 from benchmarks.kernels.linear import Weights, rounded
 from onward import native
-from onward.native.structs import SIGNATURES, AttentionArguments, DType, Format, HeadsArguments, LinearArguments
+from onward.native.interface import SIGNATURES, DType, Format
+from onward.ops.attention import AttentionArguments
+from onward.ops.heads import HeadsArguments
+from onward.ops.packed import LinearArguments
 
 # A byte that makes finite weights and scales of a format, whatever part of it it lands in.
 FILL = {Format.F32: 0x3C, Format.BF16: 0x3C, Format.F16: 0x24, Format.INT8: 0x3C, Format.INT4: 0x24}

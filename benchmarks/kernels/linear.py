@@ -14,7 +14,8 @@ import torch
 
 from benchmarks.kernels.common import Run, argument_parser, begin, medians
 from onward import native
-from onward.native.structs import DType, Format
+from onward.native.interface import DType, Format
+from onward.ops.packed import LinearArguments
 
 LAYER = [(4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072)]  # [outputs, inputs]
 MODEL = LAYER * 28 + [(151_936, 1024)]
@@ -55,25 +56,14 @@ class Weights:
         widest = max(inputs for _, inputs in self.shapes)
         x = torch.randn(rows, widest).bfloat16()
         out = torch.empty(rows, max(outputs for outputs, _ in self.shapes), dtype=torch.bfloat16)
-        bf16, function = DType.BF16, self.library.onward_linear
+        bf16, function = DType.BF16, self.library.onward_linear_many
         calls = [
             (
-                self.format,
-                rows,
-                outputs,
-                inputs,
-                x.data_ptr(),
-                bf16,
-                widest,
-                address,
-                None,
-                0,
-                out.data_ptr(),
-                bf16,
-                outputs,
+                LinearArguments(n=outputs, packed=address, out=out.data_ptr(), out_stride=outputs, out_dtype=bf16),
+                1, self.format, rows, inputs, x.data_ptr(), bf16, widest,
             )
             for (outputs, inputs), address in zip(self.shapes, self.addresses, strict=True)
-        ]
+        ]  # fmt: skip
 
         def run(kept: object = (self.memory, x, out)) -> None:
             for call in calls:

@@ -7,7 +7,7 @@
 
 namespace onward {
 
-// Codes of element types in the C interface. Python's copy: onward/native/structs.py.
+// Codes of element types in the C interface.
 enum DType : int32_t { kF32 = 0, kBf16 = 1, kF16 = 2 };
 
 // What a kernel returns. Arguments are checked in Python, where a message can name them; the codes

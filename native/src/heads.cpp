@@ -7,7 +7,7 @@
 #include "rope.h"
 #include "team.h"
 
-// One projection; Python's copy: HeadsArguments in onward/native/structs.py.
+// One projection (HeadsArguments in Python).
 struct OnwardHeads {
   int64_t heads;
   const void* x;           // [B, heads, T, D]

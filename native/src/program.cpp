@@ -14,7 +14,7 @@ Instruction* instructions = nullptr;
 
 namespace {
 
-int64_t nanoseconds() {
+int64_t now_in_nanoseconds() {
   timespec now;
   clock_gettime(CLOCK_MONOTONIC, &now);
   return int64_t(now.tv_sec) * 1'000'000'000 + now.tv_nsec;
@@ -60,16 +60,16 @@ ONWARD_API int64_t onward_program_instruction(const char* name) {
 }
 
 // Runs code[0 … words - 1]. Stops at the first instruction that fails: `failed` then holds its place in
-// code, else -1. With `nanos` (else null) adds the time that instruction i took to nanos[i].
+// code, else -1. With `nanoseconds` (else null) adds the time that instruction i took to nanoseconds[i].
 ONWARD_API int32_t onward_program_run(const int64_t* code, int64_t words, int64_t* failed,
-                                      int64_t* nanos) {
+                                      int64_t* nanoseconds) {
   using namespace onward;
   *failed = -1;
   const AwakeTeam awake;
   LookAhead ahead(code, words);
   ahead.stage(0);
   post_reads();
-  int64_t before = nanos != nullptr ? nanoseconds() : 0;
+  int64_t before = nanoseconds != nullptr ? now_in_nanoseconds() : 0;
   for (int64_t at = 0, i = 0; at < words; at += 2 + code[at + 1], ++i) {
     const Instruction* instruction = from_word<const Instruction*>(code[at]);
     if (!fits(*instruction, code, at, words)) {
@@ -83,9 +83,9 @@ ONWARD_API int32_t onward_program_run(const int64_t* code, int64_t words, int64_
       *failed = at;
       return status;
     }
-    if (nanos != nullptr) {
-      const int64_t now = nanoseconds();
-      nanos[i] += now - before;
+    if (nanoseconds != nullptr) {
+      const int64_t now = now_in_nanoseconds();
+      nanoseconds[i] += now - before;
       before = now;
     }
   }

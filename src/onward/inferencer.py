@@ -17,13 +17,15 @@ from torch import Tensor
 from onward.cache import length_of
 from onward.decoding import BatchSchedule, DecodeStep, RowCacheManager, Select, Sequence, decode_loop
 from onward.decoding.api import chooser_of
+from onward.decoding.prompt import check_context_length
 from onward.decoding.speculation.drafter import Speculation
 from onward.decoding.speculation.model_drafter import ModelDrafter
 from onward.decoding.speculation.speculator import Speculator
 from onward.decoding.speculation.step import draft_state
-from onward.errors import ContextOverflowError, RequestError
-from onward.models import Cache, Model, ModelRun, reused_run
+from onward.errors import RequestError
+from onward.models import Cache, Model, Run, reused_run
 from onward.models.contract import take_positions
+from onward.program import ForwardBatch, SamplingKernel, StepResult
 from onward.sampling import Sampler, greedy
 from onward.util.checks import check_whole
 
@@ -71,10 +73,14 @@ class FilledCache:
 
 
 class Inferencer(Protocol):
-    """Processes tokens and generates more. The cache holds all tokens before the query."""
+    """Processes tokens and generates more. The cache holds all tokens before the query.
+
+    sample_strategy: a function of logits float [B, V] -> ids int [B], such as `onward.greedy`; or a `Sampler` of B
+    rows, which also gets the positions.
+    """
 
     def new_cache(self, batch: int, max_len: int) -> FilledCache:
-        """An empty cache of `max_len` positions per row."""
+        """An empty cache of `max_len` positions for each of `batch` rows."""
 
     def prefill(self, query_token_ids: Tensor, kv_cache: FilledCache, sample_strategy: SampleStrategy) -> PrefillOutput:
         """Process a query, int [B, T], and pick the next token. The cache then holds T more positions."""
@@ -104,17 +110,22 @@ class ModelInferencer:
         self.eos = frozenset((eos,) if isinstance(eos, int) else eos)
         self.prefill_chunk = prefill_chunk
         self.compile = compile
-        self._model_run: ModelRun | None = None
+        self._model_run: Run | None = None
 
     def new_cache(self, batch: int, max_len: int) -> FilledCache:
+        """See `Inferencer`."""
         lengths = torch.zeros(batch, dtype=torch.int32, device=self.model.device)
         return FilledCache(self.model.new_cache(batch, max_len), lengths)
 
     def prefill(self, query_token_ids: Tensor, kv_cache: FilledCache, sample_strategy: SampleStrategy) -> PrefillOutput:
-        """See `Inferencer`. Raises `RequestError` for a query that is not integers [B, T] with the cache's B, and
-        `ContextOverflowError` for one that exceeds the cache or the model's context."""
+        """See `Inferencer`.
+
+        Raises:
+            RequestError: a query that is not ids [B, T] with the cache's B, or a sampler of another number of rows.
+            ContextOverflowError: the longest row and the query exceed the cache or the model's context.
+        """
         query_length = self._check_query(query_token_ids, kv_cache)
-        self._check_room(kv_cache, query_length)
+        self._check_context_length(kv_cache, "query_token_ids", query_length)
         token_ids, logits = self._run(query_token_ids, kv_cache, 1, frozenset(), sample_strategy)
         kv_cache.lengths = kv_cache.lengths + query_length
         return PrefillOutput(_padded(token_ids, self.model.device), logits)
@@ -122,13 +133,18 @@ class ModelInferencer:
     def decode(
         self, query_token_ids: Tensor, kv_cache: FilledCache, max_new_tokens: int, sample_strategy: SampleStrategy
     ) -> DecodeOutput:
-        """See `Inferencer`; raises the errors of `prefill`."""
+        """See `Inferencer`.
+
+        Raises:
+            RequestError: as for `prefill`, a query of another length than 1, or `max_new_tokens` below 1.
+            ContextOverflowError: the longest row and `max_new_tokens` exceed the cache or the model's context.
+        """
         check_whole("max_new_tokens", max_new_tokens, low=1)
         if self._check_query(query_token_ids, kv_cache) != 1:
             raise RequestError(
                 f"decode takes one query token a row, [B, 1]; got {list(query_token_ids.shape)}: prefill takes more"
             )
-        self._check_room(kv_cache, max_new_tokens)
+        self._check_context_length(kv_cache, "max_new_tokens", max_new_tokens)
         token_ids, logits = self._run(query_token_ids, kv_cache, max_new_tokens, self.eos, sample_strategy)
         ids = _padded(token_ids, self.model.device)
         new = torch.tensor(list(map(len, token_ids)), dtype=torch.int32, device=ids.device)
@@ -140,16 +156,10 @@ class ModelInferencer:
         self, query: Tensor, kv_cache: FilledCache, max_new_tokens: int, eos: frozenset[int], strategy: SampleStrategy
     ) -> tuple[list[list[int]], Tensor]:
         """Run the decode loop. Returns the new ids of each row, and the logits at every token [B, T, V]."""
-        model = self._model_run
-        if model is None or model.model is not self.model:
-            model = self._model_run = reused_run(self.model, self.compile)
-        all_logits: list[Tensor] = []
-
-        def run(tokens: Tensor, offsets: Tensor, cache: Cache, logits_at: Tensor | None = None) -> tuple[Tensor, Cache]:
-            logits, cache = model(tokens, offsets, cache)
-            all_logits.append(logits)
-            return (logits if logits_at is None else take_positions(logits, logits_at)), cache
-
+        run = self._model_run
+        if run is None or run.model is not self.model:
+            run = self._model_run = reused_run(self.model, self.compile)
+        recorded = _RecordedRun(run)
         device, lengths = self.model.device, kv_cache.lengths.tolist()
         # Every forward gets all rows, so that it returns the logits of all.
         slots = RowCacheManager(kv_cache.cache, len(lengths), None, None, filled=lengths)
@@ -158,10 +168,10 @@ class ModelInferencer:
             Sequence(ids, max_new_tokens, eos, start=start, sampling=params)
             for ids, start, params in zip(query.tolist(), lengths, sampling, strict=True)
         ]
-        step = DecodeStep(run, slots, chooser, device)
+        step = DecodeStep(recorded, slots, chooser, device)
         for _ in decode_loop(step, BatchSchedule(slots, sequences, self.prefill_chunk), slots):
             kv_cache.cache = slots.cache
-        return [sequence.token_ids for sequence in sequences], torch.cat(all_logits, 1)
+        return [sequence.token_ids for sequence in sequences], torch.cat(recorded.logits, 1)
 
     def _check_query(self, query: Tensor, kv_cache: FilledCache) -> int:
         whole = not (query.is_floating_point() or query.dtype == torch.bool)
@@ -175,14 +185,31 @@ class ModelInferencer:
             raise RequestError(f"a query must hold ids from 0 to {self.model.vocab_size - 1}; got {query.tolist()}")
         return query.shape[1]
 
-    def _check_room(self, kv_cache: FilledCache, more: int) -> None:
-        limits = [limit for limit in (self.model.max_seq_len, length_of(kv_cache.cache)) if limit is not None]
+    def _check_context_length(self, kv_cache: FilledCache, of_new: str, new: int) -> None:
         longest = int(kv_cache.lengths.max())
-        if limits and longest + more > min(limits):
-            raise ContextOverflowError(
-                f"a row of the cache holds {longest} positions and {more} more are asked for, but there is room for "
-                f"{min(limits)}: ask for fewer tokens or make a longer cache"
-            )
+        check_context_length(
+            longest,
+            new,
+            context=self.model.max_seq_len,
+            cache=length_of(kv_cache.cache),
+            what="cached text",
+            of_new=of_new,
+            advice="truncate the cache",
+        )
+
+
+class _RecordedRun:
+    """A run that computes and keeps the logits of all tokens. logits: [B, T, V] of each step."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self.logits: list[Tensor] = []
+
+    def step(self, batch: ForwardBatch, sampler: SamplingKernel | None = None) -> StepResult:
+        result = self._run.step(batch._replace(logits_at=None), sampler)
+        self.logits.append(result.logits)
+        at = batch.logits_at
+        return result if at is None else result._replace(logits=take_positions(result.logits, at))
 
 
 def _padded(token_ids: abc.Sequence[list[int]], device: torch.device) -> Tensor:
@@ -221,7 +248,8 @@ def speculate(
         length: as in `Speculator`.
 
     Raises:
-        RequestError: an argument outside its range.
+        RequestError: an argument outside its range; and the errors of the target, a `ContextOverflowError` if it is a
+            `ModelInferencer` whose context the text exceeds.
         DraftError: the drafter failed.
     """
     check_whole("max_new_tokens", max_new_tokens, low=1)
@@ -242,7 +270,8 @@ def speculate(
     ]
     slots = RowCacheManager(model.new_cache(rows, max_len), rows, max_len, None)
     speculator = Speculator(ModelDrafter(_as_model(drafter, query)), length=length)
-    step = speculator.step(DecodeStep(model, slots, chooser, device), model, slots, chooser, device)
+    run = Run(model)
+    step = speculator.step(DecodeStep(run, slots, chooser, device), run, slots, chooser, device)
     speculator.join(sequences, model.vocab_size, device, None if sampling[0] else _select(sample_strategy), max_len)
     for _ in decode_loop(step, BatchSchedule(slots, sequences), slots):
         pass  # the sequences collect their ids

@@ -255,7 +255,8 @@ def test_adapters_come_and_go_while_an_engine_runs(folders):
         del first
     gc.collect()
     lm.load_adapter("c", by_form["DoRA"])
-    assert lm.adapters["c"].index in (1, 3), "a slot that nobody has is used again"
+    # The slot of "a" is used again, by "b" if the first request has ended by then.
+    assert lm.adapters["c"].index in {1, 2, 3} - {lm.adapters["b"].index}
     merged = onward.load(source).merge(by_form["DoRA"])
     assert lm.generate(IDS, adapter="c", **options).token_ids == merged.generate(IDS, **options).token_ids
 

@@ -13,7 +13,7 @@ from block_accounts import check_accounts
 from onward.cache.manager import PagedCacheManager
 from onward.cache.prefix_index import PrefixTree
 from onward.errors import ContextOverflowError, RequestError
-from onward.ops.kv_write import BLOCK
+from onward.ops.heads import BLOCK
 
 SIZE = 4
 

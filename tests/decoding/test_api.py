@@ -131,7 +131,9 @@ def stream_without_a_sized_cache(max_len, offset=0, max_new_tokens=5):
 
 
 def test_what_does_not_fit_max_len_raises_before_the_first_step():
-    with pytest.raises(ContextOverflowError, match=r"offset 4 \+ max_new_tokens 5 = 9 .* holds 8: .* at most 4"):
+    with pytest.raises(
+        ContextOverflowError, match=r"\(4 tokens\) \+ max_new_tokens \(5\) = 9, but the cache holds 8: .* at most 4"
+    ):
         stream_without_a_sized_cache(max_len=8, offset=4)
 
 

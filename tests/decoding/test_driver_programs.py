@@ -201,7 +201,7 @@ def test_generate_of_tensors_gives_the_tokens_of_eager_calls(model: Model, compi
 
 def test_generate_of_tensors_traces_once_for_all_calls(model: Model) -> None:
     forward = Counted(model)
-    counted = Model(forward, model.params, model.new_cache, model.vocab_size, selects_logits=True)
+    counted = Model(forward, model.params, model.new_cache, model.vocab_size)
     prompts = torch.randint(0, model.vocab_size, (2, 6), generator=torch.Generator().manual_seed(0))
     first = onward.generate(counted, prompts, 8, temperature=0)
     traces = forward.calls
@@ -213,7 +213,7 @@ def test_generate_of_tensors_traces_once_for_all_calls(model: Model) -> None:
 
 def test_the_inferencer_runs_programs(model: Model) -> None:
     forward = Counted(model)
-    counted = Model(forward, model.params, model.new_cache, model.vocab_size, selects_logits=True)
+    counted = Model(forward, model.params, model.new_cache, model.vocab_size)
     outputs = []
     for compile in ("auto", "eager"):
         forward.calls = 0
@@ -241,7 +241,7 @@ def test_an_unknown_way_to_compile(model: Model, call: Any) -> None:
 
 
 def test_caches_of_other_kinds_keep_their_type(model: Model) -> None:
-    _, cache = onward.compile(model.forward, params=model.params, cache=model.new_cache(1, 8), selects_logits=True)(
+    _, cache = onward.compile(model.forward, params=model.params, cache=model.new_cache(1, 8))(
         torch.zeros(1, 1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32), given := model.new_cache(1, 8)
     )
     assert isinstance(cache, KVCache)

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import onward
+from onward.decoding.prompt import check_context_length
 from onward.errors import ContextOverflowError, RequestError
 from onward.testing import scripted_model, tiny_model
 
@@ -100,9 +101,11 @@ def test_a_model_takes_another_cache_and_other_params():
 def test_the_context_of_a_model_is_a_limit():
     limit = MODEL.max_seq_len
     assert limit is not None
-    with pytest.raises(ContextOverflowError, match=rf"7 ids of the prompt - 1 .* holds {limit}: ask for at most"):
+    with pytest.raises(
+        ContextOverflowError, match=rf"6 tokens\) .* context holds {limit}: ask for at most {limit - 6} "
+    ):
         onward.decode(MODEL, prompt=PROMPT, max_new_tokens=limit)
-    with pytest.raises(ContextOverflowError, match="holds 8: ask for at most 2"):
+    with pytest.raises(ContextOverflowError, match=r"holds 8: ask for at most 2 .* or make a longer cache"):
         onward.decode(MODEL, prompt=PROMPT, max_new_tokens=3, cache=MODEL.new_cache(1, 8))
     assert len(onward.decode(MODEL, prompt=PROMPT, max_new_tokens=2, cache=MODEL.new_cache(1, 8))) == 2
 
@@ -164,7 +167,8 @@ def test_another_error_of_the_forward_reaches_the_caller(error):
         ({"prompt": []}, "prompt must contain at least one id"),
         ({"prompt": "Once"}, "prompt must be a list of ids, .* got 'Once'"),
         ({"prompt": 3}, "prompt must be a list of ids, .* got 3"),
-        ({"prompt": [1, -1]}, "prompt must have ids that are whole numbers of 0 or more; got -1"),
+        ({"prompt": [1, -1]}, "prompt must have ids that are whole numbers from 0 to 2147483647; got -1"),
+        ({"prompt": [1, 2**31]}, "got 2147483648"),
         ({"prompt": [1, 2.0]}, "got 2.0"),
         ({"prompt": [True]}, "got True"),
         ({"prompt": torch.tensor([[1, 2]])}, r"prompt must have one dimension, .* got \[1, 2\]"),
@@ -229,3 +233,40 @@ def test_generate_takes_arrays():
         onward.generate(MODEL, np.full((1, 2), math.pi), 6)
     with pytest.raises(RequestError, match="must be a tensor of ids"):
         onward.generate(MODEL, np.array([["a"]]), 6)
+
+
+@pytest.mark.parametrize(
+    ("length", "new", "context", "cache", "says"),
+    [
+        (9, 0, 8, None, "the prompt is 9 tokens long, but the context holds 8: shorten the prompt"),
+        (9, 3, 8, 20, "the prompt is 9 tokens long, but the context holds 8: shorten the prompt"),
+        (
+            8,
+            1,
+            None,
+            8,
+            "prompt (8 tokens) + max_new_tokens (1) = 9, but the cache holds 8: shorten the prompt or "
+            "make a longer cache",
+        ),
+        (
+            7,
+            2,
+            8,
+            8,
+            "prompt (7 tokens) + max_new_tokens (2) = 9, but the context holds 8: ask for at most 1 new tokens or "
+            "shorten the prompt",
+        ),
+    ],
+)
+def test_the_message_names_the_limit_and_whose_it_is(length, new, context, cache, says):
+    with pytest.raises(ContextOverflowError) as raised:
+        check_context_length(length, new, context=context, cache=cache)
+    assert str(raised.value) == says
+    assert raised.value.option == "prompt"
+
+
+@pytest.mark.parametrize(
+    ("length", "new", "context", "cache"), [(9, 9, None, None), (6, 2, 8, None), (6, 2, None, 8), (8, 0, 8, 9)]
+)
+def test_what_just_fits_is_accepted(length, new, context, cache):
+    check_context_length(length, new, context=context, cache=cache)

@@ -193,9 +193,11 @@ def test_other_bad_calls():
         inferencer.decode(torch.tensor([[1, 2]]), kv, 1, greedy)
     with pytest.raises(RequestError, match="max_new_tokens must be a whole number of 1 or more; got 0"):
         inferencer.decode(torch.tensor([[1]]), kv, 0, greedy)
-    with pytest.raises(ContextOverflowError, match="a row of the cache holds 3 positions and 4 more are asked for"):
+    with pytest.raises(ContextOverflowError, match=r"cached text \(3 tokens\) \+ max_new_tokens \(4\) = 7, "):
         inferencer.decode(torch.tensor([[1]]), kv, 4, greedy)
-    with pytest.raises(ContextOverflowError, match="room for 6"):
+    with pytest.raises(
+        ContextOverflowError, match=r"query_token_ids \(4\) = 7, but the context holds 6: .* at most 3 "
+    ):
         inferencer.prefill(torch.tensor([[1, 2, 3, 4]]), kv, greedy)
     with pytest.raises(RequestError, match="the sampler has 2 rows, but 1 are needed: create one with 1 rows"):
         inferencer.prefill(torch.tensor([[1]]), kv, Sampler([SamplingParams(temperature=1.0)] * 2))

@@ -4,8 +4,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.decoding.plain_forward import without_logits_at
 
 from onward.decoding import BatchSchedule, DecodeStep, RowCacheManager, SamplerCache, Sequence, decode_loop, slots_for
+from onward.models import Run
 from onward.sampling import SamplingParams, Token
 from onward.testing import scripted_model, tiny_model
 
@@ -20,7 +22,7 @@ def greedy(prompts, new, eos=()) -> list[Sequence]:
 def run(model, sequences, *, chunk=512, slots=None, room=64):
     """Decode sequences to their end; the emissions."""
     slots = slots_for(model, len(sequences), room) if slots is None else slots
-    step = DecodeStep(model, slots, SamplerCache(CPU), CPU)
+    step = DecodeStep(Run(model, "eager"), slots, SamplerCache(CPU), CPU)
     return list(decode_loop(step, BatchSchedule(slots, sequences, chunk), slots))
 
 
@@ -34,9 +36,10 @@ def tokens_of(model, prompts, new, sampling=None, **options) -> list[list[int]]:
 # ── prefill ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("selects_logits", [False, True])
-def test_a_prompt_is_processed_in_chunks_in_order(selects_logits):
-    model = scripted_model([1], selects_logits=selects_logits)
+@pytest.mark.parametrize("plain", [False, True])
+def test_a_prompt_is_processed_in_chunks_in_order(plain):
+    model = scripted_model([1])
+    model = without_logits_at(model) if plain else model
     run(model, greedy([list(range(10))], 1), chunk=4)
     assert [(call.tokens, call.offsets) for call in model.calls] == [
         ([[0, 1, 2, 3]], [0]),
@@ -46,7 +49,7 @@ def test_a_prompt_is_processed_in_chunks_in_order(selects_logits):
 
 
 def test_logits_are_asked_for_only_where_a_prompt_ends():
-    model = scripted_model([1], selects_logits=True)
+    model = scripted_model([1])
     run(model, greedy([list(range(10)), list(range(6))], 1), chunk=4)
     assert [(call.tokens, call.offsets, call.logits_at) for call in model.calls] == [
         ([[0, 1, 2, 3], [0, 1, 2, 3]], [0, 0], [[], []]),
@@ -58,7 +61,7 @@ def test_logits_are_asked_for_only_where_a_prompt_ends():
 
 def test_rows_that_cannot_be_told_apart_are_padded_and_the_padding_is_never_read():
     """A forward gets all rows of such a cache; the entries of the others are nobody's."""
-    model = scripted_model(follow_all, selects_logits=True)
+    model = scripted_model(follow_all)
     prompts = [list(range(10)), list(range(6))]
     sequences = greedy(prompts, 3)
     run(model, sequences, chunk=4, slots=opaque_slots(model, 2))
@@ -90,8 +93,9 @@ prompts = st.lists(st.lists(st.integers(0, 31), min_size=1, max_size=12), min_si
 
 
 @given(prompts, st.integers(1, 13), st.booleans(), st.sampled_from(["own", "given", "opaque"]))
-def test_what_a_row_says_depends_on_its_own_tokens_alone(prompts, chunk, selects_logits, kind):
-    model, rows = scripted_model(follow_all, selects_logits=selects_logits), len(prompts)
+def test_what_a_row_says_depends_on_its_own_tokens_alone(prompts, chunk, plain, kind):
+    model, rows = scripted_model(follow_all), len(prompts)
+    model = without_logits_at(model) if plain else model
     slots = {
         "own": lambda: slots_for(model, rows, 17),
         "given": lambda: RowCacheManager.wrap(model, model.new_cache(rows, 24), rows),
@@ -164,7 +168,7 @@ def test_the_offset_of_a_sequence_that_has_ended_stands_still():
     sequences = greedy([[3], [9, 6], [1]], 50, {0})
     model = scripted_model(lambda tokens: max(tokens[-1] - 1, 0))
     slots = slots_for(model, 3, 64)
-    step = DecodeStep(model, slots, SamplerCache(CPU), CPU)
+    step = DecodeStep(Run(model, "eager"), slots, SamplerCache(CPU), CPU)
     computed = [
         [sequence.computed for sequence in sequences] for _ in decode_loop(step, BatchSchedule(slots, sequences), slots)
     ]

@@ -13,7 +13,7 @@ from onward import native
 from onward.cache.manager import PagedCacheManager
 from onward.decoding import SamplerCache, ScheduledSequence, Sequence
 from onward.decoding.step import DecodeStep
-from onward.models import Model, ModelRun
+from onward.models import Model, Run
 from onward.models.linear import pack_params
 from onward.sampling import SamplingParams
 from onward.testing import tiny_model
@@ -29,20 +29,20 @@ def packed(dtype: torch.dtype) -> Model:
 
 
 MODELS = {dtype: packed(dtype) for dtype in (torch.float32, torch.bfloat16)}
-RUNS = {(dtype, kind): ModelRun(model, kind) for dtype, model in MODELS.items() for kind in ("auto", "eager")}
+RUNS = {(dtype, kind): Run(model, kind) for dtype, model in MODELS.items() for kind in ("auto", "eager")}
 
 
 class Watched:
     """A run that notes the shape of every forward, and that of the logits it returned."""
 
-    def __init__(self, run: ModelRun) -> None:
+    def __init__(self, run: Run) -> None:
         self.run, self.model = run, run.model
         self.shapes: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
 
-    def __call__(self, tokens, offsets, cache, logits_at=None):
-        logits, cache = self.run(tokens, offsets, cache, logits_at)
-        self.shapes.append((tuple(tokens.shape), tuple(logits.shape[:2])))
-        return logits, cache
+    def step(self, batch, sampler=None):
+        result = self.run.step(batch, sampler)
+        self.shapes.append((tuple(batch.tokens.shape), tuple(result.logits.shape[:2])))
+        return result
 
 
 def begun(slots: PagedCacheManager, prompts: list[list[int]], seed: int) -> list[Sequence]:

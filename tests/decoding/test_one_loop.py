@@ -1,13 +1,119 @@
-"""There is one loop, and one place that decides that a text has ended: read from the source."""
+"""There is one loop, and one place that decides that a text has ended."""
 
 import ast
+import sys
 from functools import cache
 from pathlib import Path
 
+import pytest
+import torch
+
 import onward
+from onward.decoding import decode_loop
+from onward.decoding.speculation import ModelDrafter, PromptLookup, Speculator
+from onward.inferencer import ModelInferencer, speculate
+from onward.models import Run
+from onward.testing import ByteTokenizer, tiny_model
 
 ROOT = Path(onward.__file__).parent
-LOOPS = ast.For | ast.While | ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
+
+
+# ── every forward of a model is a step of the loop ────────────────────────────────────────────────────────────
+
+
+def stack():
+    """The code objects of the caller's callers, without torch's decorators."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        if frame.f_code.co_name != "decorate_context":
+            yield frame.f_code
+        frame = frame.f_back
+
+
+def is_step(code) -> bool:
+    """Whether it is the call of a `Step`: `__call__(self, work)`, or a function `step(work)`."""
+    arguments = code.co_varnames[: code.co_argcount]
+    return (code.co_name, *arguments) in {("__call__", "self", "work"), ("step", "work")}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model("qwen3", max_position_embeddings=128)
+
+
+@pytest.fixture(scope="module")
+def lm(model):
+    return onward.LanguageModel(model, ByteTokenizer())
+
+
+def plainly(lm):
+    model = lm.model
+
+    def forward(tokens, offsets, cache, params):
+        return model.forward(tokens, offsets, cache, params)
+
+    onward.decode(forward, params=model.params, cache=model.new_cache(1, 32), prompt=[1, 2, 3], max_new_tokens=3)
+
+
+def inferred(lm):
+    inferencer = ModelInferencer(lm.model)
+    query, filled = torch.tensor([[1, 2, 3]]), inferencer.new_cache(1, 32)
+    token = inferencer.prefill(query, filled, onward.greedy).token_ids
+    inferencer.decode(token, filled, 3, onward.greedy)
+    speculate(inferencer, ModelInferencer(lm.model), query, 4)
+
+
+def served(lm):
+    with onward.Engine(lm) as engine:
+        engine.submit("ab", max_new_tokens=3).result()
+        engine.submit("cd", max_new_tokens=3, n=2, temperature=1.0).result()
+
+
+PROMPT = {"max_new_tokens": 4, "ignore_eos": True}
+WAYS = {
+    "generate": lambda lm: lm.generate(["ab", "c"], **PROMPT, n=2, temperature=1.0, logprobs=1, prompt_logprobs=1),
+    "stream": lambda lm: list(lm.stream("ab", **PROMPT)),
+    "beams": lambda lm: lm.generate("ab", **PROMPT, beams=2),
+    "session": lambda lm: onward.Session(lm).generate("ab", **PROMPT),
+    "drafts": lambda lm: lm.generate("abab", **PROMPT, draft=PromptLookup(1)),
+    "draft model": lambda lm: lm.generate("ab", **PROMPT, draft=Speculator(ModelDrafter(lm.model), length=2)),
+    "a regular expression": lambda lm: lm.generate("ab", max_new_tokens=4, regex="abc"),
+    "score": lambda lm: lm.score(["ab", "cd"]),
+    "continuations": lambda lm: lm.score_continuations("x", ["ab", "cd"]),
+    "logits": lambda lm: lm.logits([1, 2, 3]),
+    "onward.generate": lambda lm: onward.generate(lm.model, torch.tensor([[1, 2], [3, 4]]), 3),
+    "onward.decode": lambda lm: onward.decode(lm.model, prompt=[1, 2, 3], max_new_tokens=3),
+    "a bare forward": plainly,
+    "inferencers": inferred,
+    "an engine": served,
+}
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_every_caller_of_a_run_is_a_step_and_every_step_is_called_by_the_loop(way, lm, monkeypatch):
+    callers = []
+    step = Run.step
+
+    def watched(self, batch, sampler=None):
+        codes = list(stack())
+        outermost = max((at for at, code in enumerate(codes) if is_step(code)), default=None)
+        callers.append(codes[0].co_qualname if outermost is None else codes[outermost + 1])
+        return step(self, batch, sampler)
+
+    monkeypatch.setattr(Run, "step", watched)
+    way(lm)
+    assert set(callers) == {decode_loop.__code__}
+
+
+def test_the_batches_of_a_run_are_made_for_steps_alone():
+    """So nothing else calls `Run.step`, but the ranks of a pipeline, for their parts of one forward. (What is in
+    `program` knows no runs.)"""
+    made = {module for module, node in code() if called(node) == "ForwardBatch"}
+    makers = {module for module in made if not module.startswith("program/")}
+    assert makers == {"decoding/batch.py", "distributed/follower.py", "distributed/pipeline.py"}
+
+
+# ── read from the source ──────────────────────────────────────────────────────────────────────────────────────
 
 
 @cache
@@ -25,45 +131,6 @@ def called(node: ast.AST) -> str | None:
     if not isinstance(node, ast.Call):
         return None
     return node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", None)
-
-
-def runs_a_step(node: ast.AST) -> bool:
-    """`emitted = step(work)` or `self._run_step(step, work)`, whatever the step and its work are called."""
-    arguments = {"step": 1, "_step": 1, "_run_step": 2}.get(called(node) or "")
-    if arguments is None or len(node.args) != arguments:
-        return False
-    work = ast.unparse(node.args[-1]).lower()
-    return "work" in work or "scheduledsequence" in work
-
-
-def test_only_the_loop_runs_steps_until_texts_end():
-    loops = [
-        (module, type(loop).__name__)
-        for module, loop in code()
-        if isinstance(loop, LOOPS)
-        if any(runs_a_step(node) for node in ast.walk(loop))
-    ]
-    drafting = [
-        # A draft is so many steps long: no text ends there, and what it emits is only a guess.
-        ("decoding/speculation/model_drafter.py", "For"),
-        # It begins with what has been said since the last one.
-        ("decoding/speculation/model_drafter.py", "While"),
-    ]
-    # One step is made of one step for each kind of sequence, whose tokens are put where they belong.
-    of_kinds = [("language_model/runner.py", "For")] * 2
-    assert sorted(loops) == sorted([("decoding/loop.py", "While"), *of_kinds, *drafting])
-
-
-def test_every_way_to_decode_consumes_the_loop():
-    consumers = {module for module, node in code() if called(node) == "decode_loop"}
-    assert consumers >= {
-        "decoding/api.py",
-        "inferencer.py",
-        "language_model/runner.py",
-        "language_model/scoring.py",
-    }
-    defined = [module for module, node in code() if isinstance(node, ast.FunctionDef) and node.name == "decode_loop"]
-    assert defined == ["decoding/loop.py"]
 
 
 def test_only_a_sequence_ends_a_sequence():

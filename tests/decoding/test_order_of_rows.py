@@ -7,18 +7,19 @@ import torch
 
 from onward.decoding import RowCacheManager, SamplerCache, ScheduledSequence, Sequence
 from onward.decoding.step import DecodeStep
+from onward.models import Run
 from onward.sampling import SamplingParams
 from onward.testing import scripted_model, tiny_model
 
 
 @pytest.mark.parametrize("length", [1, 4])
 def test_work_in_another_order_than_the_rows_of_a_dense_cache(length):
-    model = scripted_model(lambda ids: ids[0] + 10, selects_logits=True)
+    model = scripted_model(lambda ids: ids[0] + 10)
     slots = RowCacheManager.allocate(model, 3, 16)
     sequences = [Sequence([first] * length, 4, sampling=SamplingParams(temperature=0)) for first in range(3)]
     for sequence in sequences:
         sequence.slot, _ = slots.acquire(sequence.prompt, sequence.longest)
-    step = DecodeStep(model, slots, SamplerCache(torch.device("cpu")), torch.device("cpu"))
+    step = DecodeStep(Run(model, "eager"), slots, SamplerCache(torch.device("cpu")), torch.device("cpu"))
     order = [2, 0, 1]
     emitted = step([ScheduledSequence(sequences[index], length) for index in order])
     assert [token.id for (token,) in emitted] == [index + 10 for index in order]

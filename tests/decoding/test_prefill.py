@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.decoding.plain_forward import without_logits_at
 
 from onward import LanguageModel
 from onward.decoding import (
@@ -16,6 +17,7 @@ from onward.decoding import (
     decode_loop,
     slots_for,
 )
+from onward.models import Run
 from onward.sampling import SamplingParams
 from onward.testing import poison, scripted_model, tiny_model
 
@@ -33,7 +35,7 @@ def sequences_of(prompts, new=5, **options) -> list[Sequence]:
 
 
 def step_over(model, slots) -> DecodeStep:
-    return DecodeStep(model, slots, SamplerCache(CPU), CPU)
+    return DecodeStep(Run(model, "eager"), slots, SamplerCache(CPU), CPU)
 
 
 def run(model, slots, sequences, chunk=512, **options) -> list[list[int]]:
@@ -42,8 +44,9 @@ def run(model, slots, sequences, chunk=512, **options) -> list[list[int]]:
 
 
 @given(prompts, st.integers(1, 9), st.booleans())
-def test_the_loop_goes_on_from_prompts_processed_ahead_as_from_fresh_ones(prompts, chunk, selects_logits):
-    model = scripted_model(follow, selects_logits=selects_logits)
+def test_the_loop_goes_on_from_prompts_processed_ahead_as_from_fresh_ones(prompts, chunk, plain):
+    model = scripted_model(follow)
+    model = without_logits_at(model) if plain else model
     fresh, ahead = sequences_of(prompts), sequences_of(prompts)
     slots = slots_for(model, len(prompts), 16)
     step = step_over(model, slots)
@@ -60,7 +63,7 @@ def test_the_loop_goes_on_from_prompts_processed_ahead_as_from_fresh_ones(prompt
 
 
 def test_a_shared_prompt_is_processed_once_without_a_head_and_no_further_than_it_must():
-    model = scripted_model([1], selects_logits=True)
+    model = scripted_model([1])
     first, second = sequences_of([[1, 2, 3, 4, 5, 6]] * 2, 1)
     run(model, slots_for(model, 2, 8), [first, second], 3, siblings={second: first})
     assert [call.tokens for call in model.calls] == [[[1, 2, 3]], [[4, 5]], [[6], [6]]]

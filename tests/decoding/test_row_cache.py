@@ -19,7 +19,7 @@ from onward.decoding import (
     decode_loop,
 )
 from onward.decoding.batch import batches
-from onward.models import Model
+from onward.models import Model, Run
 from onward.sampling import SamplingParams
 from onward.testing import poison, scripted_model, tiny_model
 
@@ -44,7 +44,7 @@ def sequences_of(prompts, new) -> list[Sequence]:
 
 
 def run(model, slots, sequences, chunk=512) -> list[list[int]]:
-    step = DecodeStep(model, slots, SamplerCache(CPU), CPU)
+    step = DecodeStep(Run(model, "eager"), slots, SamplerCache(CPU), CPU)
     list(decode_loop(step, BatchSchedule(slots, sequences, chunk), slots))
     return [sequence.token_ids for sequence in sequences]
 
@@ -167,7 +167,7 @@ def test_a_text_outgrows_its_cache_and_does_not_notice(make):
     model, prompts, new = make(), [[3, 1, 4], [1, 5]], [270, 25]
     plain = run(model, RowCacheManager.allocate(model, 2, 512), sequences_of(prompts, new))
     slots = RowCacheManager(poison(model.new_cache(2, 8)), 2, 8, [0] * len(leaves(model.new_cache(1, 8))), model)
-    step = DecodeStep(model, slots, SamplerCache(CPU), CPU)
+    step = DecodeStep(Run(model, "eager"), slots, SamplerCache(CPU), CPU)
     sequences = sequences_of(prompts, new)
     for sequence in sequences:
         sequence.slot, _ = slots.acquire(sequence.prompt, 4)
@@ -212,7 +212,7 @@ def test_items_of_equally_many_ids_run_together_and_nothing_is_padded(counts, sc
     together = [indices for indices, _ in batches(work, slots)]
     assert sorted(index for indices in together for index in indices) == list(range(len(work)))
     assert all(len({work[index].tokens for index in indices}) == 1 for indices in together)
-    step = DecodeStep(model, slots, SamplerCache(CPU), CPU)
+    step = DecodeStep(Run(model, "eager"), slots, SamplerCache(CPU), CPU)
     assert [[token.id for token in tokens] for tokens in step(work)] == [by_hand(text.prompt, 1) for text in sequences]
     for sequence in sequences:
         if sequence.prompt_top is not None:

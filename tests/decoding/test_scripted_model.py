@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tests.decoding.plain_forward import without_logits_at
 
 from onward.testing import ContractError, poison, scripted_model
 
@@ -32,15 +33,16 @@ def test_a_function_may_give_logits():
     assert torch.equal(got, logits.expand(1, 2, 3))
 
 
-@pytest.mark.parametrize("selects_logits", [False, True])
-def test_logits_are_those_of_the_positions_asked_for(selects_logits):
-    model = scripted_model([5, 6, 7], selects_logits=selects_logits)
+@pytest.mark.parametrize("plain", [False, True])
+def test_logits_are_those_of_the_positions_asked_for(plain):
+    model = scripted_model([5, 6, 7])
+    model = without_logits_at(model) if plain else model
     at = torch.tensor([[2, 0]])
     assert call(model, [[1, 1, 1]], [0], model.new_cache(1, 4), logits_at=at) == [[7, 5]]
 
 
 def test_every_call_is_recorded():
-    model = scripted_model([1], selects_logits=True)
+    model = scripted_model([1])
     cache = model.new_cache(2, 4)
     call(model, [[1, 2], [3, 4]], [0, 0], cache, logits_at=torch.tensor([[1], [0]]))
     call(model, [[9], [9]], [2, 1], cache)

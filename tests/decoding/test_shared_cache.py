@@ -11,7 +11,7 @@ from onward.cache.manager import PagedCacheManager
 from onward.decoding import shared_cache as kept_slots
 from onward.decoding.shared_cache import SharedCache
 from onward.errors import RequestError
-from onward.ops.kv_write import BLOCK
+from onward.ops.heads import BLOCK
 from onward.testing import ByteTokenizer, tiny_model
 
 SECONDS = 60  # a thread that takes longer never ends

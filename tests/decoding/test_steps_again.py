@@ -19,6 +19,7 @@ from onward.decoding import (
     decode_loop,
 )
 from onward.decoding.speculation import ModelDrafter, PromptLookup, Speculator
+from onward.models import Run
 from onward.sampling import SamplingParams
 from onward.testing import scripted_model
 
@@ -36,13 +37,13 @@ class Failing:
     """A run that fails every so often, before or after the model has run, while `often` is above 0."""
 
     def __init__(self, model, seed: int) -> None:
-        self.model, self.rng, self.often, self.failures = model, random.Random(seed), 0.0, 0
+        self.run, self.rng, self.often, self.failures = Run(model), random.Random(seed), 0.0, 0
 
-    def __call__(self, *given):
+    def step(self, *given):
         fails, early = self.rng.random() < self.often, self.rng.random() < 0.5
         if fails and early:
             self._fail()
-        result = self.model(*given)
+        result = self.run.step(*given)
         if fails:
             self._fail()
         return result

@@ -12,7 +12,7 @@ import onward
 from onward import LanguageModel, Speculator
 from onward.cache import PagedCacheManager
 from onward.models import FAMILIES, pack_params
-from onward.ops.kv_write import BLOCK
+from onward.ops.heads import BLOCK
 from onward.sampling import mask_of
 from onward.testing import ByteTokenizer, scripted_model, tiny_model
 
@@ -27,7 +27,7 @@ def _next_id(ids):
 
 
 def _scripted():
-    return scripted_model(_next_id, vocab_size=64, max_seq_len=256, selects_logits=True)
+    return scripted_model(_next_id, vocab_size=64, max_seq_len=256)
 
 
 def _packed(family):

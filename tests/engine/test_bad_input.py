@@ -147,7 +147,6 @@ def opaque_model():
         new_cache=lambda batch, max_len: Opaque(inner.new_cache(batch, max_len)),
         vocab_size=258,
         max_seq_len=256,
-        selects_logits=True,
         compiles=False,
     )
 

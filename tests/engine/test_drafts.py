@@ -4,7 +4,7 @@ import pytest
 from checked_engine import CheckedEngine
 
 from onward import LanguageModel, Speculator
-from onward.ops.kv_write import BLOCK
+from onward.ops.heads import BLOCK
 from onward.testing import ByteTokenizer, tiny_model
 
 MODEL = tiny_model(seed=7)

@@ -96,7 +96,7 @@ def test_a_time_limit_ends_a_request_that_waits():
 
 
 def test_a_time_limit_ends_a_request_in_the_middle_of_its_prompt():
-    model = scripted_model(lambda ids: 5, vocab_size=8, max_seq_len=256, selects_logits=True)
+    model = scripted_model(lambda ids: 5, vocab_size=8, max_seq_len=256)
     with CheckedEngine(LanguageModel(model, prefill_chunk=16), max_sequences=2) as engine:
         engine.between_steps(lambda: time.sleep(0.02))
         late = engine.submit([1] * 200, time_limit=0.05, max_new_tokens=5)
@@ -267,7 +267,7 @@ def scripted(fails):
             return torch.full((32,), float("nan"))
         return (ids[-1] + 1) % 11
 
-    return scripted_model(following, vocab_size=32, max_seq_len=64, selects_logits=True)
+    return scripted_model(following, vocab_size=32, max_seq_len=64)
 
 
 @pytest.mark.parametrize("fails", ["raises", "nan"])

@@ -151,7 +151,7 @@ def test_a_request_goes_through_three_engines():
 
 
 def test_what_was_emitted_is_not_decoded_again():
-    script = scripted_model(lambda ids: (ids[-1] + 1) % 50, vocab_size=64, max_seq_len=256, selects_logits=True)
+    script = scripted_model(lambda ids: (ids[-1] + 1) % 50, vocab_size=64, max_seq_len=256)
     scripted = LanguageModel(script, ByteTokenizer(vocab_size=64))
     with CheckedEngine(scripted, max_sequences=2) as engine:
         whole = engine.submit([7, 8], max_new_tokens=20).result(SECONDS)

@@ -15,6 +15,7 @@ from demo_adapters import demo_adapter
 from onward.checkpoint import find_folder
 from onward.errors import RequestError
 from onward.integrations.lm_eval import OnwardLM
+from onward.models import Run
 from onward.testing import tiny_model
 
 # Log-likelihoods of right float32 forwards differ by 2e-4 a token at most
@@ -120,13 +121,13 @@ def test_a_context_is_processed_once_for_all_its_continuations(monkeypatch):
     lm = onward.load("demo")
     evaluated = OnwardLM(lm)
     processed = []
-    forward = lm._model_run.__class__.__call__
+    step = Run.step
 
-    def counted(run, tokens, *others):
-        processed.append(tokens.numel())
-        return forward(run, tokens, *others)
+    def counted(run, batch, sampler=None):
+        processed.append(batch.tokens.numel())
+        return step(run, batch, sampler)
 
-    monkeypatch.setattr(lm._model_run.__class__, "__call__", counted)
+    monkeypatch.setattr(Run, "step", counted)
     context = lm.encode(" ".join(STORIES))
     endings = [lm.encode(text, add_special_tokens=False) for text in ENDINGS[0] + ENDINGS[1]]
     evaluated._loglikelihood_tokens([(None, context, ids) for ids in endings], disable_tqdm=True)

@@ -327,7 +327,7 @@ REFUSED = [
     (7, {}, RequestError, "got int"),
     (b"abc", {}, RequestError, "got bytes"),
     ("x" * 21, {}, ContextOverflowError, "the prompt is 21 tokens long, but the context holds 20"),
-    ("x" * 20, {}, ContextOverflowError, r"prompt \(20 tokens\) .* = 24, but the context holds 20: ask for at most 0"),
+    ("x" * 20, {}, ContextOverflowError, r"prompt \(20 tokens\) .* = 24, but the context holds 20: shorten the prompt"),
     ("x" * 17, {}, ContextOverflowError, r"prompt \(17 tokens\) \+ max_new_tokens \(4\) = 21, .* at most 3"),
     ("x", {"temprature": 1}, RequestError, "unknown option 'temprature': did you mean temperature\\?"),
     ("x", {"temperature": -1}, RequestError, "temperature must be"),

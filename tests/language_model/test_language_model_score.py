@@ -8,10 +8,11 @@ import torch
 
 import onward
 from onward import LanguageModel, Score, native
-from onward.decoding import loop, step
+from onward.decoding import loop
 from onward.errors import ContextOverflowError, OnwardError, RequestError, TokenizerError
 from onward.language_model import scoring
 from onward.models import pack_params
+from onward.sampling import noise
 from onward.testing import ByteTokenizer, scripted_model, tiny_model
 
 # Logits of order 1 of two right float32 sums differ by 1e-4 at most (tests/models/transformers_reference.py), and
@@ -45,7 +46,7 @@ def test_a_text_scores_alone_as_among_others_and_in_any_chunks(lm, monkeypatch):
     same(lm.score(many, logprobs=2), alone * 5)
     monkeypatch.setattr(scoring, "_MAX_TOKENS", 60)
     monkeypatch.setattr(loop, "_MAX_LOGITS", 258 * 3)
-    monkeypatch.setattr(step, "_MAX_SCORED", 258 * 2)
+    monkeypatch.setattr(noise, "_MOST_AT_ONCE", 258 * 2)
     same(lm.score(many, logprobs=2), alone * 5)
 
 
@@ -63,7 +64,7 @@ def same(scores: list[Score], others: list[Score]) -> None:
 def test_no_more_logits_are_made_at_once_than_memory_allows(monkeypatch):
     """The head runs on chunks: [T, V] of a long text is never held."""
     monkeypatch.setattr(loop, "_MAX_LOGITS", 32 * 8)
-    model = scripted_model([1, 2, 3], selects_logits=True)
+    model = scripted_model([1, 2, 3])
     LanguageModel(model).score([[1] * 40, [2] * 21])
     assert sum(len(call.tokens[0]) for call in model.calls) == 39
     # Without logits_at they are of all tokens.

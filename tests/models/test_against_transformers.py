@@ -9,7 +9,7 @@ from transformers_reference import CASES, NEW_TOKENS, PROMPT_LENGTHS, TOLERANCE,
 import onward
 from held_engine import held
 from onward.cache import PagedCacheManager
-from onward.ops.kv_write import BLOCK
+from onward.ops.heads import BLOCK
 from onward.testing import poison
 
 

@@ -287,7 +287,6 @@ def with_plain_cache(model: onward.Model, pack, unpack) -> onward.Model:
         model,
         forward=forward,
         new_cache=lambda batch, max_len: pack(model.new_cache(batch, max_len)),
-        selects_logits=False,
         compiles=False,
         new_blocks=None,
     )

@@ -13,6 +13,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 
 import onward
 from onward.errors import one_line
+from onward.program import ForwardBatch
 
 transformers.utils.logging.disable_progress_bar()
 transformers.utils.logging.set_verbosity_error()
@@ -146,7 +147,7 @@ def largest_error(lm: onward.LanguageModel, model: Any, prompt: list[int], chunk
     run, cache, parts = lm._model_run, lm.new_cache(1, 64), []
     for start in range(0, len(prompt), chunk):
         tokens = torch.tensor([prompt[start : start + chunk]], dtype=torch.int32)
-        logits, cache = run(tokens, torch.tensor([start], dtype=torch.int32), cache)
+        logits, _, cache = run.step(ForwardBatch(tokens, torch.tensor([start], dtype=torch.int32), cache))
         parts.append(logits[0])
     return _worst(torch.cat(parts), expected)
 

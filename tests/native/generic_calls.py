@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from kernel_calls import call
 from torch import Tensor
 
-from onward.native.structs import Binary, Element, Reduce, Unary
+from onward.native.generic import Binary, Reduce, Unary
+from onward.native.interface import Element
 
 ELEMENTS = {
     torch.float32: Element.F32, torch.bfloat16: Element.BF16, torch.float16: Element.F16, torch.int32: Element.I32,

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from onward import native
-from onward.native.structs import AttentionArguments, DType
+from onward.native.interface import DType
+from onward.ops.attention import AttentionArguments
 
 CODES = {torch.float32: DType.F32, torch.bfloat16: DType.BF16, torch.float16: DType.F16}
 DTYPES = tuple(CODES)

@@ -9,8 +9,9 @@ from kernel_calls import CODES, call, poisoned
 from torch import Tensor
 
 from onward import native
-from onward.native.structs import Format
+from onward.native.interface import Format
 from onward.ops import quantized_layout
+from onward.ops.packed import LinearArguments
 
 FLOAT_FORMATS = {Format.F32: torch.float32, Format.BF16: torch.bfloat16, Format.F16: torch.float16}
 GROUP = 32
@@ -80,14 +81,21 @@ class Packed:
         integers = torch.randint(-8, 8, (rows, inputs), dtype=torch.int8, generator=generator)
         return cls.of_int4(integers, ((torch.rand(rows, groups, generator=generator) + 0.5) * size / 8).half())
 
+    def product(self, bias: Tensor | None, out: Tensor) -> LinearArguments:
+        """This matrix in a call of onward_linear_many."""
+        return LinearArguments(
+            n=self.rows, packed=self.data.data_ptr(), bias=None if bias is None else bias.data_ptr(),
+            out=out.data_ptr(), out_stride=out.stride(0), bias_dtype=0 if bias is None else CODES[bias.dtype],
+            out_dtype=CODES[out.dtype],
+        )  # fmt: skip
+
     def linear(self, x: Tensor, bias: Tensor | None = None, out: Tensor | torch.dtype = torch.float32) -> Tensor:
         """x [T, inputs] -> [T, rows], of the dtype of `out` or into it."""
         if isinstance(out, torch.dtype):
             out = poisoned((x.shape[0], self.rows), out)
         call(
-            "onward_linear", self.format, x.shape[0], self.rows, self.inputs, x.data_ptr(), CODES[x.dtype],
-            x.stride(0), self.data.data_ptr(), None if bias is None else bias.data_ptr(),
-            0 if bias is None else CODES[bias.dtype], out.data_ptr(), CODES[out.dtype], out.stride(0),
+            "onward_linear_many", self.product(bias, out), 1, self.format, x.shape[0], self.inputs, x.data_ptr(),
+            CODES[x.dtype], x.stride(0),
         )  # fmt: skip
         return out
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from onward import native
 from onward.errors import NativeError
-from onward.native.structs import HeadsArguments
+from onward.ops.heads import HeadsArguments
 
 per_isa = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
 EPS = 1e-6

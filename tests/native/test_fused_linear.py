@@ -1,4 +1,4 @@
-"""linear_many: the bits of linear, matrix by matrix, whatever shares the pass with it."""
+"""onward_linear_many: a matrix has the bits that it has alone, whatever shares the pass with it."""
 
 import pytest
 import torch
@@ -10,7 +10,8 @@ from torch import Tensor
 
 from onward import native
 from onward.errors import NativeError
-from onward.native.structs import Format, LinearArguments
+from onward.native.interface import Format
+from onward.ops.packed import LinearArguments
 
 per_isa = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=30)
 rows = st.sampled_from((0, 1, 15, 16, 17, 100, 700))
@@ -25,18 +26,7 @@ def linear_many(
         for weight, dtype in zip(weights, dtypes, strict=True)
     ]
     products = (LinearArguments * len(weights))(
-        *(
-            LinearArguments(
-                n=weight.rows,
-                packed=weight.data.data_ptr(),
-                bias=None if bias is None else bias.data_ptr(),
-                out=out.data_ptr(),
-                out_stride=out.stride(0),
-                bias_dtype=0 if bias is None else CODES[bias.dtype],
-                out_dtype=CODES[out.dtype],
-            )
-            for weight, bias, out in zip(weights, biases, outs, strict=True)
-        )
+        *(weight.product(bias, out) for weight, bias, out in zip(weights, biases, outs, strict=True))
     )
     fmt = weights[0].format if weights else Format.F32
     call("onward_linear_many", products, len(weights), fmt, *x.shape, x.data_ptr(), CODES[x.dtype], x.stride(0))

@@ -14,7 +14,9 @@ from torch import Tensor
 
 from onward import native
 from onward.errors import NativeError
-from onward.native.structs import AttentionArguments, DType, Format, LinearArguments
+from onward.native.interface import DType, Format
+from onward.ops.attention import AttentionArguments
+from onward.ops.packed import LinearArguments
 
 per_isa = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=15)
 F32 = DType.F32

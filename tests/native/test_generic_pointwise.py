@@ -11,7 +11,8 @@ from torch import Tensor
 
 from onward import native
 from onward.errors import NativeError
-from onward.native.structs import Binary, Element, Unary
+from onward.native.generic import Binary, Unary
+from onward.native.interface import Element
 
 per_isa = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=30)
 seeds = st.integers(0, 2**31)

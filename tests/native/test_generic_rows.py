@@ -20,7 +20,7 @@ from torch import Tensor
 
 from onward import native
 from onward.errors import NativeError
-from onward.native.structs import Reduce
+from onward.native.generic import Reduce
 
 U = 2.0**-24
 per_isa = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=30)

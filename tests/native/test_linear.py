@@ -15,7 +15,8 @@ from torch import Tensor
 
 from onward import native
 from onward.errors import NativeError
-from onward.native.structs import Format
+from onward.native.interface import Format
+from onward.ops.packed import LinearArguments
 
 U = 2.0**-24
 ROUNDING = {torch.float32: 0.0, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
@@ -259,6 +260,7 @@ def test_what_the_library_refuses(isa: str) -> None:
     assert library.onward_linear_packed_bytes(99, 16, 16) == -1
     assert library.onward_linear_packed_bytes(Format.INT8, 16, 65537) == -1
     x = aligned_bytes(4096, fill=0)
-    status = library.onward_linear(99, 1, 16, 16, x.data_ptr(), 0, 16, x.data_ptr(), None, 0, x.data_ptr(), 0, 16)
-    with pytest.raises(NativeError, match="onward_linear failed: bad argument"):
-        library.check(status, "onward_linear")
+    product = LinearArguments(n=16, packed=x.data_ptr(), out=x.data_ptr(), out_stride=16)
+    status = library.onward_linear_many(product, 1, 99, 1, 16, x.data_ptr(), 0, 16)
+    with pytest.raises(NativeError, match="onward_linear_many failed: bad argument"):
+        library.check(status, "onward_linear_many")

@@ -8,7 +8,7 @@ from kernel_calls import DTYPES
 from packed import FLOAT_FORMATS, GROUP, Packed
 
 from onward.errors import NativeError
-from onward.native.structs import Format
+from onward.native.interface import Format
 
 SIZES = (1, 3, 16, 17, 31, 33, 64, 127, 1000)
 per_isa = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=30)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from onward import native
 from onward.errors import NativeError
-from onward.native.structs import HeadsArguments
+from onward.ops.heads import HeadsArguments
 
 BLOCK = 64
 per_isa = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)

@@ -9,7 +9,7 @@ import torch
 from packed import Packed
 
 from onward import native
-from onward.native.structs import Format
+from onward.native.interface import Format
 
 
 def small_product() -> tuple[Packed, torch.Tensor, torch.Tensor]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from onward import ops
-from onward.ops.kv_write import BLOCK
+from onward.ops.heads import BLOCK
 from onward.quantization import quantize_int8, quantize_iq4_nl
 
 Tensors = Mapping[str, Tensor]

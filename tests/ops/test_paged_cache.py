@@ -14,7 +14,7 @@ from rounding import random
 from onward import ops
 from onward.cache import KVCache, KVPool, LayerShape, PagedKVCache, SizedCache
 from onward.errors import RequestError
-from onward.ops.kv_write import BLOCK
+from onward.ops.heads import BLOCK
 from onward.program import NamedDims
 from onward.testing import tiny_model
 
@@ -126,7 +126,7 @@ def test_a_table_that_does_not_fit_is_refused(table, message):
     k, at = random(1, 2, 2, 8), torch.tensor([63], dtype=torch.int32)
     with pytest.raises(RequestError, match=message):
         paged.attend(0, k, k, k, at)
-    with pytest.raises(RequestError, match=message.replace("64 positions has no room for 2 at 63", "room for 0 to 63")):
+    with pytest.raises(RequestError, match=message):
         ops.cached_attention(k, paged.keys[0], paged.values[0], at, table=paged.table)
     assert not paged.keys[0].any()
 

@@ -11,7 +11,7 @@ import onward
 from onward import native
 from onward.cache import KVCache, KVPool, PagedKVCache
 from onward.cache.kinds import LayerShape
-from onward.ops.kv_write import BLOCK
+from onward.ops.heads import BLOCK
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no native library was built")
 HEADS, GROUPS, DIM, VOCAB, MAX_LEN = 4, 2, 24, 31, 2 * BLOCK

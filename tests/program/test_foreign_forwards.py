@@ -13,6 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import onward
 from onward import native, ops
 from onward.errors import ProgramError
+from onward.models import Model, Run
+from onward.program import ForwardBatch
+from onward.program.graph import KernelCall
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no native library was built")
 MAX_LEN = 48
@@ -207,3 +210,47 @@ def test_the_report_fits_a_terminal_of_80_columns(make: Callable[[], Any]) -> No
             "    kernel for this operator",
         ]
     assert max(map(len, lines)) <= 80
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_logits_at_some_positions_are_selected_inside_the_program(foreign: Any, batch: int) -> None:
+    """Of a `Model` whose forward computes all; prompts of many lengths share a few traces."""
+    forward, params, cache = foreign
+    model = Model(forward, params(), cache, VOCAB)
+    run, last = Run(model), Run(model)
+    for seed, tokens in enumerate((9, 2, 5, 17, 30, 12)):
+        prompt = ids(batch, tokens, seed)
+        at = torch.full((batch, 1), tokens - 1)
+        batches = [
+            ForwardBatch(prompt, torch.zeros(batch, dtype=torch.int32), cache(batch, MAX_LEN), positions)
+            for positions in (None, at, at[:, :0])
+        ]
+        whole, some, none = (run.step(each).logits for each in batches)
+        assert torch.equal(some, whole[:, -1:])
+        assert none.shape == (batch, 0, VOCAB)
+        for written in batches[1:]:
+            for ours, theirs in zip(
+                pytree.tree_leaves(written.cache), pytree.tree_leaves(batches[0].cache), strict=True
+            ):
+                assert torch.equal(ours, theirs)
+        last.step(ForwardBatch(prompt, torch.zeros(batch, dtype=torch.int32), cache(batch, MAX_LEN), at))
+    assert run.why_eager == ""
+    programs = last._programs
+    assert len(programs.by_shape) == 6
+    assert [len(family.traced) for family in programs.families.values()] == [1]
+    assert all(family.grids for family in programs.families.values())
+    assert all(isinstance(call, KernelCall) for each in programs.by_shape.values() for call in each.image.calls)
+
+
+def test_inputs_may_have_any_strides_and_are_read_where_they_are() -> None:
+    def forward(tokens: Tensor, offsets: Tensor, cache: Tensor, params: Tensor) -> tuple[Tensor, Tensor]:
+        return params[tokens] + torch.special.i0(tokens).unsqueeze(2) + offsets[:, None, None], cache  # i0: by torch
+
+    params, cache = torch.randn(VOCAB, 3, generator=torch.Generator().manual_seed(0)), torch.zeros(2, 1)
+    program = onward.compile(forward, params=params, cache=cache)
+    for seed in range(3):
+        many = ids(2, 6, seed) % 5
+        for tokens in (many[:, :3], many[:, ::2], many.T[:2, :2], many[:, 1:4].contiguous()):
+            for offsets in (torch.tensor([1, 2], dtype=torch.int32), torch.arange(8, dtype=torch.int32)[1::4]):
+                ours, _ = program(tokens, offsets, cache)
+                torch.testing.assert_close(ours, forward(tokens.contiguous(), offsets, cache, params)[0])

@@ -19,9 +19,8 @@ import onward
 from onward import native
 from onward.cache import KVCache
 from onward.errors import ProgramError, RequestError
-from onward.models import Model
-from onward.models.run import ModelRun
-from onward.program import CudaGraphExecutable, Program, cuda_graph
+from onward.models import Model, Run
+from onward.program import CudaGraphExecutable, ForwardBatch, Program, cuda_graph
 from onward.program.cuda_graph import GraphCapture
 from onward.testing import random_checkpoint, tiny_model
 
@@ -53,7 +52,7 @@ class Capture:
 
 def graphs(model: Model) -> tuple[CudaGraphExecutable, Capture]:
     capture = Capture()
-    return CudaGraphExecutable(model.forward, model.params, model.selects_logits, capture=capture), capture
+    return CudaGraphExecutable(model.forward, model.params, capture=capture), capture
 
 
 def tokens(*rows: list[int]) -> Tensor:
@@ -65,11 +64,11 @@ def at(*offsets: int) -> Tensor:
 
 
 def test_a_text_is_one_graph_replayed(model: Model) -> None:
-    run, capture = graphs(model)
+    executable, capture = graphs(model)
     cache, other = model.new_cache(2, 32), model.new_cache(2, 32)
     ids = tokens([3], [5])
     for position in range(12):
-        ours, returned = run(ids, at(position, position), cache)
+        ours, _, returned = executable.step(ForwardBatch(ids, at(position, position), cache))
         theirs, _ = model(ids, at(position, position), other)
         assert returned is cache
         assert torch.equal(ours, theirs)
@@ -78,34 +77,57 @@ def test_a_text_is_one_graph_replayed(model: Model) -> None:
 
 
 def test_each_shape_and_each_cache_has_its_graph(model: Model) -> None:
-    run, capture = graphs(model)
+    executable, capture = graphs(model)
     caches = [model.new_cache(1, 32), model.new_cache(1, 32)]
     for cache, expected in zip((caches[0], caches[0], caches[1], caches[0]), (1, 1, 2, 2), strict=True):
-        run(tokens([1]), at(0), cache)
+        executable.step(ForwardBatch(tokens([1]), at(0), cache))
         assert capture.captured == expected
-    run(tokens([1, 2, 3]), at(0), caches[0])
-    run(tokens([1, 2, 3]), at(0), caches[0], torch.tensor([[2]]))
+    executable.step(ForwardBatch(tokens([1, 2, 3]), at(0), caches[0]))
+    executable.step(ForwardBatch(tokens([1, 2, 3]), at(0), caches[0], torch.tensor([[2]])))
     assert capture.captured == 4
-    run(tokens([1]), at(3), caches[0])
+    executable.step(ForwardBatch(tokens([1]), at(3), caches[0]))
     assert capture.captured == 4
 
 
 def test_only_the_graphs_that_are_used_are_kept(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_graph, "_MAX_GRAPHS", 2)
-    run, capture = graphs(model)
+    executable, capture = graphs(model)
     cache = model.new_cache(1, 32)
     for count, expected in ((1, 1), (2, 2), (1, 2), (3, 3), (1, 3), (2, 4)):
-        run(tokens(list(range(count))), at(0), cache)
+        executable.step(ForwardBatch(tokens(list(range(count))), at(0), cache))
         assert capture.captured == expected, f"{count} tokens"
-    assert len(run._graphs) == 2
+    assert len(executable._graphs) == 2
+
+
+def test_graphs_of_other_addresses_survive_a_miss(model: Model) -> None:
+    """Also one whose capture fails: whoever comes back replays without a capture."""
+    executable, capture = graphs(model)
+    first, second, third = (model.new_cache(1, 32) for _ in range(3))
+    expected = executable.step(ForwardBatch(tokens([1]), at(0), first)).logits
+    executable.step(ForwardBatch(tokens([1]), at(0), second))
+    assert (capture.captured, capture.replayed) == (2, 2)
+
+    def refuse(step: Callable[[], Tensor]) -> Any:
+        raise RuntimeError("not permitted")
+
+    executable._capture = refuse
+    with pytest.raises(ProgramError, match="cannot be captured"):
+        executable.step(ForwardBatch(tokens([1]), at(0), third))
+    executable._capture = capture
+    assert torch.equal(executable.step(ForwardBatch(tokens([1]), at(0), first)).logits, expected)
+    assert torch.equal(executable.step(ForwardBatch(tokens([1]), at(0), second)).logits, expected)
+    assert (capture.captured, capture.replayed) == (2, 4)
+    executable.step(ForwardBatch(tokens([1]), at(0), third))
+    executable.step(ForwardBatch(tokens([1]), at(0), first))
+    assert (capture.captured, capture.replayed) == (3, 6)
 
 
 def test_a_cache_of_another_layout_at_the_same_address_has_its_graph(model: Model) -> None:
-    run, capture = graphs(model)
+    executable, capture = graphs(model)
     cache = model.new_cache(1, 32)
     views = pytree.tree_map(lambda leaf: leaf.as_strided(leaf.shape, (*leaf.stride()[:2], 1, leaf.shape[2])), cache)
-    run(tokens([1]), at(0), cache)
-    run(tokens([1]), at(0), views)
+    executable.step(ForwardBatch(tokens([1]), at(0), cache))
+    executable.step(ForwardBatch(tokens([1]), at(0), views))
     assert capture.captured == 2
 
 
@@ -116,37 +138,37 @@ def test_the_cause_of_a_failed_capture_is_told(model: Model) -> None:
         finally:
             raise RuntimeError("operation failed due to a previous error during capture")
 
-    run = CudaGraphExecutable(model.forward, model.params, True, capture=refuse)
+    executable = CudaGraphExecutable(model.forward, model.params, capture=refuse)
     with pytest.raises(ProgramError, match="cannot be captured as a CUDA graph: aten::_unique2 reads a value"):
-        run(tokens([1]), at(0), model.new_cache(1, 8))
+        executable.step(ForwardBatch(tokens([1]), at(0), model.new_cache(1, 8)))
 
 
 def test_logits_wanted_at_some_places_are_given_anew(model: Model) -> None:
-    run, capture = graphs(model)
+    executable, capture = graphs(model)
     cache, other = model.new_cache(1, 32), model.new_cache(1, 32)
     for place in (0, 2, 1):
         wanted = torch.tensor([[place]])
-        ours, _ = run(tokens([4, 5, 6]), at(0), cache, wanted)
+        ours = executable.step(ForwardBatch(tokens([4, 5, 6]), at(0), cache, wanted)).logits
         theirs, _ = model(tokens([4, 5, 6]), at(0), other, wanted)
         assert torch.equal(ours, theirs)
     assert capture.captured == 1
 
 
 def test_a_prompt_runs_without_a_graph(model: Model) -> None:
-    run, capture = graphs(model)
+    executable, capture = graphs(model)
     prompt = tokens(list(range(1, 18)))
-    ours, _ = run(prompt, at(0), model.new_cache(1, 32))
+    ours = executable.step(ForwardBatch(prompt, at(0), model.new_cache(1, 32))).logits
     theirs, _ = model(prompt, at(0), model.new_cache(1, 32))
     assert torch.equal(ours, theirs)
     assert capture.captured == 0
 
 
 def test_results_are_memory_of_their_own(model: Model) -> None:
-    run, _ = graphs(model)
+    executable, _ = graphs(model)
     cache = model.new_cache(1, 32)
-    first, _ = run(tokens([1]), at(0), cache)
+    first = executable.step(ForwardBatch(tokens([1]), at(0), cache)).logits
     kept = first.clone()
-    run(tokens([2]), at(1), cache)
+    executable.step(ForwardBatch(tokens([2]), at(1), cache))
     assert torch.equal(first, kept)
 
 
@@ -156,37 +178,39 @@ def test_a_forward_that_makes_a_new_cache_is_refused(model: Model) -> None:
         return logits, pytree.tree_map(torch.clone, cache)
 
     with pytest.raises(ProgramError, match="must write its cache in place and return that cache"):
-        CudaGraphExecutable(forward, model.params, False, capture=Capture())(tokens([1]), at(0), model.new_cache(1, 8))
+        CudaGraphExecutable(forward, model.params, capture=Capture()).step(
+            ForwardBatch(tokens([1]), at(0), model.new_cache(1, 8))
+        )
 
 
 def test_what_cannot_be_captured_runs_eagerly_where_that_is_allowed(model: Model) -> None:
     def refuse(step: Callable[[], Tensor]) -> Any:
         raise RuntimeError("operation not permitted\nwhen stream is capturing")
 
-    run = ModelRun(model, "auto")
-    run._program = Program("cuda", CudaGraphExecutable(model.forward, model.params, True, capture=refuse))
-    ours, _ = run(tokens([1]), at(0), model.new_cache(1, 8))
+    run = Run(model, "auto")
+    run._program = Program("cuda", CudaGraphExecutable(model.forward, model.params, capture=refuse))
+    ours = run.step(ForwardBatch(tokens([1]), at(0), model.new_cache(1, 8))).logits
     assert torch.equal(ours, model(tokens([1]), at(0), model.new_cache(1, 8))[0])
     assert run.why_eager == (
         "the forward cannot be captured as a CUDA graph: operation not permitted when stream is capturing"
     )
-    run = ModelRun(model, "cuda")
-    run._program = Program("cuda", CudaGraphExecutable(model.forward, model.params, True, capture=refuse))
+    run = Run(model, "cuda")
+    run._program = Program("cuda", CudaGraphExecutable(model.forward, model.params, capture=refuse))
     with pytest.raises(ProgramError, match="cannot be captured as a CUDA graph"):
-        run(tokens([1]), at(0), model.new_cache(1, 8))
+        run.step(ForwardBatch(tokens([1]), at(0), model.new_cache(1, 8)))
 
 
 def test_an_interrupt_while_capturing_leaves_it_usable(model: Model) -> None:
-    run, capture = graphs(model)
+    executable, capture = graphs(model)
 
     def interrupted(step: Callable[[], Tensor]) -> Any:
         raise KeyboardInterrupt
 
-    run._capture = interrupted
+    executable._capture = interrupted
     with pytest.raises(KeyboardInterrupt):
-        run(tokens([1]), at(0), model.new_cache(1, 8))
-    run._capture = capture
-    ours, _ = run(tokens([1]), at(0), model.new_cache(1, 8))
+        executable.step(ForwardBatch(tokens([1]), at(0), model.new_cache(1, 8)))
+    executable._capture = capture
+    ours = executable.step(ForwardBatch(tokens([1]), at(0), model.new_cache(1, 8))).logits
     assert torch.equal(ours, model(tokens([1]), at(0), model.new_cache(1, 8))[0])
 
 
@@ -197,9 +221,7 @@ def test_graphs_give_the_bits_of_eager_calls_on_a_gpu(dtype: torch.dtype, tmp_pa
     folder = random_checkpoint(tmp_path, "qwen3", dtype=dtype)
     lm = {compile: onward.load(folder, device="cuda", compile=compile) for compile in ("cuda", "eager")}
     model = lm["cuda"].model
-    program = onward.compile(
-        model.forward, params=model.params, cache=model.new_cache(1, 8), selects_logits=model.selects_logits
-    )
+    program = onward.compile(model.forward, params=model.params, cache=model.new_cache(1, 8))
     assert program.backend == "cuda"
     for rows in (1, 3):
         cache, other = model.new_cache(rows, 64), model.new_cache(rows, 64)
@@ -270,9 +292,7 @@ def test_a_cache_that_the_gpu_cannot_hold_is_refused(tmp_path: Path) -> None:
 
 
 def test_backend_eager_calls_the_forward(model: Model) -> None:
-    program = onward.compile(
-        model.forward, params=model.params, cache=model.new_cache(1, 8), backend="eager", selects_logits=True
-    )
+    program = onward.compile(model.forward, params=model.params, cache=model.new_cache(1, 8), backend="eager")
     ours, _ = program(tokens([1, 2]), at(0), model.new_cache(1, 8), torch.tensor([[1]]))
     with torch.no_grad():
         theirs, _ = model(tokens([1, 2]), at(0), model.new_cache(1, 8), torch.tensor([[1]]))

@@ -14,7 +14,7 @@ from onward.cache import PagedKVCache
 from onward.errors import ProgramError
 from onward.models import Model
 from onward.models.linear import pack_params
-from onward.ops.kv_write import BLOCK
+from onward.ops.heads import BLOCK
 from onward.program.shapes import MAX_ROWS
 from onward.testing import tiny_model
 
@@ -51,9 +51,7 @@ def prepared(name: str) -> tuple[Model, onward.program.Program]:
 
 
 def compiled(model: Model) -> onward.program.Program:
-    return onward.compile(
-        model.forward, params=model.params, cache=paged(model, 1), tokens=0, selects_logits=True, fallback="raise"
-    )
+    return onward.compile(model.forward, params=model.params, cache=paged(model, 1), tokens=0, fallback="raise")
 
 
 def paged(model: Model, batch: int, max_len: int = MAX_LEN, spare: int = 1, seed: int = 0) -> PagedKVCache:
@@ -80,8 +78,8 @@ def ids_of(model: Model, *shape: int, seed: int = 0) -> Tensor:
 def watched(program: Any) -> list[Any]:
     """The shapes that the program traces from now on."""
     traced: list[Any] = []
-    original = program._run._traced
-    program._run._traced = lambda shape, *rest: traced.append(shape) or original(shape, *rest)
+    original = program.executable._traced
+    program.executable._traced = lambda shape, *rest: traced.append(shape) or original(shape, *rest)
     return traced
 
 
@@ -116,7 +114,7 @@ def test_programs_give_the_bits_of_eager_calls_and_of_the_dense_cache(name: str,
 
 def test_paging_takes_no_more_kernels() -> None:
     model, program = prepared("qwen3 int8")
-    dense = onward.compile(model.forward, params=model.params, cache=model.new_cache(1, 64), selects_logits=True)
+    dense = onward.compile(model.forward, params=model.params, cache=model.new_cache(1, 64))
     rows = [
         sorted((row.op, row.kernel, row.calls) for row in report.rows)
         for report in (program.explain(paged(model, 1)), dense.explain(model.new_cache(1, MAX_LEN)))
@@ -238,7 +236,7 @@ def test_caches_in_turns_are_recognised() -> None:
     steps = [(4, 1), (1, 20), (2, 1), (1, 1)]
     for each in steps * 2:  # the second time in memory that has grown
         step(*each)
-    kept = program._run._programs
+    kept = program.executable._programs
     made = dict(kept.recent)
     bound = []
     for made_program in made.values():

@@ -386,7 +386,7 @@ def test_programs_for_every_shape_share_the_packed_copies() -> None:
     expected = [F.linear(F.embedding(inputs(1, t)[0], weights["table"]), weights["matrix"]) for t in range(1, 9)]
     for tokens in range(1, 9):
         assert close(program(*inputs(1, tokens), cache)[0], expected[tokens - 1])
-    run_of: Any = program._run
+    run_of: Any = program.executable
     assert len(run_of._programs.packed._packed) == 1
 
 

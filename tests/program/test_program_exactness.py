@@ -60,7 +60,7 @@ def prepared(name: str) -> tuple[Model, onward.program.Program]:
     if name not in PREPARED:
         model = MODELS[name]()
         cache = model.new_cache(1, MAX_LEN)
-        PREPARED[name] = model, compile(model.forward, params=model.params, cache=cache, selects_logits=True)
+        PREPARED[name] = model, compile(model.forward, params=model.params, cache=cache)
     return PREPARED[name]
 
 
@@ -114,12 +114,12 @@ def test_one_program_serves_every_number_of_tokens(name: str) -> None:
     """After two lengths no third is traced: the numbers of a program lie on a line."""
     model, program = prepared(name)
     traced = []
-    original = program._run._traced
-    program._run._traced = lambda *args: traced.append(args) or original(*args)
+    original = program.executable._traced
+    program.executable._traced = lambda *args: traced.append(args) or original(*args)
     try:
         cache = model.new_cache(1, 80)  # a cache of its own: nothing is there yet
         for tokens in (3, 20, 5, 41, 2, 77):
             program(torch.zeros((1, tokens), dtype=torch.int32), torch.zeros(1, dtype=torch.int32), cache)
     finally:
-        del program._run._traced
+        del program.executable._traced
     assert [args[0].tokens for args in traced] == [3, 11, 512]

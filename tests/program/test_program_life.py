@@ -18,7 +18,7 @@ from torch import Tensor
 import onward
 from onward import native
 from onward.models import Model
-from onward.models.run import ModelRun
+from onward.models.run import Run
 from onward.program import ProgramCache
 from onward.testing import tiny_model
 
@@ -54,7 +54,7 @@ def test_many_tokens_take_no_more_memory_than_some() -> None:
     model = small()
     programs = ProgramCache()
     lm = onward.LanguageModel(model)
-    lm._model_run = ModelRun(model, "native", programs)
+    lm._model_run = Run(model, "native", programs)
 
     def some(tokens: int) -> None:
         done = 0
@@ -136,17 +136,17 @@ def test_an_interrupt_leaves_model_and_program_usable(where: str) -> None:
         assert run() == expected
 
 
-@pytest.mark.parametrize("inside", ["bind", "run", "point_logits"])
+@pytest.mark.parametrize("inside", ["bind", "run", "point"])
 def test_an_interrupt_within_a_step(inside: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wherever in the call of a program it comes, the next call is right and the lock is free."""
-    from onward.program.executable import Addresses, NativeExecutable
+    from onward.program.executable import Addresses, ShapeProgram
 
     params = gpt2_params()
     program = onward.compile(gpt2, params=params, cache=new_cache(1, 16))
     token = torch.ones((1, 1), dtype=torch.int32)
     cache = new_cache(1, 16)
     expected, _ = program(token, ZERO, new_cache(1, 16))
-    owner, name = (NativeExecutable, "_run") if inside == "run" else (Addresses, inside)
+    owner, name = (ShapeProgram, "_run") if inside == "run" else (Addresses, inside)
     original = getattr(owner, name)
     with monkeypatch.context() as patched:
 

@@ -35,21 +35,19 @@ def qwen3(dtype: torch.dtype = torch.bfloat16) -> Model:
 
 def compiled(model: Model) -> tuple[onward.program.Program, list[Shape]]:
     """A program, and the shapes that it traces from now on."""
-    program = onward.compile(
-        model.forward, params=model.params, cache=model.new_cache(1, MAX_LEN), tokens=0, selects_logits=True
-    )
+    program = onward.compile(model.forward, params=model.params, cache=model.new_cache(1, MAX_LEN), tokens=0)
     return program, watched(program)
 
 
 def watched(program: Any) -> list[Shape]:
     traced: list[Shape] = []
-    original = program._run._traced
+    original = program.executable._traced
 
     def seen(shape: Shape, *rest: Any) -> Any:
         traced.append(shape)
         return original(shape, *rest)
 
-    program._run._traced = seen
+    program.executable._traced = seen
     return traced
 
 

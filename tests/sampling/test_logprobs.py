@@ -4,10 +4,13 @@ import math
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from onward import Sampler, SamplingParams
 from onward.errors import RequestError
-from onward.sampling import logprobs
+from onward.sampling import logprobs, noise
+from onward.sampling.noise import by_rows
 
 NAN, INF = math.nan, math.inf
 
@@ -47,6 +50,56 @@ def test_a_row_has_the_same_bits_alone_and_in_a_batch():
     for row in range(5):
         alone = logprobs(logits[row : row + 1], chosen[row : row + 1], top_k=7)
         assert all(torch.equal(a[0], b[row]) for a, b in zip(alone, batch, strict=True))
+
+
+@given(
+    leading=st.lists(st.integers(0, 7), min_size=0, max_size=3),
+    vocab=st.integers(1, 40),
+    most=st.integers(1, 100),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float64]),
+)
+def test_any_number_of_rows_at_once_gives_the_same_bits(leading, vocab, most, dtype):
+    generator = torch.Generator().manual_seed(vocab)
+    logits = (4 * torch.randn(*leading, vocab, generator=generator)).to(dtype)
+    chosen = torch.randint(0, vocab, leading, generator=generator)
+    top_k = min(3, vocab)
+    whole = logprobs(logits, chosen, top_k)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(noise, "_MOST_AT_ONCE", most)
+        parts = logprobs(logits, chosen, top_k)
+    for one, other in zip(whole, parts, strict=True):
+        assert one.dtype == other.dtype
+        assert torch.equal(one, other)
+    assert whole.chosen.shape == tuple(leading)
+    assert whole.top.shape == whole.top_ids.shape == (*leading, top_k)
+
+
+@pytest.mark.parametrize("vocab", [1024, 16_384, 151_936])
+@pytest.mark.parametrize("more", [-1, 0, 1])
+def test_around_the_limit_a_row_has_the_same_bits_as_alone(vocab, more):
+    most = noise._MOST_AT_ONCE // vocab
+    rows = most + more
+    logits = 4 * torch.randn(rows, vocab, generator=torch.Generator().manual_seed(3))
+    chosen = torch.arange(rows)
+    batch = logprobs(logits, chosen, top_k=2)
+    for row in {0, most - 2, most - 1, rows - 1} & set(range(rows)):
+        alone = logprobs(logits[row : row + 1], chosen[row : row + 1], top_k=2)
+        assert all(torch.equal(a[0], b[row]) for a, b in zip(alone, batch, strict=True))
+
+
+@pytest.mark.parametrize(("rows", "vocab"), [(0, 3), (1, 3), (7, 1000), (1050, 1000), (3, 2**18 + 1), (5, 0)])
+def test_no_more_than_the_limit_is_computed_at_once(rows, vocab):
+    sizes = []
+
+    def compute(logits, column):
+        sizes.append(logits.numel())
+        assert len(column) == len(logits)
+        return column
+
+    column = torch.arange(rows)
+    assert torch.equal(by_rows(compute, torch.empty(1).expand(rows, vocab), column), column)
+    assert max(sizes) <= max(vocab * torch.get_num_threads(), noise._MOST_AT_ONCE)
+    assert sum(sizes) == rows * vocab
 
 
 def test_after_the_filters_they_are_those_of_what_was_drawn_from():

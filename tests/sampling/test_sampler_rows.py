@@ -7,7 +7,7 @@ import torch
 
 from onward import Sampler, SamplingParams, ops, sample
 from onward.errors import RequestError
-from onward.sampling import History
+from onward.sampling import History, noise
 
 VOCAB = 40
 ROWS = [
@@ -183,3 +183,27 @@ def test_sample_serves_the_options_that_look_at_no_history():
     assert set(sample(logits, typical_p=0.31, seed=1, positions=at).tolist()) == {1, 2}
     assert set(sample(logits, xtc_probability=1.0, xtc_threshold=0.05, seed=1, positions=at).tolist()) == {3}
     assert set(sample(logits, logit_bias={2: 50.0}, seed=1, positions=at).tolist()) == {2}
+
+
+@pytest.mark.parametrize("rows_at_once", [0, 1, 2, 5])
+def test_any_number_of_rows_at_once_gives_the_same_bits(rows_at_once, monkeypatch):
+    """Of scores, probabilities and ids, also of drafts, where a sampler's row has several."""
+    sampled = [row for row in ROWS if not row.no_repeat_ngram_size]
+    filtered, plain = Sampler(sampled), Sampler([SamplingParams(seed=1, temperature=0.7, top_k=9, top_p=0.8)] * 6)
+    draft = 2 * torch.randn(len(sampled), 3, VOCAB, generator=torch.Generator().manual_seed(1))
+    at = torch.tensor([[5, 6, 7]] * len(sampled))
+    prompts = [History([1, 2, 3, 1, 2]) for _ in sampled]
+
+    def results():
+        return [
+            filtered(draft, at, prompts, [[4, 5]] * len(sampled)),
+            filtered.scores(draft, at, prompts, [[4, 5]] * len(sampled)),
+            filtered.probabilities(draft[:, 0], at[:, 0], prompts),
+            plain(draft[:6, 0], at[:6, 0]),
+            plain.scores(draft[:6]),
+            plain.scores(draft[:6, 1]),
+        ]
+
+    whole = results()
+    monkeypatch.setattr(noise, "_MOST_AT_ONCE", rows_at_once * VOCAB)
+    assert all(torch.equal(one, other) for one, other in zip(whole, results(), strict=True))

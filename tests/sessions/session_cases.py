@@ -9,7 +9,7 @@ from torch import Tensor
 from onward import Completion, GenerateOptions, LanguageModel, Model, Session, ops
 from onward.cache import PagedCacheManager
 from onward.models import pack_params
-from onward.ops.kv_write import BLOCK
+from onward.ops.heads import BLOCK
 from onward.testing import ByteTokenizer, tiny_model
 
 TOKENIZER = ByteTokenizer()

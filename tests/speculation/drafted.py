@@ -7,6 +7,7 @@ import torch
 from onward.decoding import BatchSchedule, DecodeStep, RowCacheManager, SamplerCache, Sequence, decode_loop
 from onward.decoding.row_cache import dims_of
 from onward.decoding.speculation import Speculator
+from onward.models import Run
 
 CPU = torch.device("cpu")
 
@@ -54,8 +55,8 @@ def slots_over(model, rows, room, kind="own"):
 
 
 def decode(model, sequences, *, speculator=None, room=64, kind="own", run=None):
-    """Run sequences to their end. kind: see `slots_over`. run: the model by default."""
-    run = model if run is None else run
+    """Run sequences to their end. kind: see `slots_over`. run: one of the model by default."""
+    run = Run(model, "eager") if run is None else run
     slots = slots_over(model, len(sequences), room, kind)
     chooser = SamplerCache(CPU)
     step = DecodeStep(run, slots, chooser, CPU)

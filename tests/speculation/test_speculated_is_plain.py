@@ -14,7 +14,7 @@ from onward.decoding import Sequence
 from onward.decoding.speculation import ModelDrafter, PromptLookup, SuffixLookup
 from onward.decoding.speculation.step import speculation_of
 from onward.errors import OnwardError
-from onward.models import ModelRun
+from onward.models import Run
 from onward.sampling import SamplingParams
 from onward.testing import poison, scripted_model, tiny_model
 from onward.tokenizer import StopStrings, StreamingDetokenizer
@@ -147,7 +147,7 @@ def test_speculated_is_plain_on_the_demo_model(kind, form, dtype):
         prompts = [lm.encode(text) for text in ("Once upon a time", "The cat sat on the mat. The cat sat", "A")]
         params = [SamplingParams(), SamplingParams(temperature=0.8, top_p=0.9, repetition_penalty=1.1, seed=3)]
         params.append(SamplingParams(temperature=1.0, seed=4))
-        run = ModelRun(lm.model)
+        run = Run(lm.model)
         new = [40, 30, 35]
         plain = texts(lm.model, prompts, new, params, room=128, run=run)
         guess = {
@@ -244,7 +244,6 @@ def test_what_is_past_the_offset_is_never_read():
         params=model.params,
         new_cache=lambda batch, max_len: poison(model.new_cache(batch, max_len)),
         vocab_size=model.vocab_size,
-        selects_logits=model.selects_logits,
     )
     wrong = oracle(plain, lambda owner, position: position % 2, vocab=258)
     assert texts(poisoned, *asked, speculator=fixed(wrong)) == plain

@@ -11,7 +11,7 @@ from onward import LanguageModel, Speculator
 from onward.decoding.speculation import DraftRow, SuffixLookup
 from onward.decoding.speculation.suffix import SuffixAutomaton
 from onward.engine import Engine
-from onward.ops.kv_write import BLOCK
+from onward.ops.heads import BLOCK
 from onward.testing import ByteTokenizer, tiny_model
 
 SECONDS = 60  # a wait that takes longer never ends

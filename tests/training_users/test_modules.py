@@ -221,7 +221,7 @@ def test_logits_only_where_they_are_wanted():
         logits, cache = module(tokens, offsets, cache)
         return (logits if logits_at is None else logits.gather(1, logits_at[..., None].expand(-1, -1, 11))), cache
 
-    model = onward.Model.from_module(module, call=call, selects_logits=True)
+    model = onward.Model.from_module(module, call=call)
     plain = onward.Model.from_module(module)
     prompt = torch.tensor([[1, 2, 3]])
     assert torch.equal(onward.generate(model, prompt, 3, seed=1), onward.generate(plain, prompt, 3, seed=1))

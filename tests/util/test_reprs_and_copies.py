@@ -23,9 +23,7 @@ def test_reprs_fit_on_a_line(lm):
     session = Session(lm)
     completion = session.generate("Once upon a time", max_new_tokens=60, n=1, logprobs=3, seed=1)
     cache = lm.new_cache(4, 512)
-    program = onward.compile(
-        lm.model.forward, params=lm.model.params, cache=cache, batch=4, selects_logits=True, backend="eager"
-    )
+    program = onward.compile(lm.model.forward, params=lm.model.params, cache=cache, batch=4, backend="eager")
     things = [lm, lm.model, lm.tokenizer, lm.chat_template, lm.defaults, lm.draft, cache, session, program]
     things += [completion, completion.timing, lm.score("Once upon a time"), lm.request([1] * 500, seed=3)]
     things += [Sampler([SamplingParams(seed=1)] * 20), GenerateOptions(), SamplingParams(temperature=0.5, top_k=3)]

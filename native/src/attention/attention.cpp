@@ -211,7 +211,7 @@ Status attend(const Problem& p) {
 
 }  // namespace onward::attention
 
-// The arguments of onward_attention; Python's copy: AttentionArguments in onward/native/structs.py.
+// The arguments of onward_attention (AttentionArguments in Python).
 struct OnwardAttention {
   int64_t batch, heads, kv_heads, queries, positions;
   int64_t dim, value_dim;         // D, E
@@ -234,22 +234,23 @@ struct OnwardAttention {
 };
 
 // softmax(q k^T * scale + mask) v. See problem.h for the definition.
-ONWARD_API int32_t onward_attention(const OnwardAttention* a) {
+ONWARD_API int32_t onward_attention(const OnwardAttention* arguments) {
   using namespace onward::attention;
+  const auto& a = *arguments;
   const auto tensor = [](const void* data, const int64_t* strides, int64_t dim) {
     return Tensor{data, strides[0], strides[1], strides[2], dim};
   };
   Problem p;
-  p.dtype = a->dtype;
-  p.batch = a->batch, p.heads = a->heads, p.kv_heads = a->kv_heads;
-  p.queries = a->queries, p.positions = a->positions;
-  p.q = tensor(a->q, a->q_strides, a->dim), p.keys = tensor(a->keys, a->keys_strides, a->dim);
-  p.values = tensor(a->values, a->values_strides, a->value_dim);
-  p.out = tensor(a->out, a->out_strides, a->value_dim);
-  p.offsets = a->offsets, p.window = a->window, p.scale = a->scale, p.softcap = a->softcap;
-  p.mask = {a->mask, a->mask_strides[0], a->mask_strides[1], a->mask_strides[2], a->mask_strides[3]};
-  p.sinks = a->sinks;
-  p.table = {a->table, a->table_stride};
+  p.dtype = a.dtype;
+  p.batch = a.batch, p.heads = a.heads, p.kv_heads = a.kv_heads;
+  p.queries = a.queries, p.positions = a.positions;
+  p.q = tensor(a.q, a.q_strides, a.dim), p.keys = tensor(a.keys, a.keys_strides, a.dim);
+  p.values = tensor(a.values, a.values_strides, a.value_dim);
+  p.out = tensor(a.out, a.out_strides, a.value_dim);
+  p.offsets = a.offsets, p.window = a.window, p.scale = a.scale, p.softcap = a.softcap;
+  p.mask = {a.mask, a.mask_strides[0], a.mask_strides[1], a.mask_strides[2], a.mask_strides[3]};
+  p.sinks = a.sinks;
+  p.table = {a.table, a.table_stride};
   return attend(p);
 }
 

@@ -279,16 +279,17 @@ bool valid(const OnwardExperts& call) {
 }  // namespace
 }  // namespace onward::experts
 
-// The call that experts.h describes. x is rounded as onward_linear does it, and so is what comes out of
+// The call that experts.h describes. x is rounded as onward_linear_many does it, and so is what comes out of
 // the activation, which is float; sums over experts are float, with one rounding to the dtype of out.
-ONWARD_API int32_t onward_experts(const OnwardExperts* call) {
+ONWARD_API int32_t onward_experts(const OnwardExperts* arguments) {
   using namespace onward;
   using namespace onward::experts;
-  if (!valid(*call)) return kBadArgument;
-  const int64_t most = kMostRows / call->chosen;
-  for (int64_t token = 0; token < call->tokens; token += most) {
-    const int64_t left = call->tokens - token;
-    const int32_t status = run(*call, token, left < most ? left : most);
+  const auto& call = *arguments;
+  if (!valid(call)) return kBadArgument;
+  const int64_t most = kMostRows / call.chosen;
+  for (int64_t token = 0; token < call.tokens; token += most) {
+    const int64_t left = call.tokens - token;
+    const int32_t status = run(call, token, left < most ? left : most);
     if (status != kOk) return status;
   }
   return kOk;

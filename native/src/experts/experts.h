@@ -2,7 +2,7 @@
 #pragma once
 #include "../linear/kernel_table.h"
 
-// Python's copy: ExpertsArguments in onward/native/structs.py.
+// The arguments of onward_experts (ExpertsArguments in Python).
 struct OnwardExperts {
   int64_t tokens, width, inner, experts, chosen;
   const void* x;  // [tokens, width]

@@ -8,7 +8,6 @@
 namespace onward::generic {
 namespace {
 
-// Python's copy: Binary in onward/native/structs.py.
 enum Binary : int32_t {
   kAdd, kSub, kMul, kDiv, kFloorDiv, kRemainder, kMin = 7, kMax, kEq, kNe, kLt, kLe, kGt, kGe, kAnd,
   kOr, kXor, kBinaries

@@ -4,7 +4,7 @@
 
 namespace onward::generic {
 
-// Codes of element types, beyond those of DType. Python's copy: Element in onward/native/structs.py.
+// Codes of element types, beyond those of DType.
 enum Element : int32_t { kI32 = 3, kI64 = 4, kBool = 5, kF64 = 6, kElements = 7 };
 
 struct Bool { uint8_t value; };  // 0 or 1

@@ -12,7 +12,6 @@
 namespace onward::generic {
 namespace {
 
-// Python's copy: Reduce in onward/native/structs.py.
 enum Reduce : int32_t { kSum, kMean, kMax, kMin, kArgmax, kAny, kAll, kReductions };
 
 constexpr int64_t kGrain = 1 << 14;

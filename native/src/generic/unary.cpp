@@ -9,7 +9,6 @@
 namespace onward::generic {
 namespace {
 
-// Python's copy: Unary in onward/native/structs.py.
 enum Unary : int32_t {
   kCopy, kNeg, kAbs, kExp, kLog, kSqrt, kRsqrt, kReciprocal, kSin, kCos, kTanh, kSigmoid, kSilu, kRelu,
   kGelu, kGeluTanh, kSquare, kErf, kLogicalNot, kBitwiseNot, kFloor, kCeil, kSign, kLog1p = 24,

@@ -6,7 +6,7 @@
 #include "../team.h"
 #include "kernel_table.h"
 
-// One matrix of a call; Python's copy: LinearArguments in onward/native/structs.py.
+// One matrix of a call (LinearArguments in Python).
 struct OnwardLinear {
   int64_t n;
   const void *packed, *bias;  // bias or null
@@ -193,16 +193,6 @@ static onward::Reads reads_of_linear_many(const OnwardLinear* products, int64_t 
 }
 ONWARD_INSTRUCTION_READS(onward_linear_many, reads_of_linear_many);
 
-// The same of one matrix.
-ONWARD_API int32_t onward_linear(int32_t format, int64_t t, int64_t n, int64_t k, const void* x,
-                                 int32_t x_dtype, int64_t x_stride, const void* packed,
-                                 const void* bias, int32_t bias_dtype, void* out,
-                                 int32_t out_dtype, int64_t out_stride) {
-  const OnwardLinear product{n, packed, bias, out, out_stride, bias_dtype, out_dtype};
-  return onward_linear_many(&product, 1, format, t, k, x, x_dtype, x_stride);
-}
-ONWARD_INSTRUCTION(onward_linear);
-
 namespace onward::linear {
 namespace {
 
@@ -254,7 +244,7 @@ void run_heads(const Heads& heads, int64_t first, int64_t end, uint8_t* panels) 
 }  // namespace onward::linear
 
 // A matrix [n, k] for each head, packed one after the other: out[t, h, n] = sum over k of x[t, h, k] * weight[h, n, k].
-// Strides are in elements, from row to row and from head to head. Bits are those of onward_linear for each head.
+// Strides are in elements, from row to row and from head to head. Bits are those of onward_linear_many for each head.
 ONWARD_API int32_t onward_linear_by_head(int32_t format, int64_t t, int64_t heads, int64_t n, int64_t k,
                                          const void* x, int32_t x_dtype, int64_t x_stride,
                                          int64_t x_head_stride, const void* packed, void* out,

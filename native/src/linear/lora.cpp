@@ -7,7 +7,7 @@
 #include "simd_math.h"
 #include "team.h"
 
-// One matrix of a call; Python's copy: LoraArguments in onward/native/structs.py.
+// One matrix of a call (LoraArguments in Python).
 struct OnwardLora {
   int64_t outputs, rank, y_stride, a_stride, b_stride, out_stride;
   const void *y, *a, *b;
@@ -238,12 +238,12 @@ bool are_there(const Call& c, int64_t slots) {
 
 // For each of `count` matrices: out[r] = y[r] * scale[s] + shift[s] + (x[r] a[s]^T) b[s] with s = slots[r / tokens],
 // over the first ranks[s] rows of a[s] and b[s]; y[r] where there are none. x [rows, inputs], y and out
-// [rows, outputs], a [slots_there, rank, inputs] and b [slots_there, rank, outputs] are of one dtype; or a and b are
-// int8 in all matrices, and factors [slots_there, rank] are the products of the scales of their rows. scale and shift
-// are float [slots_there, outputs]. Rows, and the slots of a and b, are `…_stride` elements apart; out may be y with
-// its stride. Nothing is written if a slot is not in 0 … slots_there - 1, or its rank not in 0 … rank.
+// [rows, outputs], a [num_slots, rank, inputs] and b [num_slots, rank, outputs] are of one dtype; or a and b are
+// int8 in all matrices, and factors [num_slots, rank] are the products of the scales of their rows. scale and shift
+// are float [num_slots, outputs]. Rows, and the slots of a and b, are `…_stride` elements apart; out may be y with
+// its stride. Nothing is written if a slot is not in 0 … num_slots - 1, or its rank not in 0 … rank.
 ONWARD_API int32_t onward_lora(const OnwardLora* parts, int64_t count, int64_t rows, int64_t tokens,
-                               int64_t inputs, int64_t slots_there, int32_t dtype, const void* x,
+                               int64_t inputs, int64_t num_slots, int32_t dtype, const void* x,
                                int64_t x_stride, const int32_t* slots) {
   using namespace onward;
   if (count < 1 || rows < 0 || tokens <= 0 || rows % tokens || inputs < 0) return kBadArgument;
@@ -255,7 +255,7 @@ ONWARD_API int32_t onward_lora(const OnwardLora* parts, int64_t count, int64_t r
     numbers += rows * parts[p].rank;
   }
   const Call call{parts, count, rows, tokens, inputs, x, x_stride, slots};
-  if (!are_there(call, slots_there)) return kBadArgument;
+  if (!are_there(call, num_slots)) return kBadArgument;
   auto* t = static_cast<float*>(scratch(kScratchActivations, numbers * int64_t(sizeof(float))));
   if (t == nullptr) return kOutOfMemory;
   const bool known = with_dtype(dtype, [&](auto* tag) {

@@ -16,7 +16,7 @@
 #include "../team.h"
 #include "blocks.h"
 
-// Python's copy: GatedDeltaArguments in onward/native/structs.py.
+// The arguments of onward_gated_delta (GatedDeltaArguments in Python).
 struct OnwardGatedDelta {
   int64_t batch, queries, key_heads, value_heads, key_dim, value_dim;
   const void* qkv;         // [B, T, queries | keys | values], of dtype; heads side by side
@@ -175,9 +175,9 @@ bool valid(const OnwardGatedDelta& d) {
 }  // namespace
 }  // namespace onward
 
-ONWARD_API int32_t onward_gated_delta(const OnwardGatedDelta* delta) {
+ONWARD_API int32_t onward_gated_delta(const OnwardGatedDelta* arguments) {
   using namespace onward;
-  const auto& d = *delta;
+  const auto& d = *arguments;
   if (!valid(d)) return kBadArgument;
   // A token costs some 6 passes over the state in a cache.
   const int64_t grain = ceil_div(1 << 15, d.key_dim * d.value_dim * d.queries);

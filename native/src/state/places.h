@@ -8,7 +8,7 @@
 #pragma once
 #include <cstdint>
 
-// Python's copy: StateArguments in onward/native/structs.py.
+// The states of a call (StateArguments in Python).
 struct OnwardState {
   void* data;           // [slots, 2, …], what lies at a place being contiguous
   int64_t strides[2];   // of slots, of places; in elements

@@ -6,7 +6,7 @@
 #include "../team.h"
 #include "places.h"
 
-// Python's copy: ShortConvArguments in onward/native/structs.py.
+// The arguments of onward_short_conv (ShortConvArguments in Python).
 struct OnwardShortConv {
   int64_t batch, queries, channels, taps;
   const void* x;         // [B, T, C] of dtype; channels are contiguous
@@ -86,9 +86,9 @@ struct Piece {
 
 // out[b, t, c] = sum over i of weight[i, c] * x at t - taps + 1 + i, in order, + bias; then silu, if asked for. What
 // lies before the tokens comes from the state, which afterwards holds them too.
-ONWARD_API int32_t onward_short_conv(const OnwardShortConv* conv) {
+ONWARD_API int32_t onward_short_conv(const OnwardShortConv* arguments) {
   using namespace onward;
-  const auto& c = *conv;
+  const auto& c = *arguments;
   if (c.batch < 0 || c.queries < 1 || c.channels < 1 || c.taps < 1) return kBadArgument;
   if (!valid_state(c.state, c.batch)) return kBadArgument;
   const int64_t pieces = ceil_div(c.channels, kChannels);

@@ -15,7 +15,7 @@
 #include "../team.h"
 #include "blocks.h"
 
-// Python's copy: SsdArguments in onward/native/structs.py.
+// The arguments of onward_ssd (SsdArguments in Python).
 struct OnwardSsd {
   int64_t batch, queries, groups, heads, state_dim, head_dim;
   const void* mixed;         // [B, T, x of all heads | b of all groups | c of all groups], of dtype
@@ -155,9 +155,9 @@ bool valid(const OnwardSsd& s) {
 }  // namespace
 }  // namespace onward
 
-ONWARD_API int32_t onward_ssd(const OnwardSsd* call) {
+ONWARD_API int32_t onward_ssd(const OnwardSsd* arguments) {
   using namespace onward;
-  const auto& s = *call;
+  const auto& s = *arguments;
   if (!valid(s)) return kBadArgument;
   // A token costs some 3 passes over the state in a cache.
   const int64_t grain = ceil_div(1 << 15, s.state_dim * s.head_dim * s.queries);

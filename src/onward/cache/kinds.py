@@ -18,7 +18,7 @@ from torch import Tensor
 from onward.errors import RequestError, one_line
 from onward.native import advise_huge_pages
 from onward.native.machine import memory_limit
-from onward.ops.kv_write import BLOCK
+from onward.ops.heads import BLOCK
 from onward.ops.recurrent_state import STATE_BLOCK
 from onward.util.text import in_bytes
 

@@ -20,7 +20,7 @@ from onward.cache.prefix_index import PrefixMatch
 from onward.cache.slot import NEVER, AdapterRef, CacheView, Slot, index_of
 from onward.errors import ContextOverflowError, RequestError
 from onward.native import library
-from onward.ops.kv_write import BLOCK
+from onward.ops.heads import BLOCK
 from onward.ops.recurrent_state import STATE_BLOCK
 from onward.util.checks import check_whole
 from onward.util.process import renew_in_forks

@@ -25,7 +25,7 @@ from onward.cache.kinds import (
 from onward.cache.slot import Slot
 from onward.errors import RequestError
 from onward.native import give_back_pages
-from onward.ops.kv_write import BLOCK
+from onward.ops.heads import BLOCK
 from onward.util.text import described, in_bytes
 
 

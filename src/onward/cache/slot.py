@@ -19,6 +19,10 @@ class CacheView(NamedTuple):
     rows: Sequence[int]
     offsets: Sequence[int] | None = None
 
+    def select(self, x: Any) -> Any:
+        """The requested slots' rows of a tensor with the rows of the cache."""
+        return x if self.offsets is None else x[list(self.rows)]
+
 
 NEVER = sys.maxsize
 _stamps = itertools.count(1)

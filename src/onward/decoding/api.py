@@ -1,5 +1,6 @@
 """`onward.generate`, `onward.decode` and `onward.stream`: decoding with any forward, without a checkpoint."""
 
+import contextlib
 import dataclasses
 from collections import abc
 from collections.abc import Callable, Iterator
@@ -13,13 +14,14 @@ from torch.utils import _pytree as pytree
 
 from onward.cache import length_of
 from onward.decoding.loop import BatchSchedule, decode_loop
-from onward.decoding.prompt import PromptIds, VocabularyCheck, check_room, prompt_ids
+from onward.decoding.prompt import PromptIds, check_context_length, prompt_ids
 from onward.decoding.row_cache import RowCacheManager
 from onward.decoding.sequence import Sequence
 from onward.decoding.shared_cache import slots_for
 from onward.decoding.step import DecodeStep, FunctionSampler, SamplerCache, TokenSampler
-from onward.errors import ContextOverflowError, OptionError, RequestError
-from onward.models import Cache, Forward, Model, Params, padded_length, reused_run
+from onward.errors import OptionError, ProgramError, RequestError
+from onward.models import Cache, Forward, Model, Params, Run, padded_length, reused_run
+from onward.program import ForwardBatch, SamplingKernel, StepResult
 from onward.sampling import Constraint, ConstraintState, Sampler, SamplingParams, greedy
 from onward.sampling.draw import GREEDY
 from onward.sampling.options_dict import UnseededOptionsDict
@@ -74,7 +76,7 @@ def generate(
     common.check_ids(model.vocab_size)
     if pad is not None:
         _check_id("pad", pad, model.vocab_size)
-    check_room(prompt_tokens.shape[1], max_new_tokens, model.max_seq_len)
+    check_context_length(prompt_tokens.shape[1], max_new_tokens, context=model.max_seq_len)
     requests = [common.replace(seed=row_seed) for row_seed in _row_seeds(seed, len(prompts))]
     sampler = Sampler(requests, model.device)  # it draws missing seeds
     sequences = [
@@ -197,20 +199,27 @@ def stream(
     model = _model(forward, cache, params, name, ids)
     stop_ids = frozenset(as_tuple("eos", plain(eos), int))
     # The last new token is not processed.
-    length = offset + len(ids) - 1 + max(max_new_tokens, 0)
-    limits = [max_len, model.max_seq_len, length_of(cache)]
-    _check_room([limit for limit in limits if limit is not None], offset, len(ids), max_new_tokens)
+    before, new = offset + len(ids) - 1, max(max_new_tokens, 0)
+    limits = [limit for limit in (max_len, length_of(cache)) if limit is not None]
+    check_context_length(
+        before,
+        new,
+        context=model.max_seq_len,
+        cache=min(limits, default=None),
+        what="text before the last id",
+        advice="shorten it",
+    )
     if cache is _OWN:
         if offset:
             raise OptionError("offset", f"{offset} needs a cache that holds {offset} positions: pass that cache")
-        cache = model.new_cache(1, padded_length(max(length, 1), model))
+        cache = model.new_cache(1, padded_length(max(before + new, 1), model))
     run = reused_run(model, compile)
-    checked = run if isinstance(forward, Model) else VocabularyCheck(run, name, ids)
     slots = RowCacheManager.wrap(model, cache, 1, [offset])
     chooser, sampling = chooser_of(select, 1, model.device)
     sequence = Sequence(ids, max_new_tokens, stop_ids, start=offset, sampling=sampling[0])
-    step = DecodeStep(checked, slots, chooser, model.device)
-    return _ids(step, slots, BatchSchedule(slots, [sequence], prefill_chunk), on_token)
+    first = run if isinstance(forward, Model) else _VocabularyCheck(run, name, max(ids))
+    step = DecodeStep(first, slots, chooser, model.device)
+    return _ids(step, run, slots, BatchSchedule(slots, [sequence], prefill_chunk), on_token)
 
 
 @checks_option_names
@@ -261,10 +270,43 @@ def _model(forward: Forward | Model, cache: Cache, params: Params, name: str, id
     return Model(forward, params, _no_cache, vocab_size=0, device=_device_of(cache, params))
 
 
+class _VocabularyCheck:
+    """Runs the first step of a bare forward, whose logits show the size of the vocabulary: checks the prompt's ids.
+
+    An id outside the vocabulary usually makes the forward itself fail, as an index of the embedding. Then the forward
+    is called again with ids of 0, for the size of its logits.
+
+    name: the argument's name, for the error message. largest: of the ids.
+    """
+
+    def __init__(self, run: Run, name: str, largest: int) -> None:
+        self._run, self._name, self._largest = run, name, largest
+
+    def step(self, batch: ForwardBatch, sampler: SamplingKernel | None = None) -> StepResult:
+        try:
+            result = self._run.step(batch, sampler)
+        except (IndexError, RuntimeError, ProgramError):
+            logits = None
+            with contextlib.suppress(Exception):  # the ids were not the cause: the first error is raised
+                # This writes at and past the offsets, where nothing is read before it is written again.
+                logits = self._run.step(batch._replace(tokens=torch.zeros_like(batch.tokens), logits_at=None)).logits
+            if logits is not None:
+                self._check(logits)
+            raise
+        self._check(result.logits)
+        return result
+
+    def _check(self, logits: Tensor) -> None:
+        if self._largest >= logits.shape[-1]:
+            problem = f"names id {self._largest}, but the vocabulary ends at {logits.shape[-1] - 1}"
+            raise OptionError(self._name, problem) from None
+
+
 def _ids(
-    step: DecodeStep, slots: RowCacheManager, schedule: BatchSchedule, on_token: Callable[[int], Any] | None
+    step: DecodeStep, run: Run, slots: RowCacheManager, schedule: BatchSchedule, on_token: Callable[[int], Any] | None
 ) -> Iterator[int]:
     for emission in decode_loop(step, schedule, slots):
+        step.run = run  # after the first step
         for _, token, _, _ in emission.pieces:
             if on_token is not None:
                 on_token(token)
@@ -295,17 +337,6 @@ def chooser_of(
             f"the sampler has {len(select.seeds)} rows, but {rows} are needed: create one with {rows} rows"
         )
     return SamplerCache(device), [select.row(row) for row in range(rows)]
-
-
-def _check_room(limits: abc.Sequence[int], offset: int, prompt: int, max_new_tokens: int) -> None:
-    before_new = offset + prompt - 1
-    needed = before_new + max(max_new_tokens, 0)
-    if limits and needed > min(limits):
-        before = f"offset {offset}" if prompt == 1 else f"offset {offset} + {prompt} ids of the prompt - 1"
-        raise ContextOverflowError(
-            f"{before} + max_new_tokens {max_new_tokens} = {needed} positions, but the cache holds "
-            f"{min(limits)}: ask for at most {max(0, min(limits) - before_new)} or make a longer cache"
-        )
 
 
 def _device_of(*trees: Any) -> torch.device:

@@ -7,10 +7,12 @@ before it reads any, so the result is bit-identical to one row, and the weights 
 dimension is unknown, all rows run together, padded to the longest; padding is written past a row's ids and never read.
 """
 
+from array import array
 from collections import abc
 from collections.abc import Iterator
 from enum import IntEnum
-from typing import NamedTuple, Protocol, runtime_checkable
+from itertools import chain
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,9 +20,8 @@ from torch import Tensor
 from onward.cache.slot import CacheView
 from onward.decoding.cache_manager import CacheManager
 from onward.decoding.sequence import Sequence
-from onward.models import Cache
 from onward.models.contract import check_logits
-from onward.program import SamplingKernel
+from onward.program import Executable, ForwardBatch, SamplingKernel, StepResult
 
 # The prompt tokens of one forward. More would be no faster and take more memory.
 _MAX_BATCH_TOKENS = 512
@@ -33,26 +34,6 @@ class ScheduledSequence(NamedTuple):
 
     sequence: Sequence
     tokens: int
-
-
-class Run(Protocol):
-    """A model with its weights: `onward.models.ModelRun`, a `Model`, or a user's forward bound to its params."""
-
-    def __call__(
-        self, tokens: Tensor, offsets: Tensor, cache: Cache, logits_at: Tensor | None = None
-    ) -> tuple[Tensor, Cache]: ...
-
-
-@runtime_checkable
-class PickingRun(Run, Protocol):
-    """A `Run` that can process one token per row and pick the next from its logits [B, 1, V] in the same call.
-
-    `picked` returns None for the ids if it could only process.
-    """
-
-    def picked(
-        self, tokens: Tensor, offsets: Tensor, cache: Cache, pick: SamplingKernel, positions: Tensor
-    ) -> tuple[Tensor, Tensor | None, Cache]: ...
 
 
 class LogitsNeeded(IntEnum):
@@ -112,27 +93,10 @@ def _mixed(work: abc.Sequence[ScheduledSequence]) -> list[int]:
     return sorted([*decoding, *prompts], key=lambda index: -needs_of(work[index])) if prompts else []
 
 
-class ForwardBatch(NamedTuple):
-    """The arguments of a forward. tokens: int32 [B, T]. offsets: int32 [B]. view: the cache and each item's row."""
-
-    tokens: Tensor
-    offsets: Tensor
-    view: CacheView
-
-    @property
-    def all_rows(self) -> bool:
-        """Whether the rows of the cache are those of the items, in order."""
-        return self.view.offsets is None
-
-    def select_items(self, x: Tensor) -> Tensor:
-        """Select the items' rows [N, …] from the rows [B, …] of the cache."""
-        return x if self.all_rows else x[list(self.view.rows)]
-
-
 def inputs(
     work: abc.Sequence[ScheduledSequence], slots: CacheManager, device: torch.device, ids: list[list[int]] | None = None
-) -> ForwardBatch:
-    """The forward's arguments for these items. ids: the ids of each item, by default its pending ones."""
+) -> tuple[ForwardBatch, CacheView]:
+    """The batch of these items, and each item's row. ids: the ids of each item, by default its pending ones."""
     if ids is None:
         ids = [sequence.ids(sequence.computed, sequence.computed + tokens) for sequence, tokens in work]
     offsets = [sequence.computed for sequence, _ in work]
@@ -148,46 +112,57 @@ def inputs(
         for place, row, offset in zip(view.rows, rows, offsets, strict=True):
             all_rows[place], all_offsets[place] = row, offset
         rows, offsets = all_rows, all_offsets
-    return ForwardBatch(
-        torch.tensor(rows, dtype=torch.int32, device=device),
-        torch.tensor(offsets, dtype=torch.int32, device=device),
-        view,
-    )
+    tokens = _int32(chain.from_iterable(rows), device).view(len(rows), longest)
+    return ForwardBatch(tokens, _int32(offsets, device), view.cache), view
 
 
-def forward(run: Run, slots: CacheManager, batch: ForwardBatch, logits_at: Tensor | None) -> Tensor:
-    """Call the model, check the shape of its logits, and keep its cache."""
-    logits, cache = run(batch.tokens, batch.offsets, batch.view.cache, logits_at)
-    check_logits(logits, batch.tokens.shape if logits_at is None else logits_at.shape)
-    slots.check_written(batch.view, cache)
-    return logits
+def _int32(values: abc.Iterable[int], device: torch.device) -> Tensor:
+    """A new tensor [N]; `torch.tensor` takes three times as long for one value."""
+    host = torch.frombuffer(array("i", values), dtype=torch.int32)
+    return host if device.type == "cpu" else host.to(device)
+
+
+def forward(
+    run: Executable, slots: CacheManager, batch: ForwardBatch, view: CacheView, sampler: SamplingKernel | None = None
+) -> StepResult:
+    """Run a batch, check the shape of its logits, and keep its cache."""
+    result = run.step(batch, sampler)
+    check_logits(result.logits, (batch.tokens if batch.logits_at is None else batch.logits_at).shape)
+    slots.check_written(view, result.cache)
+    return result
 
 
 def processed(
-    run: Run, slots: CacheManager, work: abc.Sequence[ScheduledSequence], needs: LogitsNeeded, device: torch.device
-) -> Tensor | None:
-    """Process items together. The caller holds the slots' lock.
+    run: Executable,
+    slots: CacheManager,
+    work: abc.Sequence[ScheduledSequence],
+    needs: LogitsNeeded,
+    device: torch.device,
+    sampler: SamplingKernel | None = None,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Process items together. The caller holds the slots' lock. sampler: for items that all decode one id.
 
     Returns:
         The items' logits: [N, T, V] if all are needed, [N, 1, V] after each item's last id, or None if none are needed.
-        Mixed batches return only the logits of the items that need them.
+        Mixed batches return only the logits of the items that need them. And the ids int64 [N] that were sampled, if
+        the run could.
     """
     if len({count for _, count in work}) > 1 and slots.shares_rows:
-        return _processed_as_rows(run, slots, work, device)
-    batch = inputs(work, slots, device)
-    if needs is LogitsNeeded.ALL or batch.tokens.shape[1] == 1:
-        logits = forward(run, slots, batch, None)
-    else:
+        return _processed_as_rows(run, slots, work, device), None
+    batch, view = inputs(work, slots, device)
+    if needs is not LogitsNeeded.ALL and batch.tokens.shape[1] > 1:
         last = [0] * len(batch.tokens)
-        for row, (_, count) in zip(batch.view.rows, work, strict=True):
+        for row, (_, count) in zip(view.rows, work, strict=True):
             last[row] = count - 1
         at = torch.tensor(last, dtype=torch.int64, device=device).unsqueeze(1)
-        logits = forward(run, slots, batch, at[:, : int(needs)])
-    return batch.select_items(logits) if needs else None
+        batch = batch._replace(logits_at=at[:, : int(needs)])
+    # The kernel takes all rows of the cache.
+    logits, ids, _ = forward(run, slots, batch, view, sampler if view.offsets is None else None)
+    return view.select(logits) if needs else None, ids
 
 
 def _processed_as_rows(
-    run: Run, slots: CacheManager, work: abc.Sequence[ScheduledSequence], device: torch.device
+    run: Executable, slots: CacheManager, work: abc.Sequence[ScheduledSequence], device: torch.device
 ) -> Tensor:
     """Process every id as a row of its own. The rows whose logits are needed come first."""
     needing = [item for item in work if needs_of(item) is LogitsNeeded.LAST]
@@ -198,11 +173,12 @@ def _processed_as_rows(
     row_slots = [sequence.slot for sequence, _, count in spans for _ in range(count)]
     offsets = [position for _, first, count in spans for position in range(first, first + count)]
     slots.ensure_writable(row_slots, offsets, 1)
-    batch = ForwardBatch(
-        torch.tensor(ids, dtype=torch.int32, device=device).unsqueeze(1),
-        torch.tensor(offsets, dtype=torch.int32, device=device),
-        slots.view_of(row_slots, 1),
-    )
+    view = slots.view_of(row_slots, 1)
     rows = max(_MIN_LOGITS, 1 << (len(needing) - 1).bit_length())
-    at = torch.zeros(rows, 1, dtype=torch.int64, device=device) if rows < len(ids) else None
-    return forward(run, slots, batch, at)[: len(needing)]
+    batch = ForwardBatch(
+        _int32(ids, device).unsqueeze(1),
+        _int32(offsets, device),
+        view.cache,
+        torch.zeros(rows, 1, dtype=torch.int64, device=device) if rows < len(ids) else None,
+    )
+    return forward(run, slots, batch, view).logits[: len(needing)]

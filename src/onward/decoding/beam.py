@@ -15,12 +15,13 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from onward.decoding.batch import Run, ScheduledSequence, batches, processed
+from onward.decoding.batch import ScheduledSequence, batches, processed
 from onward.decoding.cache_manager import CacheManager
 from onward.decoding.loop import Failed
 from onward.decoding.sequence import FinishReason, Sequence
 from onward.decoding.step import Emitted, Step
 from onward.errors import RequestError
+from onward.program import Executable
 from onward.sampling.constraint import mask_logits, nothing_left
 from onward.sampling.logprobs import TokenLogprobs, not_finite, token_logprobs
 from onward.sampling.sampler import AdjustmentPass
@@ -162,7 +163,7 @@ class BeamStep:
     """
 
     def __init__(
-        self, plain: Step, run: Run, slots: CacheManager, device: torch.device, failed: Failed | None = None
+        self, plain: Step, run: Executable, slots: CacheManager, device: torch.device, failed: Failed | None = None
     ) -> None:
         self._plain, self._run, self._slots, self._device = plain, run, slots, device
         self._failed = failed
@@ -204,7 +205,7 @@ class BeamStep:
         rows: list[Tensor | None] = [None] * len(items)
         for indices, needs in batches(items, self._slots):
             with self._slots.lock:
-                logits = processed(self._run, self._slots, [items[index] for index in indices], needs, self._device)
+                logits, _ = processed(self._run, self._slots, [items[index] for index in indices], needs, self._device)
             assert logits is not None, "a running beam needs the logits after its last id"
             if indices == list(range(len(items))):
                 return logits[:, 0]

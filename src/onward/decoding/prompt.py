@@ -1,24 +1,16 @@
-"""Prompt ids from lists, arrays and tensors, and checks against the vocabulary and the context."""
+"""Prompt ids from lists, arrays and tensors, and a check against the context."""
 
-import contextlib
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from onward.decoding.batch import PickingRun
-from onward.errors import ContextOverflowError, OptionError, ProgramError
-from onward.models import Cache
-from onward.program import SamplingKernel
+from onward.errors import ContextOverflowError, OptionError
 from onward.util.checks import check_id, plain, plain_items
 
 # A list or a tuple, or a one-dimensional array or tensor of integers.
 PromptIds = Sequence[int] | NDArray[np.integer] | Tensor
-
-R = TypeVar("R", bound=tuple[Any, ...])
 
 
 def prompt_ids(name: str, prompt: PromptIds) -> list[int]:
@@ -40,67 +32,33 @@ def prompt_ids(name: str, prompt: PromptIds) -> list[int]:
     return ids
 
 
-class VocabularyCheck:
-    """A run that checks a prompt's ids against the vocabulary, whose size is known from the first logits.
+def check_context_length(
+    length: int,
+    new: int = 0,
+    *,
+    context: int | None,
+    cache: int | None = None,
+    what: str = "prompt",
+    of_new: str = "max_new_tokens",
+    advice: str = "",
+) -> None:
+    """Raise `ContextOverflowError` unless `length` and `new` positions together fit the context and the cache.
 
-    An id outside the vocabulary usually makes the forward itself fail, as an index of the embedding. Then the forward
-    is called again with ids of 0, for the size of its logits.
-
-    name: the argument's name, for the error message.
+    Args:
+        length: the positions of `what`, a prompt or a text. new: those that follow, the argument `of_new`.
+        context, cache: the most positions that the model and the cache hold; None for any number.
+        advice: how the caller makes `what` fit; by default "shorten the " `what`.
     """
-
-    def __init__(self, run: PickingRun, name: str, ids: Sequence[int]) -> None:
-        self._run, self._name, self._largest = run, name, max(ids)
-        self._checked = False
-
-    def __call__(
-        self, tokens: Tensor, offsets: Tensor, cache: Cache, logits_at: Tensor | None = None
-    ) -> tuple[Tensor, Cache]:
-        if self._checked:
-            return self._run(tokens, offsets, cache, logits_at)
-        return self._first(self._run, tokens, offsets, cache, logits_at)
-
-    def picked(
-        self, tokens: Tensor, offsets: Tensor, cache: Cache, pick: SamplingKernel, positions: Tensor
-    ) -> tuple[Tensor, Tensor | None, Cache]:
-        if self._checked:
-            return self._run.picked(tokens, offsets, cache, pick, positions)
-        return self._first(self._run.picked, tokens, offsets, cache, pick, positions)
-
-    def _first(self, run: Callable[..., R], tokens: Tensor, offsets: Tensor, cache: Cache, *options: object) -> R:
-        try:
-            output = run(tokens, offsets, cache, *options)
-        except (IndexError, RuntimeError, ProgramError):
-            logits = None
-            with contextlib.suppress(Exception):  # the ids were not the cause: the first error is raised
-                # This writes at and past the offsets, where nothing is read before it is written again.
-                logits, _ = self._run(torch.zeros_like(tokens), offsets, cache)
-            if logits is not None:
-                self._check(logits)
-            raise
-        self._check(output[0])
-        return output
-
-    def _check(self, logits: Tensor) -> None:
-        self._checked = True
-        if self._largest >= logits.shape[-1]:
-            problem = f"names id {self._largest}, but the vocabulary ends at {logits.shape[-1] - 1}"
-            raise OptionError(self._name, problem) from None
-
-
-def check_room(prompt: int, new: int, context: int | None, cache_len: int | None = None) -> None:
-    """Raise `ContextOverflowError` unless a prompt and `new` tokens fit the context and the cache."""
-    limits = [limit for limit in (context, cache_len) if limit is not None]
-    if not limits or prompt + new <= min(limits):
+    is_context = cache is None or (context is not None and context <= cache)
+    limit, holder = (context, "context") if is_context else (cache, "cache")
+    if limit is None or length + new <= limit:
         return
-    limit = min(limits)
-    holder = "context" if limit == context else "cache"
-    if prompt > limit or new == 0:
-        raise ContextOverflowError(
-            f"the prompt is {prompt} tokens long, but the {holder} holds {limit}: shorten the prompt", option="prompt"
-        )
+    ways = [advice or f"shorten the {what}", *(["make a longer cache"] if holder == "cache" else [])]
+    if length > limit or not new:
+        problem = f"the {what} is {length} tokens long"
+    else:
+        problem = f"{what} ({length} tokens) + {of_new} ({new}) = {length + new}"
+        ways[:0] = [f"ask for at most {limit - length} new tokens"] if limit > length else []
     raise ContextOverflowError(
-        f"prompt ({prompt} tokens) + max_new_tokens ({new}) = {prompt + new}, but the {holder} holds {limit}: "
-        f"ask for at most {limit - prompt} new tokens or shorten the prompt",
-        option="prompt",
+        f"{problem}, but the {holder} holds {limit}: {' or '.join(ways)}", option=what if what == "prompt" else None
     )

@@ -19,7 +19,7 @@ from onward.errors import RequestError
 from onward.models import Model, NewBlocks, padded_length
 from onward.models.model import computation
 from onward.native.machine import memory_limit
-from onward.ops.kv_write import BLOCK
+from onward.ops.heads import BLOCK
 from onward.util.process import renew_in_forks
 
 # Every block costs some bytes of accounting, even if it is never used.

@@ -11,19 +11,14 @@ from torch import Tensor
 
 from onward.decoding.batch import (
     LogitsNeeded,
-    PickingRun,
-    Run,
     ScheduledSequence,
     batches,
-    forward,
-    inputs,
     needs_of,
     processed,
 )
 from onward.decoding.cache_manager import CacheManager
 from onward.decoding.sequence import Sequence
-from onward.models.contract import check_logits
-from onward.program import SamplingKernel
+from onward.program import Executable, SamplingKernel
 from onward.sampling import ConstraintState, History, Sampler, SamplingParams
 from onward.sampling.logprobs import Token, TokenLogprobs, checked_ids, not_finite, token_logprobs, tokens_of
 
@@ -114,9 +109,6 @@ def sampling_of(sequence: Sequence) -> SamplingParams:
 # The tokens that a step emitted for each item of its work; none while prompt ids are still pending.
 Emitted = list[list[Token]]
 
-# The most logits converted to logprobs at once, at about 30 bytes each.
-_MAX_SCORED = 2**22
-
 
 class Step(Protocol):
     """Processes pending ids and emits the next ids. After a failure, the work can be retried, whole or in parts."""
@@ -130,17 +122,18 @@ class DecodeStep:
     run: the model. slots: the sequences' cache. chooser: logits to ids.
     """
 
-    def __init__(self, run: Run, slots: CacheManager, chooser: TokenSampler, device: torch.device) -> None:
+    def __init__(self, run: Executable, slots: CacheManager, chooser: TokenSampler, device: torch.device) -> None:
         self.run, self.slots, self.chooser, self.device = run, slots, chooser, device
-        self._picking = run if isinstance(run, PickingRun) else None
 
-    @torch.no_grad()
     def __call__(self, work: abc.Sequence[ScheduledSequence]) -> Emitted:
         emitted: Emitted = [[] for _ in work]
         scored = []
         for indices, needs in batches(work, self.slots):
             items = [work[index] for index in indices]  # in the order of their rows
-            logits, ids = self._processed(items, needs)
+            sequences = [sequence for sequence, _ in items]
+            sampler = self.chooser.kernel(sequences) if all(map(_decodes, items)) else None
+            with self.slots.lock:
+                logits, ids = processed(self.run, self.slots, items, needs, self.device, sampler)
             if logits is None:
                 continue
             if needs is LogitsNeeded.ALL:
@@ -158,26 +151,13 @@ class DecodeStep:
             sequence.computed += count
         return emitted
 
-    def _processed(
-        self, items: abc.Sequence[ScheduledSequence], needs: LogitsNeeded
-    ) -> tuple[Tensor | None, Tensor | None]:
-        with self.slots.lock:
-            if self._picking is None or not all(map(_decodes, items)):
-                return processed(self.run, self.slots, items, needs, self.device), None
-            sequences = [sequence for sequence, _ in items]
-            batch = inputs(items, self.slots, self.device)
-            pick = self.chooser.kernel(sequences) if batch.all_rows else None
-            if pick is None:
-                return batch.select_items(forward(self.run, self.slots, batch, None)), None
-            logits, ids, cache = self._picking.picked(*batch[:2], batch.view.cache, pick, batch.offsets + 1)
-            check_logits(logits, batch.tokens.shape)
-            self.slots.check_written(batch.view, cache)
-            return logits, ids
-
     def _tokens(
         self, indices: abc.Sequence[int], items: abc.Sequence[ScheduledSequence], logits: Tensor, ids: Tensor | None
     ) -> list[tuple[int, Token]]:
-        """The next tokens of the items that have no more pending ids, each with its index."""
+        """The next tokens of the items that have no more pending ids, each with its index. ids: of all items, if they
+        are sampled and checked."""
+        if ids is not None and all(item.sequence.top_logprobs is None for item in items):
+            return list(zip(indices, map(Token, ids.tolist()), strict=True))
         places = [
             place
             for place, item in enumerate(items)
@@ -187,12 +167,14 @@ class DecodeStep:
             return []
         sequences = [items[place].sequence for place in places]
         if logits.shape[1] == 1:
-            last = logits[:, 0] if len(places) == len(logits) else logits[places, 0]
+            last = logits.squeeze(1)
+            last = last if len(places) == last.shape[0] else last[places]
         else:
             last = logits[places, [items[place].tokens - 1 for place in places]]
         if ids is None:
-            positions = [sequence.length for sequence in sequences]
-            ids = self.chooser(last, torch.tensor(positions, dtype=torch.int32, device=self.device), sequences)
+            positions = torch.tensor([each.length for each in sequences], dtype=torch.int32, device=self.device)
+            with torch.no_grad():
+                ids = self.chooser(last, positions, sequences)
         tokens = tokens_of(checked_ids(ids, last), last, [sequence.top_logprobs for sequence in sequences])
         return [(indices[place], token) for place, token in zip(places, tokens, strict=True)]
 
@@ -221,11 +203,7 @@ def _scored(sequence: Sequence, first: int, last: int, logits: Tensor, top: int 
     if top is None:
         return []
     ids = sequence.ids(first, last)
-    size = max(1, _MAX_SCORED // logits.shape[1])
-    logprobs: list[TokenLogprobs] = []
-    for begin in range(0, len(ids), size):
-        chunk = ids[begin : begin + size]
-        logprobs += token_logprobs(chunk, logits[begin : begin + len(chunk)], top)
+    logprobs = token_logprobs(ids, logits[: len(ids)], top)
     if any(math.isnan(token.chosen) for token in logprobs):
         raise not_finite()
     return logprobs

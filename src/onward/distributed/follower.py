@@ -9,7 +9,8 @@ from onward.cache import KVPool, LayerShape, Slot
 from onward.distributed.group import Tables, empty_row
 from onward.distributed.links import ForwardMessage, Kind, Links
 from onward.distributed.stage import rows_of_table
-from onward.models import ModelRun
+from onward.models import Run
+from onward.program import ForwardBatch
 
 
 class RankWorker:
@@ -20,7 +21,7 @@ class RankWorker:
     """
 
     def __init__(
-        self, links: Links, run: ModelRun, hidden: Tensor, shapes: Sequence[LayerShape], width: int, to: int
+        self, links: Links, run: Run, hidden: Tensor, shapes: Sequence[LayerShape], width: int, to: int
     ) -> None:
         self._links, self._run, self._hidden = links, run, hidden
         self._shapes, self._width, self._to = tuple(shapes), width, to
@@ -68,6 +69,6 @@ class RankWorker:
         view = self._pools[message.pool].view(self._tables.filled(message.table, self._width))
         is_last = self._to == 0
         logits_at = message.logits_at if is_last and message.has_result else None
-        out, _ = self._run(rows, message.offsets, view, logits_at)
+        out = self._run.step(ForwardBatch(rows, message.offsets, view, logits_at)).logits
         if not is_last or message.has_result:
             self._links.send(self._to, out)

@@ -19,7 +19,7 @@ from onward.distributed.launchers import HeartbeatMonitor
 from onward.distributed.links import Kind, Links
 from onward.distributed.ray import RankHandles
 from onward.errors import RankError
-from onward.ops.kv_write import BLOCK
+from onward.ops.heads import BLOCK
 
 
 def empty_row(shapes: Sequence[LayerShape], positions: int, dtype: torch.dtype, batch: int = 1) -> KVCache:

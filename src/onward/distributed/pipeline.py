@@ -2,7 +2,6 @@
 
 import itertools
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -13,9 +12,10 @@ from onward.distributed.group import RankGroup, Tables
 from onward.distributed.links import ForwardMessage, Kind
 from onward.distributed.stage import MAX_TOKENS, HeadParams, Stage, hidden_states, rows_of_table
 from onward.errors import RequestError
-from onward.models import Embedding, Model, ModelRun
+from onward.models import Embedding, Model, Run
 from onward.models.blocks import DecoderParams
-from onward.ops.kv_write import BLOCK
+from onward.ops.heads import BLOCK
+from onward.program import ForwardBatch
 
 # The minimum tokens of a prompt, and the minimum rows, of a microbatch: each microbatch reads all weights of a rank.
 # Eight rows of a 0.6B model in two microbatches took twice as long as in one process (benchmarks/LOG.md).
@@ -111,7 +111,7 @@ class PipelineForward:
         self._hidden = hidden_states(stage.hidden_size, group.dtype)
         self._first_layers = rank_run(stage.hidden, params, stage.hidden_size, compile)
         head_params = HeadParams(Embedding(self._hidden), params)
-        self._head = rank_run(stage.head, head_params, stage.vocab_size, compile, selects=False)
+        self._head = rank_run(stage.head, head_params, stage.vocab_size, compile)
 
     def __call__(
         self, tokens: Tensor, offsets: Tensor, cache: Any, params: Any, *, logits_at: Tensor | None = None
@@ -148,7 +148,7 @@ class PipelineForward:
         for index, batch in enumerate(batches):
             view = cache._replace(table=self._tables.filled(batch.table, batch.table.shape[1], index))
             # Errors in the ids are raised here, before anything is sent.
-            x, _ = self._first_layers(batch.tokens, batch.offsets, view, None)
+            x = self._first_layers.step(ForwardBatch(batch.tokens, batch.offsets, view)).logits
             self.group.broadcast(Kind.FORWARD, *self._message(batch, cache).numbers())
             self._has_sent = True
             links.send(1, x)
@@ -162,8 +162,7 @@ class PipelineForward:
         """Wait for the hidden states of a microbatch and compute their logits."""
         table_rows = rows_of_table(rows, per_row)
         self.group.links.receive(self.group.links.world - 1, self._hidden[: table_rows.numel()])
-        logits, _ = self._head(table_rows, torch.zeros(rows, dtype=torch.int32), (), None)
-        return logits
+        return self._head.step(ForwardBatch(table_rows, torch.zeros(rows, dtype=torch.int32), ())).logits
 
     def _message(self, batch: Microbatch, cache: PagedKVCache) -> ForwardMessage:
         num_tokens = batch.tokens.shape[1]
@@ -172,9 +171,9 @@ class PipelineForward:
         return ForwardMessage(pool, num_tokens, batch.offsets, batch.table[:, :used], batch.logits_at)
 
 
-def rank_run(forward: Any, params: Any, width: int, compile: str, *, selects: bool = True) -> ModelRun:
+def rank_run(forward: Any, params: Any, width: int, compile: str) -> Run:
     """A rank's part of a model. width: the last dimension of its result."""
-    return ModelRun(Model(partial(forward), params, _no_cache, width, selects_logits=selects), compile)
+    return Run(Model(forward, params, _no_cache, width), compile)
 
 
 def _no_cache(batch: int, max_len: int) -> Any:

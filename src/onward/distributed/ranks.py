@@ -25,7 +25,7 @@ from onward.language_model.session_fingerprint import fingerprint
 from onward.language_model.weights import LayersInPlace, WeightsReader
 from onward.models import Embedding, Model, read_config
 from onward.models.architecture import num_parameters
-from onward.ops.kv_write import BLOCK
+from onward.ops.heads import BLOCK
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,6 @@ def load_ranks(settings: Settings, layers: Callable[[int], LayersInPlace], addre
         new_cache=partial(new_cache, group),
         vocab_size=architecture.vocab_size,
         max_seq_len=settings.context,
-        selects_logits=True,
         num_parameters=num_parameters(architecture),
         compiles=False,
         why_eager=_WHY_EAGER,

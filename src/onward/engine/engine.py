@@ -26,7 +26,7 @@ from onward.language_model.job import RequestState
 from onward.language_model.request import Emitted, checked_emitted, one_prompt
 from onward.models import Model
 from onward.models.model import computation
-from onward.ops.kv_write import BLOCK
+from onward.ops.heads import BLOCK
 from onward.program.leaves import leaves_of
 from onward.util.checks import check_whole, is_finite
 from onward.util.option_names import checks_option_names

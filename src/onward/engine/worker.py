@@ -22,7 +22,7 @@ from onward.engine.scheduler import Scheduler
 from onward.engine.stats import EngineStats, Seconds, block_counts
 from onward.errors import ContextOverflowError, EngineBusyError, EngineError, one_line
 from onward.language_model.runner import StepRouter
-from onward.models import ModelRun
+from onward.models import Run
 from onward.models.model import computation
 from onward.util.process import renew_in_forks
 
@@ -39,7 +39,7 @@ class EngineWorker:
     ends the thread.
     """
 
-    def __init__(self, run: ModelRun, slots: CacheManager, scheduler: Scheduler[EngineRequest]) -> None:
+    def __init__(self, run: Run, slots: CacheManager, scheduler: Scheduler[EngineRequest]) -> None:
         self.run, self.slots = run, slots
         self.notifier = LoopNotifier()
         self._scheduler = scheduler

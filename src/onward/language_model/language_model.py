@@ -33,7 +33,7 @@ from onward.language_model.request import (
 )
 from onward.language_model.runner import Runner, drained
 from onward.language_model.scoring import Score, logits_of, score_continuations, score_texts
-from onward.models import Cache, Model, ModelRun
+from onward.models import Cache, Model, Run
 from onward.models.adapters import Adapters, LoadedAdapter, merged_model
 from onward.program import Report
 from onward.tokenizer import Tokenizer
@@ -78,7 +78,7 @@ class LanguageModel:
         self.defaults = GenerateOptions() if defaults is None else defaults
         self._message_format = checked_format(message_format)
         self.prefill_chunk = prefill_chunk
-        self._model_run = ModelRun(model, compile)
+        self._model_run = Run(model, compile)
         self._adapters = Adapters(self._model_run)
         self._speculators = SpeculatorCache()
         self.prefix_memory = prefix_memory
@@ -110,7 +110,7 @@ class LanguageModel:
     def model(self, model: Model) -> None:
         if self.adapters:
             raise RequestError(f"adapters are loaded for the previous model: drop {', '.join(self.adapters)} first")
-        self._model_run = ModelRun(model, self._model_run.compile)
+        self._model_run = Run(model, self._model_run.compile)
         self._adapters = Adapters(self._model_run)
 
     @property

@@ -15,7 +15,7 @@ from onward.cache import length_of
 from onward.chat import AnswerFormat
 from onward.constraints import Grammar
 from onward.decoding.pinned_prefix import PinnedPrefix
-from onward.decoding.prompt import check_room
+from onward.decoding.prompt import check_context_length
 from onward.decoding.speculation import Drafter, Speculator, as_drafter
 from onward.errors import ContextOverflowError, OptionError, RequestError, TokenizerError, blaming
 from onward.language_model.options import GenerateOptions, option_names
@@ -155,7 +155,7 @@ class RequestReader:
             changes["max_new_tokens"] = max(0, min(limits) - prompt_len)
         options = options.replace(**changes) if changes else options
         options.check_ids(vocab_size)
-        check_room(prompt_len, options.max_new_tokens or 0, context, cache_len)
+        check_context_length(prompt_len, options.max_new_tokens or 0, context=context, cache=cache_len)
         if isinstance(options.constrained_by, Grammar):  # compile it now: the result is cached
             options.new_constraint(self.tokenizer)
         return options

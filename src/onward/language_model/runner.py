@@ -30,7 +30,7 @@ from onward.errors import RequestError
 from onward.language_model.completion import Completion, Piece
 from onward.language_model.job import RequestState
 from onward.language_model.request import Request
-from onward.models import Cache, ModelRun
+from onward.models import Cache, Run
 from onward.models.adapters import Adapters
 from onward.tokenizer import Tokenizer
 
@@ -46,7 +46,7 @@ class StepRouter:
 
     def __init__(
         self,
-        run: ModelRun,
+        run: Run,
         slots: CacheManager,
         failed: Failed | None = None,
         run_step: Callable[[Step, abc.Sequence[ScheduledSequence]], Emitted] = lambda step, work: step(work),
@@ -89,10 +89,10 @@ class StepRouter:
         for sequence in sequences:
             self._special.pop(sequence, None)
 
-    def by_kind(self, work: abc.Sequence[ScheduledSequence]) -> list[tuple[Step, list[int]]]:
+    def by_kind(self, work: abc.Sequence[ScheduledSequence]) -> list[tuple[Step, abc.Sequence[int]]]:
         """Divide work by kind: steps with the indices of their items."""
         if not self._special:
-            return [(self._plain, list(range(len(work))))]
+            return [(self._plain, range(len(work)))]
         kinds: dict[Step, list[int]] = {}
         for index, (sequence, _) in enumerate(work):
             kinds.setdefault(self._special.get(sequence, self._plain), []).append(index)
@@ -119,7 +119,7 @@ class Runner:
     """Runs requests together. tokenizer: None for empty texts. chunk: the maximum number of prompt tokens processed at
     once."""
 
-    run: ModelRun
+    run: Run
     tokenizer: Tokenizer | None
     chunk: int
     prefix_cache: SharedCache

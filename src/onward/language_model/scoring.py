@@ -15,13 +15,15 @@ from onward.decoding import (
     SamplerCache,
     Sequence,
     SharedCache,
+    Step,
     decode_loop,
     slots_for,
 )
 from onward.decoding.batch import LogitsNeeded, ScheduledSequence, processed
-from onward.decoding.prompt import check_room
-from onward.errors import ContextOverflowError, RequestError
-from onward.models import ModelRun
+from onward.decoding.prompt import check_context_length
+from onward.decoding.step import Emitted
+from onward.errors import RequestError
+from onward.models import Run
 from onward.sampling import SamplingParams, TokenLogprobs
 from onward.util.checks import check_whole, plain
 
@@ -61,7 +63,7 @@ class Score:
 
 
 def score_texts(
-    run: ModelRun,
+    run: Run,
     texts: abc.Sequence[list[int]],
     top: int,
     chunk: int,
@@ -76,11 +78,8 @@ def score_texts(
     context = run.model.max_seq_len
     if stride is None:
         for ids in texts:
-            if context is not None and len(ids) > context:
-                raise ContextOverflowError(
-                    f"the text is {len(ids)} tokens long, but the context holds {context}: give a stride, to score it "
-                    "in windows"
-                )
+            advice = "give a stride, to score it in windows"
+            check_context_length(len(ids), context=context, what="text", advice=advice)
         stride = 1  # unused: all texts have a single window
     else:
         stride = plain(stride)
@@ -94,7 +93,7 @@ def score_texts(
 
 
 def _logprobs_of_texts(
-    run: ModelRun, texts: abc.Sequence[list[int]], top: int, chunk: int, adapter: AdapterRef | None
+    run: Run, texts: abc.Sequence[list[int]], top: int, chunk: int, adapter: AdapterRef | None
 ) -> list[list[TokenLogprobs | None]]:
     """The logprobs of each text's ids, in order. Texts of similar length run together."""
     for ids in texts:
@@ -108,13 +107,13 @@ def _logprobs_of_texts(
         rows = max(1, min(_MAX_ROWS, _MAX_TOKENS // len(texts[by_length[0]])))
         batch, by_length = by_length[:rows], by_length[rows:]
         sequences = [Sequence(texts[index], 0, prompt_top=top, adapter=adapter) for index in batch]
-        _process(run, slots_for(run.model, len(batch), len(texts[batch[0]])), sequences, chunk)
+        _score(run, slots_for(run.model, len(batch), len(texts[batch[0]])), sequences, chunk)
         logprobs.update({index: each.prompt_logprobs for index, each in zip(batch, sequences, strict=True)})
     return [logprobs[index] for index in range(len(texts))]
 
 
 def score_continuations(
-    run: ModelRun,
+    run: Run,
     prefix_cache: SharedCache,
     context: list[int],
     continuations: abc.Sequence[list[int]],
@@ -126,7 +125,7 @@ def score_continuations(
     if not all(continuations):
         raise RequestError("a continuation to score must have at least one id; got an empty one")
     for ids in continuations:
-        check_room(len(context) + len(ids), 0, run.model.max_seq_len)
+        check_context_length(len(context) + len(ids), context=run.model.max_seq_len, what="text")
     scores: list[Score] = []
     for begin in range(0, len(continuations), _MAX_CONTINUATIONS):
         batch = continuations[begin : begin + _MAX_CONTINUATIONS]
@@ -136,7 +135,7 @@ def score_continuations(
         for text in texts:
             text.prompt_logprobs = [None] * len(context)  # the ids of the context are not scored
         with prefix_cache.lease(run.model, 1 + len(texts), max(text.longest for text in (first, *texts))) as slots:
-            _process(run, slots, [first, *texts], chunk, dict.fromkeys(texts, first))
+            _score(run, slots, [first, *texts], chunk, dict.fromkeys(texts, first))
         scores += [Score([*context, *ids], text.prompt_logprobs) for ids, text in zip(batch, texts, strict=True)]
     return scores
 
@@ -158,8 +157,8 @@ def _joined(
     return logprobs
 
 
-def _process(
-    run: ModelRun,
+def _score(
+    run: Run,
     slots: CacheManager,
     sequences: abc.Sequence[Sequence],
     chunk: int,
@@ -168,30 +167,32 @@ def _process(
     """Run sequences to their ends. They collect the logprobs of their prompts."""
     device, vocab_size = run.model.device, run.model.vocab_size
     schedule = BatchSchedule(slots, sequences, chunk, vocab_size=vocab_size, siblings=siblings)
+    _process(DecodeStep(run, slots, SamplerCache(device), device), schedule, slots)
+
+
+def _process(step: Step, schedule: BatchSchedule, slots: CacheManager) -> None:
     try:
-        for _ in decode_loop(DecodeStep(run, slots, SamplerCache(device), device), schedule, slots):
+        for _ in decode_loop(step, schedule, slots):
             pass
     finally:
         schedule.close()
 
 
-@torch.no_grad()
-def logits_of(run: ModelRun, ids: list[int], chunk: int, adapter: AdapterRef | None = None) -> Tensor:
+def logits_of(run: Run, ids: list[int], chunk: int, adapter: AdapterRef | None = None) -> Tensor:
     """The logits after each of the ids, processed chunk by chunk: float32 [T, V], on the CPU."""
-    check_room(len(ids), 0, run.model.max_seq_len)
-    device = run.model.device
+    check_context_length(len(ids), context=run.model.max_seq_len)
     slots = slots_for(run.model, 1, len(ids))
     sequence = Sequence(ids, 0, adapter=adapter)
-    acquired = slots.acquire(ids, len(ids), reuse=False, adapter=adapter)
-    assert acquired is not None, "new slots have room"
-    sequence.slot, _ = acquired
+    sequence.reopen()  # no new ids, but the last one is processed too
     parts: list[Tensor] = []
-    while sequence.computed < len(ids):
-        count = slots.max_chunk(sequence.slot, sequence.computed, min(chunk, len(ids) - sequence.computed))
+
+    def step(work: abc.Sequence[ScheduledSequence]) -> Emitted:
         with slots.lock:
-            logits = processed(run, slots, [ScheduledSequence(sequence, count)], LogitsNeeded.ALL, device)
+            logits, _ = processed(run, slots, work, LogitsNeeded.ALL, run.model.device)
         assert logits is not None, "all logits were asked for"
-        sequence.computed += count
-        slots.advance(sequence.slot, sequence.computed, sequence.ids)
         parts.append(logits[0].to(device="cpu", dtype=torch.float32))
+        sequence.computed += logits.shape[1]
+        return [[]]
+
+    _process(step, BatchSchedule(slots, [sequence], chunk), slots)
     return torch.cat(parts)

@@ -25,7 +25,7 @@ from onward.models.linear import (
     stack_params,
 )
 from onward.models.model import Cache, Forward, Model, NewBlocks, Params
-from onward.models.run import ModelRun, check_backend, padded_length, reused_run
+from onward.models.run import Run, check_backend, padded_length, reused_run
 
 __all__ = [
     "FAMILIES",
@@ -37,10 +37,10 @@ __all__ = [
     "LatentLinear",
     "Linear",
     "Model",
-    "ModelRun",
     "NewBlocks",
     "Params",
     "Router",
+    "Run",
     "ShortConv",
     "Tensors",
     "WeightScope",

@@ -171,7 +171,6 @@ def build_model(architecture: Architecture, params: Any, max_seq_len: int | None
         new_cache=partial(new_cache, shapes, states, dtype, device),
         vocab_size=architecture.vocab_size,
         max_seq_len=max_seq_len,
-        selects_logits=True,
         device=device,
         num_parameters=num_parameters(architecture),
         new_blocks=partial(new_blocks, without_useless_windows(shapes, max_seq_len), states, dtype, device),

@@ -12,8 +12,7 @@ read.
 
 The head is the largest matrix of a small model, and a prompt needs logits at one position only. So a forward may also
 take `logits_at`, int64 [R, N] indices into T, and return logits [R, N, V] of those positions of the first R rows; R is
-B unless the cache has blocks. `Model(selects_logits=True)` declares this. Otherwise the forward computes all logits,
-and Onward selects.
+B unless the cache has blocks. A forward without a parameter of that name computes all logits, and Onward selects.
 """
 
 import weakref
@@ -33,7 +32,7 @@ from torch.utils import _pytree as pytree
 from onward import ops
 from onward.cache import KVPool
 from onward.errors import RequestError
-from onward.models.contract import check_logits, logits_and_cache, take_positions
+from onward.models.contract import SelectingForward, logits_and_cache, takes_logits_at
 from onward.models.module import CausalLM, ModuleCall, ModuleForward, is_causal_lm
 from onward.ops.operator import autocast_dtype_on
 from onward.program.leaves import leaves_of
@@ -64,8 +63,8 @@ _WHY_EAGER = f"{_NOT_COMPILED}; with torch's matrix products the last bits of a 
 class Model:
     """A forward, its weights and how to make its cache.
 
+    forward: as above; one without `logits_at` is wrapped, so that it takes it too.
     vocab_size: V. max_seq_len: the maximum number of positions; None if unknown.
-    selects_logits: whether forward takes the keyword `logits_at`.
     device: of its tokens and offsets.
     num_parameters: the number of parameters, with tied ones counted once; None if unknown.
     compiles: whether its forward may be compiled (`onward.compile`). A program reads params at the addresses that they
@@ -82,20 +81,21 @@ class Model:
     new_cache: CacheFactory
     vocab_size: int
     max_seq_len: int | None = None
-    selects_logits: bool = False
     device: torch.device = CPU
     num_parameters: int | None = None
     compiles: bool = True
     new_blocks: NewBlocks | None = None
     why_eager: str = _NOT_COMPILED
 
+    def __post_init__(self) -> None:
+        if not takes_logits_at(self.forward):
+            object.__setattr__(self, "forward", SelectingForward(self.forward))
+
     def __call__(
         self, tokens: Tensor, offsets: Tensor, cache: Cache, logits_at: Tensor | None = None
     ) -> tuple[Tensor, Cache]:
         """Run the forward; logits [B, T, V], or [R, N, V] at `logits_at` int64 [R, N] of the first R rows."""
-        if self.selects_logits:
-            return logits_and_cache(self.forward(tokens, offsets, cache, self.params, logits_at=logits_at))
-        return run_plain(self.forward, self.params, tokens, offsets, cache, logits_at)
+        return logits_and_cache(self.forward(tokens, offsets, cache, self.params, logits_at=logits_at))
 
     @staticmethod
     @checks_option_names
@@ -106,14 +106,14 @@ class Model:
         vocab_size: int | None = None,
         max_seq_len: int | None = None,
         call: ModuleCall | None = None,
-        selects_logits: bool = False,
     ) -> "Model":
         """A `torch.nn.Module` with a cache argument as a Model.
 
-        The module is called as `module(tokens, offsets, cache) -> (logits, cache)`, with shapes and rules as above. Its
-        weights are not copied: the next decode sees the changes of a training step. Each forward runs without gradients
-        and with every submodule in eval mode; modes are restored afterwards, also after an error. (Only the `training`
-        flags are set; the module's own `train` and `eval` are not called.)
+        The module is called as `module(tokens, offsets, cache) -> (logits, cache)`, with shapes and rules as above, and
+        with the keyword `logits_at` if it has a parameter of that name. Its weights are not copied: the next decode
+        sees the changes of a training step. Each forward runs without gradients and with every submodule in eval mode;
+        modes are restored afterwards, also after an error. (Only the `training` flags are set; the module's own `train`
+        and `eval` are not called.)
 
         Torch's matrix products round differently for different numbers of rows: in float32 the last bits of a row's
         logits, and rarely a token, may depend on its batch and chunks. A forward with `params` runs as a program, whose
@@ -128,8 +128,8 @@ class Model:
             new_cache: (batch, max_len) -> an empty cache; the module's own `new_cache` by default.
             vocab_size: V of the logits; the module's own `vocab_size` by default.
             max_seq_len: the maximum number of positions; the module's own `max_seq_len`, if any, by default.
-            call: (module, tokens, offsets, cache) -> (logits, cache), for a module with another signature.
-            selects_logits: whether the module, or `call`, takes the keyword `logits_at`.
+            call: (module, tokens, offsets, cache) -> (logits, cache), for a module with another signature. It may take
+                the keyword `logits_at`.
 
         Raises:
             RequestError: not a module; new_cache or vocab_size is neither an argument nor an attribute of the module;
@@ -140,7 +140,7 @@ class Model:
             raise RequestError(f"from_module takes a torch.nn.Module; got {type(module).__name__}")
         if new_cache is None and call is None and is_causal_lm(module) and not hasattr(module, "new_cache"):
             causal_lm = CausalLM.of(module)
-            call, new_cache, selects_logits = causal_lm, causal_lm.new_cache, True
+            call, new_cache = causal_lm, causal_lm.new_cache
             vocab_size = causal_lm.vocab_size if vocab_size is None else vocab_size
             max_seq_len = causal_lm.max_seq_len if max_seq_len is None else max_seq_len
         new_cache = _option_or_attribute(module, "new_cache", new_cache)
@@ -158,7 +158,6 @@ class Model:
             new_cache=new_cache,
             vocab_size=vocab_size,
             max_seq_len=max_seq_len,
-            selects_logits=selects_logits,
             device=next((tensor.device for tensor in forward.params.values()), CPU),
             num_parameters=sum(parameter.numel() for parameter in module.parameters()),
             # Training may replace the module's tensors.
@@ -193,17 +192,6 @@ def _option_or_attribute(module: nn.Module, name: str, option: Any) -> Any:
             f"from_module needs {name}, and this {type(module).__name__} has no such attribute: {advice}"
         )
     return value
-
-
-def run_plain(
-    forward: Forward, params: Params, tokens: Tensor, offsets: Tensor, cache: Cache, logits_at: Tensor | None = None
-) -> tuple[Tensor, Cache]:
-    """Run a forward without `logits_at`, and select the logits at `logits_at`, if any."""
-    logits, cache = logits_and_cache(forward(tokens, offsets, cache, params))
-    if logits_at is None:
-        return logits, cache
-    check_logits(logits, tokens.shape)
-    return take_positions(logits, logits_at), cache
 
 
 def computation(model: Model) -> "tuple[WeightsVersion, ops.OpsBackend | None, torch.dtype | None]":

@@ -14,7 +14,7 @@ from torch.func import functional_call
 
 from onward.cache import KVCache, LayerShape
 from onward.errors import RequestError, one_line
-from onward.models.contract import logits_and_cache, take_positions
+from onward.models.contract import logits_and_cache, take_positions, takes_logits_at
 
 # (module, tokens, offsets, cache) -> (logits, cache): adapts a module with another signature.
 ModuleCall = Callable[..., tuple[Tensor, Any]]
@@ -34,11 +34,12 @@ class ModuleForward:
         self._module = module
         self._callee = _ModuleWithCall(module, call)
         self._vocab_size = vocab_size
+        self._selects = takes_logits_at(module if call is None else call)
 
     def __call__(
         self, tokens: Tensor, offsets: Tensor, cache: Any, params: dict[str, Tensor], *, logits_at: Tensor | None = None
     ) -> tuple[Tensor, Any]:
-        """`logits_at` is passed to the module unless it is None: see `Model.selects_logits`."""
+        """`logits_at` is passed to a module that takes it, unless it is None."""
         replacements: dict[str, Tensor] = {}
         if params is self.params:
             self.look_up()
@@ -55,7 +56,7 @@ class ModuleForward:
                 f"the module is on {device}, but its Model was made for {tokens.device}: make the Model again after "
                 "moving the module"
             )
-        keywords = {} if logits_at is None else {"logits_at": logits_at}
+        keywords = {"logits_at": logits_at} if logits_at is not None and self._selects else {}
         inputs = (tokens, offsets, cache)
         with torch.no_grad(), eval_mode(self._module):
             result = (
@@ -63,7 +64,8 @@ class ModuleForward:
                 if replacements
                 else self._callee(*inputs, **keywords)
             )
-        return self._checked(result, tokens if logits_at is None else logits_at)
+        logits, cache = self._checked(result, keywords.get("logits_at", tokens))
+        return (logits if logits_at is None or keywords else take_positions(logits, logits_at)), cache
 
     def look_up(self) -> dict[str, Tensor]:
         """Update `params` to the module's current tensors, and return it."""

@@ -1,27 +1,37 @@
-"""A model for the decoding loop: compiled if its forward can be traced, else run eagerly."""
+"""A model for the decoding loop: compiled if its forward can be traced, else eager."""
 
 import os
 import sys
 from functools import cache
 
 import torch
-from torch import Tensor
 
 from onward import native
 from onward.cache import KVCache, PagedKVCache
-from onward.errors import OptionError, ProgramError, RequestError, warn_once
-from onward.models.model import Cache, Model, run_plain
-from onward.program import BACKENDS, Program, ProgramCache, Report, SamplingKernel, TraceError, programs_of
+from onward.errors import OptionError, RequestError, warn_once
+from onward.models.contract import SelectingForward
+from onward.models.model import Cache, Model
+from onward.program import (
+    BACKENDS,
+    ForwardBatch,
+    Program,
+    ProgramCache,
+    Report,
+    SamplingKernel,
+    StepResult,
+    TraceError,
+    programs_of,
+)
 from onward.program import compile as compile_forward
 from onward.util.process import call_in_forks
 
 
-class ModelRun:
-    """Callable as (tokens int32 [B, T], offsets int32 [B], cache, logits_at int64 [R, N] or None) -> (logits, cache).
+class Run:
+    """An `Executable` of a model.
 
     compile: "auto" uses the best backend of `onward.compile`, and runs a forward that cannot be traced eagerly
         (`why_eager` says why). The name of a backend requires it. "eager" traces nothing.
-    programs: of an earlier `ModelRun` of the same forward and params.
+    programs: of an earlier `Run` of the same forward and params.
     adapted: runs batches with adapters: the same model with updates beside its weights; None without adapters.
     """
 
@@ -35,7 +45,7 @@ class ModelRun:
         _limit_threads_in_forks()
         self.model = model
         self.compile = compile
-        self.adapted: ModelRun | None = None
+        self.adapted: Run | None = None
         self._programs = ProgramCache() if programs is None else programs
         self.why_eager = self._programs.refused if model.compiles else model.why_eager
         self._eager = compile == "eager" or (compile == "auto" and bool(self.why_eager))
@@ -43,40 +53,27 @@ class ModelRun:
         if compile == "auto" and model.compiles and model.device.type == "cpu":
             _warn_without_kernels()
 
-    def __call__(
-        self, tokens: Tensor, offsets: Tensor, cache: Cache, logits_at: Tensor | None = None
-    ) -> tuple[Tensor, Cache]:
-        if self.adapted is not None and _has_adapters(cache):
-            self._programs.arena.calls += 1  # rows without an adapter may continue in programs of this run
-            return self.adapted(tokens, offsets, cache, logits_at)
+    def step(self, batch: ForwardBatch, sampler: SamplingKernel | None = None) -> StepResult:
+        """See `onward.program.Executable`."""
+        if self.adapted is not None and _has_adapters(batch.cache):
+            if sampler is None:
+                self._programs.arena.calls += 1  # rows without an adapter may continue in programs of this run
+            return self.adapted.step(batch, sampler)
         if self._eager:
-            return self.model(tokens, offsets, cache, logits_at)
-        program = self._compiled(cache)
+            return self._eagerly(batch)
         try:
-            if self.model.selects_logits:
-                return program(tokens, offsets, cache, logits_at)
-            return run_plain(lambda *args: program(*args[:3]), None, tokens, offsets, cache, logits_at)
+            return self._compiled(batch.cache).executable.step(batch, sampler)
         except TraceError as error:  # another shape of tokens may take another path
-            return self._refused(error, tokens, offsets, cache, logits_at)
+            if self.compile != "auto":
+                raise
+            result = self._eagerly(batch)  # errors of the forward itself are raised before any warning
+            self._refuse(error)
+            return result
 
-    def picked(
-        self, tokens: Tensor, offsets: Tensor, cache: Cache, pick: SamplingKernel, positions: Tensor
-    ) -> tuple[Tensor, Tensor | None, Cache]:
-        """Process one token per row and sample the next with `pick` (`Program.picked`).
-
-        Returns:
-            logits [B, 1, V]; the ids int64 [B], or None if the caller has to sample; the cache.
-        """
-        if self.adapted is not None and _has_adapters(cache):
-            return self.adapted.picked(tokens, offsets, cache, pick, positions)
-        if not self._eager:
-            try:
-                return self._compiled(cache).picked(tokens, offsets, cache, pick, positions)
-            except TraceError as error:
-                logits, cache = self._refused(error, tokens, offsets, cache, None)
-                return logits, None, cache
-        logits, cache = self.model(tokens, offsets, cache, None)
-        return logits, None, cache
+    @torch.no_grad()
+    def _eagerly(self, batch: ForwardBatch) -> StepResult:
+        logits, cache = self.model(*batch)
+        return StepResult(logits, None, cache)
 
     def explain(self, batch: int = 1, tokens: int = 1, offset: int = 0) -> Report:
         """A report on how [batch, tokens] at `offset` runs, and where the time goes."""
@@ -88,16 +85,6 @@ class ModelRun:
                 self._refuse(error)
         return Report("eager", [], [], self.why_eager)
 
-    def _refused(
-        self, error: ProgramError, tokens: Tensor, offsets: Tensor, cache: Cache, logits_at: Tensor | None
-    ) -> tuple[Tensor, Cache]:
-        """Run a forward that cannot be traced. Errors of the forward itself are raised before any warning."""
-        if self.compile != "auto":
-            raise error
-        result = self.model(tokens, offsets, cache, logits_at)
-        self._refuse(error)
-        return result
-
     def _compiled(self, cache: Cache) -> Program:
         program = self._program  # another thread may reset it at any time
         if program is None:
@@ -107,12 +94,11 @@ class ModelRun:
                 cache=cache,
                 tokens=0,  # each shape is traced when it first occurs
                 backend=self.compile,  # type: ignore[arg-type]  # checked above
-                selects_logits=self.model.selects_logits,
                 programs=self._programs,
             )
         return program
 
-    def _refuse(self, error: ProgramError) -> None:
+    def _refuse(self, error: TraceError) -> None:
         if self.compile != "auto":
             raise error
         self.why_eager = self._programs.refused = str(error)
@@ -152,13 +138,16 @@ def check_backend(compile: str) -> None:
         raise OptionError("compile", f"must be one of {', '.join(BACKENDS)}; got {compile!r}")
 
 
-def reused_run(model: Model, compile: str = "auto") -> ModelRun:
-    """A `ModelRun` for one call, with the programs of earlier calls of the same forward and params. On a GPU "auto" is
+def reused_run(model: Model, compile: str = "auto") -> Run:
+    """A `Run` for one call, with the programs of earlier calls of the same forward and params. On a GPU "auto" is
     eager: a CUDA graph belongs to one cache, and a single call seldom repays capturing it."""
     if compile == "auto" and model.device.type != "cpu":
         compile = "eager"
-    compiles = compile != "eager" and model.compiles
-    return ModelRun(model, compile, programs_of(model.forward, model.params) if compiles else None)
+    if compile == "eager" or not model.compiles:
+        return Run(model, compile)
+    forward = model.forward  # programs are freed with the user's own
+    own = forward.forward if isinstance(forward, SelectingForward) else forward
+    return Run(model, compile, programs_of(own, model.params))
 
 
 # Cache lengths are rounded up to few values, since each length is another shape to compile. Memory is allocated only

@@ -1,9 +1,10 @@
 """The CPU kernels: C++ behind a plain C interface, called through ctypes, without a dependency on torch.
 
 An installation without a compiler has no libraries: this package still imports, `isa()` is "none" and `library()` is
-None. The sources are in native/; its README explains how to add a kernel.
+None. The sources are in native/; its README shows how to add an op with a kernel.
 """
 
+from onward.native.interface import DType, Format, Status
 from onward.native.loader import (
     ISAS,
     Library,
@@ -18,7 +19,6 @@ from onward.native.loader import (
     threads_wanted,
 )
 from onward.native.machine import advise_huge_pages, give_back_pages, last_level_cache_bytes
-from onward.native.structs import DType, Format, Status
 
 __all__ = [
     "ISAS",

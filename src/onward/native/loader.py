@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from onward.errors import NativeError, NativeUnavailableError, RequestError
+from onward.native.interface import SIGNATURES, Status
 from onward.native.machine import MAX_THREADS, default_threads
-from onward.native.structs import SIGNATURES, Status
 from onward.util.process import call_in_forks
 
 ISAS = ("avx512", "avx2", "portable")  # best first
@@ -24,26 +24,29 @@ _SUFFIX = ".dylib" if sys.platform == "darwin" else ".so"
 
 
 class Library:
-    """A loaded library, with its C functions as attributes: `library.onward_linear(...)`."""
+    """A loaded library, with its C functions as attributes: `library.onward_linear_many(...)`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        handle = ctypes.CDLL(str(path))
-        for name, (result, arguments) in SIGNATURES.items():
-            try:
-                function = getattr(handle, name)
-            except AttributeError:
-                raise NativeUnavailableError(
-                    f"{path} has no function {name}: it was built from other sources than this package; reinstall it"
-                ) from None
-            function.restype = result
-            function.argtypes = arguments
-            setattr(self, name, function)
+        self._handle = ctypes.CDLL(str(path))
+        for name in SIGNATURES:
+            getattr(self, name)
         self.isa: str = self.onward_isa_name().decode()
         self._instructions: dict[str, int] = {}
 
-    def __getattr__(self, name: str) -> Any:  # for type checkers: the functions set in __init__
-        raise AttributeError(f"the native library has no function {name!r}")
+    def __getattr__(self, name: str) -> Any:
+        """A declared C function. It becomes an attribute, so this runs once for each."""
+        if name not in SIGNATURES:
+            raise AttributeError(f"no function {name!r} of the native library is declared (onward.native.interface)")
+        try:
+            function = getattr(self._handle, name)
+        except AttributeError:
+            raise NativeUnavailableError(
+                f"{self.path} has no function {name}: it was built from other sources than this package; reinstall it"
+            ) from None
+        function.restype, function.argtypes = SIGNATURES[name]
+        setattr(self, name, function)
+        return function
 
     def instruction(self, kernel: str) -> int:
         """The instruction word that calls `kernel` in a program (native/src/program.cpp)."""

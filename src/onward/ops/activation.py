@@ -2,12 +2,12 @@
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from onward.errors import RequestError
-from onward.native import Library
+from onward.native.interface import Code, Int, Pointer, kernel
+from onward.ops.kernel_calls import KernelCalls, Operand
 from onward.ops.operator import DTYPES, Operator, autocast_dtype, like_first, shapes, to_widest_dtype
 
 
@@ -49,18 +49,38 @@ def _checked(op: str, a: Tensor, b: Tensor, *names: str) -> list[Tensor] | tuple
     return operands
 
 
-def _kernel(name: str) -> Callable[..., Tensor]:
-    def native(library: Library, a: Tensor, b: Tensor, *options: bool) -> Tensor:
-        a, b = a.contiguous(), b.contiguous()
-        out, width = torch.empty_like(a), a.shape[-1]
-        status = getattr(library, name)(
-            a.numel() // max(width, 1), width, DTYPES[a.dtype], *options,
-            a.data_ptr(), width, b.data_ptr(), width, out.data_ptr(), width,
-        )  # fmt: skip
-        library.check(status, name)
-        return out
+@kernel
+def onward_swiglu(
+    rows: Int, columns: Int, dtype: Code, gate: Pointer, gate_stride: Int, up: Pointer, up_stride: Int, out: Pointer,
+    out_stride: Int,
+) -> Code: ...  # fmt: skip
+@kernel
+def onward_geglu(
+    rows: Int, columns: Int, dtype: Code, approximate: Code, gate: Pointer, gate_stride: Int, up: Pointer,
+    up_stride: Int, out: Pointer, out_stride: Int,
+) -> Code: ...  # fmt: skip
+@kernel
+def onward_sigmoid_gate(
+    rows: Int, columns: Int, dtype: Code, gate: Pointer, gate_stride: Int, x: Pointer, x_stride: Int, out: Pointer,
+    out_stride: Int,
+) -> Code: ...  # fmt: skip
+@kernel
+def onward_add(
+    rows: Int, columns: Int, dtype: Code, a: Pointer, a_stride: Int, b: Pointer, b_stride: Int, out: Pointer,
+    out_stride: Int,
+) -> Code: ...  # fmt: skip
 
-    return native
+
+def _calling(kernel: str) -> Callable[..., None]:
+    def call(k: KernelCalls, out: Operand, a: Operand, b: Operand, *options: bool) -> None:
+        a, rows, columns, a_stride = k.rows(a)
+        b, _, _, b_stride = k.rows(b)
+        k.call(
+            kernel, rows, columns, k.code(a), *options, k.address(a), a_stride, k.address(b), b_stride, k.address(out),
+            columns,
+        )  # fmt: skip
+
+    return call
 
 
 def _geglu_definition(gate: Tensor, up: Tensor, approximate: bool) -> Tensor:
@@ -68,17 +88,17 @@ def _geglu_definition(gate: Tensor, up: Tensor, approximate: bool) -> Tensor:
 
 
 _swiglu: Operator[Tensor] = Operator(
-    "swiglu(Tensor gate, Tensor up) -> Tensor", lambda gate, up: F.silu(gate) * up, _kernel("onward_swiglu"), like_first
+    "swiglu(Tensor gate, Tensor up) -> Tensor", lambda gate, up: F.silu(gate) * up, _calling(onward_swiglu), like_first
 )
 _geglu = Operator(
-    "geglu(Tensor gate, Tensor up, bool approximate) -> Tensor", _geglu_definition, _kernel("onward_geglu"), like_first
+    "geglu(Tensor gate, Tensor up, bool approximate) -> Tensor", _geglu_definition, _calling(onward_geglu), like_first
 )
 _sigmoid_gate: Operator[Tensor] = Operator(
     "sigmoid_gate(Tensor gate, Tensor x) -> Tensor",
     lambda gate, x: gate.sigmoid() * x,
-    _kernel("onward_sigmoid_gate"),
+    _calling(onward_sigmoid_gate),
     like_first,
 )
 _add: Operator[Tensor] = Operator(
-    "add(Tensor a, Tensor b) -> Tensor", lambda a, b: a + b, _kernel("onward_add"), like_first
+    "add(Tensor a, Tensor b) -> Tensor", lambda a, b: a + b, _calling(onward_add), like_first
 )

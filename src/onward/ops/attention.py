@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from onward.errors import RequestError
-from onward.native import Library
-from onward.native.structs import AttentionArguments
-from onward.ops.kv_write import BLOCK, check_blocks, check_table, dense_rows, side_by_side
+from onward.native.interface import Code, Float, Int, Pointer, Structure, kernel
+from onward.ops.heads import BLOCK
+from onward.ops.kernel_calls import KernelCalls, Operand, Unsupported, broadcast_strides
+from onward.ops.kv_write import capacity, check_table, checked_ranges, dense_rows, side_by_side
 from onward.ops.operator import DTYPES, Operator, autocast_dtype, autocast_to, no_autocast, shapes
 
 
@@ -240,9 +241,8 @@ def _cached_definition(*arguments: Any) -> Tensor:
 def _cached_by_row(*arguments: Any) -> Tensor:
     """Row by row over its own positions, so that no row's arithmetic depends on another's length."""
     q, keys, values, offsets, sinks, scale, window, softcap, table = arguments
-    _check_positions(q, keys, offsets, window, table)
     rows = []
-    for b, (start, end) in enumerate(zip(*_seen(q, offsets, window), strict=True)):
+    for b, (start, end) in enumerate(checked_ranges(keys, offsets, q.shape[2], table, window)):
         if table is None:
             k, v = keys[b : b + 1, :, start:end], values[b : b + 1, :, start:end]
         else:
@@ -254,45 +254,70 @@ def _cached_by_row(*arguments: Any) -> Tensor:
     return rows[0] if len(rows) == 1 else torch.cat([row.transpose(1, 2) for row in rows]).transpose(1, 2)
 
 
-# ── in the native library ─────────────────────────────────────────────────────────────────────────────────
+# ── the kernel ────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _native(library: Library, *arguments: Any) -> Tensor:
-    q, k, v, mask, sinks, causal, *options = arguments
-    offsets = torch.full(q.shape[:1], k.shape[2] - q.shape[2], dtype=torch.int32) if causal else None
-    return _call(library, q, k, v, offsets, mask, sinks, *options, None)
+class AttentionArguments(Structure):
+    """OnwardAttention of native/src/attention/attention.cpp, which documents the fields."""
 
-
-def _cached_native(library: Library, *arguments: Any) -> Tensor:
-    q, keys, values, offsets, sinks, scale, window, softcap, table = arguments
-    _check_positions(q, keys, offsets, window, table)
-    return _call(library, q, keys, values, offsets.contiguous(), None, sinks, scale, window, softcap, table)
-
-
-def _call(library: Library, *arguments: Any) -> Tensor:
-    q, k, v, offsets, mask, sinks, scale, window, softcap, table = arguments
-    q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
-    batch, heads, queries, dim = q.shape
-    out = torch.empty((batch, queries, heads, v.shape[3]), dtype=q.dtype).transpose(1, 2)
-    call = AttentionArguments(
-        batch, heads, k.shape[1], queries, _capacity(k, table), dim, v.shape[3],
-        q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(),
-        q.stride()[:3], k.stride()[:3], v.stride()[:3], out.stride()[:3],
-        window=window, scale=scale, softcap=softcap, dtype=DTYPES[q.dtype],
+    _fields_ = (
+        *((name, Int) for name in ("batch", "heads", "kv_heads", "queries", "positions", "dim", "value_dim")),
+        *((name, Pointer) for name in ("q", "keys", "values", "out")),
+        *((f"{name}_strides", Int * 3) for name in ("q", "keys", "values", "out")),
+        ("offsets", Pointer), ("window", Int), ("mask", Pointer), ("mask_strides", Int * 4), ("sinks", Pointer),
+        ("scale", Float), ("softcap", Float), ("dtype", Code), ("table", Pointer), ("table_stride", Int),
     )  # fmt: skip
-    if offsets is not None:
-        call.offsets = offsets.data_ptr()
+
+
+@kernel
+def onward_attention(arguments: AttentionArguments) -> Code: ...
+
+
+def call_attention(
+    k: KernelCalls, out: Operand, q: Operand, keys: Operand, values: Operand, sinks: Operand | None, scale: float,
+    window: int, softcap: float, *, offsets: Operand | None = None, mask: Operand | None = None,
+    table: Operand | None = None,
+) -> None:  # fmt: skip
+    """Attention of queries at offsets int32 [B]; None: every query sees every key. 0: no window, no softcap."""
+    q, keys, values = k.contiguous_rows(q), k.contiguous_rows(keys), k.contiguous_rows(values)
+    if out.stride()[-1] != 1:
+        raise Unsupported("an output whose features are not contiguous")
+    batch, heads, queries, dim = q.shape
+    positions, mask_strides, table_stride = capacity(keys, table), [0, 0, 0, 0], 0
+    offsets = None if offsets is None else k.contiguous(offsets)
     if table is not None:
-        table = table if table.stride(1) == 1 else table.contiguous()
-        call.table, call.table_stride = table.data_ptr(), table.stride(0)
+        table = k.contiguous_rows(table)
+        table_stride = table.stride()[0]
     if mask is not None:
-        mask = mask.to(torch.float32).expand(batch, heads, queries, k.shape[2])
-        call.mask, call.mask_strides = mask.data_ptr(), mask.stride()
-    if sinks is not None:
-        sinks = sinks.to(torch.float32).contiguous()
-        call.sinks = sinks.data_ptr()
-    library.check(library.onward_attention(call), "onward_attention")
-    return out
+        mask = _as_float32(k, mask)
+        mask_strides = broadcast_strides(mask, (batch, heads, queries, keys.shape[2]))
+    call = k.struct(
+        AttentionArguments, batch=batch, heads=heads, kv_heads=keys.shape[1], queries=queries, positions=positions,
+        dim=dim, value_dim=values.shape[3], q=k.address(q), keys=k.address(keys), values=k.address(values),
+        out=k.address(out), q_strides=q.stride()[:3], keys_strides=keys.stride()[:3],
+        values_strides=values.stride()[:3], out_strides=out.stride()[:3],
+        offsets=None if offsets is None else k.address(offsets), window=window,
+        mask=None if mask is None else k.address(mask), mask_strides=tuple(mask_strides),
+        sinks=None if sinks is None else k.address(k.contiguous(_as_float32(k, sinks))), scale=scale, softcap=softcap,
+        dtype=k.code(q), table=None if table is None else k.address(table), table_stride=table_stride,
+    )  # fmt: skip
+    k.call(onward_attention, k.array([call]))
+
+
+def _as_float32(k: KernelCalls, x: Operand) -> Operand:
+    return x if x.dtype == torch.float32 else k.cast(x, torch.float32)
+
+
+def _call(k: KernelCalls, out: Operand, *arguments: Any) -> None:
+    q, keys, values, mask, sinks, causal, *options = arguments
+    before = torch.full((q.shape[0],), keys.shape[2] - q.shape[2], dtype=torch.int32)
+    offsets = k.constant(before) if causal else None
+    call_attention(k, out, q, keys, values, sinks, *options, offsets=offsets, mask=mask)
+
+
+def _call_cached(k: KernelCalls, out: Operand, *arguments: Any) -> None:
+    q, keys, values, offsets, *options, table = arguments
+    call_attention(k, out, q, keys, values, *options, offsets=offsets, table=table)
 
 
 # ── checks ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -331,30 +356,6 @@ def _check_extras(q: Tensor, k: Tensor, mask: Tensor | None, sinks: Tensor | Non
         )
 
 
-def _check_positions(q: Tensor, keys: Tensor, offsets: Tensor, window: int, table: Tensor | None) -> None:
-    if not offsets.numel():
-        return
-    end, room = int(offsets.max()) + q.shape[2], _capacity(keys, table)
-    if end > room or int(offsets.min()) < 0:
-        raise RequestError(
-            f"attention: the queries are at positions {int(offsets.min())} to {end - 1}; the cache has room for 0 to "
-            f"{room - 1}"
-        )
-    if table is not None:
-        check_blocks(table, keys, *_seen(q, offsets, window))
-
-
-def _seen(q: Tensor, offsets: Tensor, window: int) -> tuple[list[int], list[int]]:
-    """The range of positions that each row's queries see: the first, and one past the last."""
-    ends = [offset + q.shape[2] for offset in offsets.tolist()]
-    return [max(0, end - q.shape[2] + 1 - window) if window else 0 for end in ends], ends
-
-
-def _capacity(keys: Tensor, table: Tensor | None) -> int:
-    """The number of positions of a row, S."""
-    return keys.shape[2] if table is None else BLOCK * table.shape[1]
-
-
 def _checked_window(window: int | None) -> int:
     """The window, or 0 for no window."""
     if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
@@ -383,10 +384,11 @@ def _fake(q: Tensor, k: Tensor, v: Tensor, *rest: object) -> Tensor:
 _attention = Operator(
     "attention(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? sinks, bool causal, float scale, int window,"
     " float softcap) -> Tensor",
-    _definition, _native, _fake,
+    _definition, _call, _fake,
 )  # fmt: skip
 _cached_attention = Operator(
     "cached_attention(Tensor q, Tensor keys, Tensor values, Tensor offsets, Tensor? sinks, float scale, int window,"
     " float softcap, Tensor? table) -> Tensor",
-    _cached_definition, _cached_native, _fake, without_kernels=_cached_by_row,
+    _cached_definition, _call_cached, _fake, _cached_by_row,
+    check=lambda q, keys, v, offsets, s, f, window, c, table: checked_ranges(keys, offsets, q.shape[2], table, window),
 )  # fmt: skip

@@ -3,19 +3,27 @@
 Shapes: E experts, C of them chosen for each token, D width of x, I inner width of an expert.
 """
 
-from ctypes import byref
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from onward.errors import RequestError
-from onward.native import Library
-from onward.native.structs import ExpertsArguments, Format, Status
+from onward.errors import NativeError, RequestError
+from onward.native.interface import Code, Float, Format, Int, Pointer, Structure, kernel
 from onward.ops import quantized
 from onward.ops.expert_weights import ExpertWeights, NativeExperts, QuantizedExperts, matrix, pack_experts
-from onward.ops.operator import DTYPES, Operator, autocast_dtype, autocast_to, like_first, no_autocast, shapes
+from onward.ops.kernel_calls import KernelCalls, Operand, Unsupported
+from onward.ops.operator import (
+    DTYPES,
+    Operator,
+    autocast_dtype,
+    autocast_to,
+    like_first,
+    no_autocast,
+    shapes,
+    usable_library,
+)
 from onward.ops.packed import FORMATS as PACKED_FORMATS
 
 ExpertActivation = Literal["swiglu", "geglu", "geglu_tanh", "clamped_swiglu", "relu2"]
@@ -75,8 +83,13 @@ def experts(
         raise RequestError(f"experts: 'relu2' takes no gate, and the others need one; got {activation!r}, gate {gate}")
     format = _check_weights(x, parts)
     data = [weight if weight is None or isinstance(weight, Tensor) else weight.data for weight in parts[:3]]
-    inner = up.shape[1]
-    return _experts(x, chosen, weights, *data, *parts[3:], format, inner, activation, float(alpha), float(limit))
+    layer = (*data, *parts[3:], format, up.shape[1], activation, float(alpha), float(limit))
+    try:
+        return _experts(x, chosen, weights, *layer)
+    except NativeError:
+        if int(chosen.min()) >= 0 and int(chosen.max()) < up.shape[0]:
+            raise
+        raise _no_such_expert(chosen, up.shape[0]) from None
 
 
 def _check_routes(x: Tensor, chosen: Tensor, weights: Tensor) -> None:
@@ -185,9 +198,13 @@ def _definition(x: Tensor, chosen: Tensor, weights: Tensor, *rest: Any) -> Tenso
 
 
 def _without_kernels(x: Tensor, chosen: Tensor, weights: Tensor, *rest: Any) -> Tensor:
-    """The same sums, from the chosen experts only: on the CPU values may be read."""
-    tokens, ids, shares = _flat(x, chosen, weights)
+    """The same sums, from the chosen experts only: on the CPU values may be read. With a library, the kernel computes
+    stock weights too, packed for the call: torch's product rounds a row depending on the number of an expert's rows."""
     layer = _Experts(*rest)
+    if layer.format == "stock" and usable_library() is not None:
+        chosen, layer = _packed_for_a_call(chosen, layer)
+        return _experts(x, chosen, weights, *layer)
+    tokens, ids, shares = _flat(x, chosen, weights)
     total = torch.zeros_like(tokens)
     for index in sorted(set(ids.flatten().tolist())):
         if not 0 <= index < len(layer.up):
@@ -203,35 +220,48 @@ def _flat(x: Tensor, chosen: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, T
     return x.reshape(-1, x.shape[-1]).to(torch.float32), chosen.reshape(-1, count), weights.reshape(-1, count)
 
 
-def _native(library: Library, x: Tensor, chosen: Tensor, weights: Tensor, *rest: Any) -> Tensor:
+class ExpertsArguments(Structure):
+    """OnwardExperts of native/src/experts/experts.h, which documents the fields."""
+
+    _fields_ = (
+        *((name, Int) for name in ("tokens", "width", "inner", "experts", "chosen")),
+        ("x", Pointer),
+        ("x_stride", Int),
+        *((name, Pointer) for name in ("ids", "weights", "gate", "up", "down", "gate_bias", "up_bias", "down_bias")),
+        ("out", Pointer),
+        ("out_stride", Int),
+        *((name, Code) for name in ("x_dtype", "bias_dtype", "out_dtype", "format", "activation")),
+        *((name, Float) for name in ("alpha", "limit")),
+    )
+
+
+@kernel
+def onward_experts(arguments: ExpertsArguments) -> Code: ...
+
+
+def _call(k: KernelCalls, out: Operand, x: Operand, chosen: Operand, weights: Operand, *rest: Any) -> None:
     layer = _Experts(*rest)
     if layer.format == "stock":
-        chosen, layer = _packed_for_a_call(chosen, layer)
-    x, chosen, weights = x.contiguous(), chosen.contiguous(), weights.contiguous()
-    biases = [None if bias is None else bias.contiguous() for bias in layer[3:6]]
-    addresses = [None if bias is None else bias.data_ptr() for bias in biases]
-    width, out = x.shape[-1], torch.empty_like(x)
-    arguments = ExpertsArguments(
-        tokens=x.numel() // width, width=width, inner=layer.inner, experts=len(layer.up), chosen=chosen.shape[-1],
-        x=x.data_ptr(), x_stride=width, ids=chosen.data_ptr(), weights=weights.data_ptr(),
-        gate=None if layer.gate is None else layer.gate.data_ptr(), up=layer.up.data_ptr(), down=layer.down.data_ptr(),
-        gate_bias=addresses[0], up_bias=addresses[1], down_bias=addresses[2], out=out.data_ptr(), out_stride=width,
-        x_dtype=DTYPES[x.dtype], bias_dtype=next((DTYPES[bias.dtype] for bias in biases if bias is not None), 0),
-        out_dtype=DTYPES[x.dtype], format=format_code(layer.format, layer.up),
-        activation=ACTIVATIONS.index(layer.activation), alpha=layer.alpha, limit=layer.limit,
-    )  # fmt: skip
-    status = library.onward_experts(byref(arguments))
-    if status == Status.BAD_ARGUMENT:
-        raise _no_such_expert(chosen, len(layer.up))
-    library.check(status, "onward_experts")
-    return out
+        raise Unsupported("unpacked weights, which every call packs again: pass weights from ops.pack_experts")
+    x, rows, width, stride = k.rows(x)
+    fields = {
+        "tokens": rows, "width": width, "inner": layer.inner, "experts": layer.up.shape[0],
+        "chosen": chosen.shape[-1], "x": k.address(x), "x_stride": stride, "x_dtype": k.code(x),
+        "ids": k.address(k.contiguous(chosen)), "weights": k.address(k.contiguous(weights)),
+        "gate": k.optional(layer.gate), "up": k.address(layer.up), "down": k.address(layer.down),
+        "out": k.address(out), "out_stride": width, "out_dtype": k.code(out),
+        "format": format_code(layer.format, layer.up), "activation": ACTIVATIONS.index(layer.activation),
+        "alpha": layer.alpha, "limit": layer.limit,
+    }  # fmt: skip
+    for name in ("gate_bias", "up_bias", "down_bias"):
+        bias = getattr(layer, name)
+        if bias is not None:
+            fields |= {name: k.optional(bias), "bias_dtype": k.code(bias)}
+    k.call(onward_experts, k.array([k.struct(ExpertsArguments, **fields)]))
 
 
 def _packed_for_a_call(chosen: Tensor, layer: _Experts) -> tuple[Tensor, _Experts]:
-    """The chosen experts of a stock layer, packed, and `chosen` as indices into these.
-
-    torch's own product rounds a row depending on the number of an expert's rows, so it is not used here.
-    """
+    """The chosen experts of a stock layer, packed, and `chosen` as indices into these."""
     used, places = torch.unique(chosen, return_inverse=True)
     if used.numel() and not 0 <= int(used[0]) <= int(used[-1]) < len(layer.up):
         raise _no_such_expert(chosen, len(layer.up))
@@ -255,5 +285,5 @@ def _no_such_expert(chosen: Tensor, count: int) -> RequestError:
 _experts = Operator(
     "experts(Tensor x, Tensor chosen, Tensor weights, Tensor? gate, Tensor up, Tensor down, Tensor? gate_bias, "
     "Tensor? up_bias, Tensor? down_bias, str format, int inner, str activation, float alpha, float limit) -> Tensor",
-    _definition, _native, like_first, _without_kernels,
+    _definition, _call, like_first, _without_kernels,
 )  # fmt: skip

@@ -14,7 +14,6 @@ A cache stores S at the beginning of a block of 16 positions, with the keys, the
 So a token reads S once and writes little, positions can be rolled back, and a prompt is a few matrix products a block.
 """
 
-import ctypes
 from typing import Any
 
 import torch
@@ -22,12 +21,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from onward.errors import RequestError
-from onward.native import Library
-from onward.native.structs import GatedDeltaArguments
+from onward.native.interface import Code, Float, Int, Pointer, Structure, kernel, strided
+from onward.ops.kernel_calls import KernelCalls, Operand
 from onward.ops.operator import DTYPES, Operator, autocast_dtype, shapes
 from onward.ops.recurrent_state import (
     STATE_BLOCK,
     TRAIN_WITHOUT_STATE,
+    StateArguments,
     StateBlock,
     check_rows,
     check_state,
@@ -160,21 +160,35 @@ def _advance(
     return StateBlock(block.state, keys, corrections, decays.squeeze(-1)), out
 
 
-def _native(library: Library, *arguments: Any) -> Tensor:
-    qkv, decay, beta, A_log, decay_bias, state, block_numbers, offsets, rows, key_heads, key_dim = arguments
-    check_rows(offsets, rows, state.shape[0])
-    qkv, decay, beta = (x if x.stride(2) == 1 else x.contiguous() for x in (qkv, decay, beta))
-    A_log, decay_bias = A_log.contiguous(), decay_bias.contiguous()
-    out = _fake(*arguments)
-    call = GatedDeltaArguments(
-        batch=qkv.shape[0], queries=qkv.shape[1], key_heads=key_heads, value_heads=out.shape[2], key_dim=key_dim,
-        value_dim=out.shape[3], qkv=qkv.data_ptr(), qkv_strides=qkv.stride()[:2], decay=decay.data_ptr(),
-        decay_strides=decay.stride()[:2], beta=beta.data_ptr(), beta_strides=beta.stride()[:2],
-        log_rate=A_log.data_ptr(), decay_bias=decay_bias.data_ptr(), out=out.data_ptr(), dtype=DTYPES[qkv.dtype],
-        eps=EPS, **state_fields(state, block_numbers, offsets, rows, Tensor.data_ptr),
+class GatedDeltaArguments(Structure):
+    """OnwardGatedDelta of native/src/state/gated_delta.cpp, which documents the fields."""
+
+    _fields_ = (
+        *((name, Int) for name in ("batch", "queries", "key_heads", "value_heads", "key_dim", "value_dim")),
+        *strided("qkv", "decay", "beta"),
+        *((name, Pointer) for name in ("log_rate", "decay_bias", "out")),
+        ("dtype", Code),
+        ("eps", Float),
+        *StateArguments._fields_,
+    )
+
+
+@kernel
+def onward_gated_delta(arguments: GatedDeltaArguments) -> Code: ...
+
+
+def _call(k: KernelCalls, out: Operand, *arguments: Any) -> None:
+    qkv, decay, beta, A_log, decay_bias, *state, key_heads, key_dim = arguments
+    qkv, decay, beta = map(k.contiguous_rows, (qkv, decay, beta))
+    batch, queries, value_heads, value_dim = out.shape
+    call = k.struct(
+        GatedDeltaArguments, batch=batch, queries=queries, key_heads=key_heads, value_heads=value_heads,
+        key_dim=key_dim, value_dim=value_dim, qkv=k.address(qkv), qkv_strides=qkv.stride()[:2], decay=k.address(decay),
+        decay_strides=decay.stride()[:2], beta=k.address(beta), beta_strides=beta.stride()[:2],
+        log_rate=k.address(k.contiguous(A_log)), decay_bias=k.address(k.contiguous(decay_bias)), out=k.address(out),
+        dtype=k.code(qkv), eps=EPS, **state_fields(k, *state),
     )  # fmt: skip
-    library.check(library.onward_gated_delta(ctypes.byref(call)), "onward_gated_delta")
-    return out
+    k.call(onward_gated_delta, k.array([call]))
 
 
 def _fake(qkv: Tensor, decay: Tensor, beta: Tensor, A_log: Tensor, *rest: Any) -> Tensor:
@@ -185,5 +199,6 @@ def _fake(qkv: Tensor, decay: Tensor, beta: Tensor, A_log: Tensor, *rest: Any) -
 _gated_delta = Operator(
     "gated_delta(Tensor qkv, Tensor decay, Tensor beta, Tensor A_log, Tensor decay_bias, Tensor(a!) state, "
     "Tensor(b!) block_numbers, Tensor offsets, Tensor? rows, int key_heads, int key_dim) -> Tensor",
-    _definition, _native, _fake, instead=TRAIN_WITHOUT_STATE,
+    _definition, _call, _fake, check=lambda *arguments: check_rows(*arguments[5:9]),
+    instead=TRAIN_WITHOUT_STATE,
 )  # fmt: skip

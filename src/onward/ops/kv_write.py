@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from onward.errors import RequestError
-from onward.native import Library
-from onward.native.structs import HeadsArguments
-from onward.ops.operator import DTYPES, TRAIN_WITHOUT_CACHE, Operator, autocast_dtype, returns_nothing, shapes
+from onward.ops.heads import BLOCK, HeadsPart, call_heads
+from onward.ops.kernel_calls import KernelCalls, Operand
+from onward.ops.operator import TRAIN_WITHOUT_CACHE, Operator, autocast_dtype, returns_nothing, shapes
 
 
 def write_cache(cache: Tensor, new: Tensor, offsets: Tensor, table: Tensor | None = None) -> None:
@@ -48,56 +48,25 @@ def _definition(cache: Tensor, new: Tensor, offsets: Tensor, table: Tensor | Non
     cache.transpose(1, 2)[rows, positions] = new.transpose(1, 2)
 
 
-def _native(library: Library, cache: Tensor, new: Tensor, offsets: Tensor, table: Tensor | None) -> None:
-    if new.dtype not in DTYPES or new.stride(-1) != 1 or cache.stride(-1) != 1:
-        return _by_row(cache, new, offsets, table)
-    _checked_starts(cache, new, offsets, table)
-    batch, heads, queries, dim = new.shape
-    offsets = offsets.to(torch.int32).contiguous()
-    part = HeadsArguments(
-        heads=heads, x=new.data_ptr(), x_strides=new.stride()[:3], out=cache.data_ptr(),
-        out_strides=cache.stride()[:3], to_cache=1, positions=cache.shape[2],
-    )  # fmt: skip
-    if table is not None:
-        table = table if table.stride(1) == 1 else table.contiguous()
-        part.table, part.table_stride, part.positions = table.data_ptr(), table.stride(0), BLOCK * table.shape[1]
-    status = library.onward_heads(
-        part, 1, batch, queries, dim, DTYPES[new.dtype], None, None, None, 0, offsets.data_ptr()
-    )
-    library.check(status, "onward_heads")
-    return None
+def _call(k: KernelCalls, out: None, cache: Operand, new: Operand, offsets: Operand, table: Operand | None) -> None:
+    if offsets.dtype != torch.int32:
+        offsets = k.cast(offsets, torch.int32)
+    call_heads(k, [HeadsPart(new, cache, to_cache=True, table=table)], offsets, None)
 
 
 def _by_row(cache: Tensor, new: Tensor, offsets: Tensor, table: Tensor | None) -> None:
-    starts = _checked_starts(cache, new, offsets, table)
     if table is not None:
         return _definition(cache, new, offsets, table)
-    for b, offset in enumerate(starts):
+    for b, offset in enumerate(offsets.tolist()):
         cache[b, :, offset : offset + new.shape[2]].copy_(new[b])
     return None
 
 
-def _checked_starts(cache: Tensor, new: Tensor, offsets: Tensor, table: Tensor | None) -> list[int]:
-    """The offsets; raises if a row reaches past the cache, or its blocks don't exist."""
-    queries, capacity = new.shape[2], cache.shape[2] if table is None else BLOCK * table.shape[1]
-    starts: list[int] = offsets.tolist()
-    for offset in starts:
-        if not 0 <= offset <= capacity - queries:
-            raise RequestError(f"a cache of {capacity} positions has no room for {queries} at {offset}")
-    if table is not None:
-        check_blocks(table, cache, starts, [offset + queries for offset in starts])
-    return starts
-
-
 _write_cache: Operator[None] = Operator(
     "write_cache(Tensor(a!) cache, Tensor new, Tensor offsets, Tensor? table) -> ()",
-    _definition, _native, returns_nothing, _by_row, instead=TRAIN_WITHOUT_CACHE,
+    _definition, _call, returns_nothing, _by_row, instead=TRAIN_WITHOUT_CACHE,
+    check=lambda cache, new, offsets, table: checked_ranges(cache, offsets, new.shape[2], table),
 )  # fmt: skip
-
-
-# Positions of a block. The attention kernel visits keys in blocks of 64 at absolute multiples of 64
-# (native/src/attention/problem.h), each of which is one block of memory.
-BLOCK = 64
 
 
 def check_table(table: Tensor, batch: int, cache: Tensor) -> None:
@@ -109,12 +78,31 @@ def check_table(table: Tensor, batch: int, cache: Tensor) -> None:
         )
 
 
-def check_blocks(table: Tensor, cache: Tensor, starts: list[int], ends: list[int]) -> None:
-    """Raise if positions starts[b] … ends[b] - 1 of a row are in a block that the cache doesn't have."""
-    for b, (start, end) in enumerate(zip(starts, ends, strict=True)):
-        blocks = table[b, start // BLOCK : -(-end // BLOCK)].tolist()
+def checked_ranges(
+    cache: Tensor, offsets: Tensor, queries: int, table: Tensor | None, window: int = 0
+) -> list[tuple[int, int]]:
+    """The positions of each row that `queries` tokens at its offset access: the first, and one past the last.
+
+    window: how many positions a token sees, itself included; 0 for all of them.
+
+    Raises:
+        RequestError: a row reaches past the cache, or the table names a block that the cache doesn't have.
+    """
+    room, ranges = capacity(cache, table), []
+    for b, offset in enumerate(offsets.tolist()):
+        if not 0 <= offset <= room - queries:
+            raise RequestError(f"a cache of {room} positions has no room for {queries} at {offset}")
+        start, end = max(0, offset + 1 - window) if window else 0, offset + queries
+        ranges.append((start, end))
+        blocks = [] if table is None else table[b, start // BLOCK : -(-end // BLOCK)].tolist()
         if blocks and not 0 <= min(blocks) <= max(blocks) < cache.shape[0]:
             raise RequestError(f"a cache has blocks 0 to {cache.shape[0] - 1}; row {b} of the table names {blocks}")
+    return ranges
+
+
+def capacity(cache: Operand, table: Operand | None) -> int:
+    """The number of positions of a row, S."""
+    return cache.shape[2] if table is None else BLOCK * table.shape[1]
 
 
 def dense_rows(cache: Tensor, table: Tensor, last: Tensor) -> Tensor:

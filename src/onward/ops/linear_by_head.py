@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from onward.errors import RequestError
-from onward.native import Library
+from onward.native.interface import Code, Int, Pointer, kernel
 from onward.ops.expert_weights import NativeExperts
+from onward.ops.kernel_calls import KernelCalls, Operand
 from onward.ops.operator import DTYPES, Operator, autocast_dtype, autocast_to, no_autocast, shapes
 from onward.ops.packed import FORMATS, NativeWeight
 
@@ -57,19 +58,23 @@ def _definition(x: Tensor, data: Tensor, rows: int, inputs: int) -> Tensor:
     return torch.einsum("...hk,hnk->...hn", x, weight)
 
 
-def _native(library: Library, x: Tensor, data: Tensor, rows: int, inputs: int) -> Tensor:
-    heads, flat = len(data), x.flatten(0, -2)  # [tokens * H, K]: a view if heads and tokens are evenly spaced
-    flat = flat if flat.stride(1) == 1 else flat.contiguous()
-    out, code, step = x.new_empty((*x.shape[:-1], rows)), DTYPES[x.dtype], flat.stride(0)
-    status = library.onward_linear_by_head(
-        FORMATS[data.dtype], len(flat) // heads, heads, rows, inputs, flat.data_ptr(), code, heads * step, step,
-        data.data_ptr(), out.data_ptr(), code, heads * rows, rows,
+@kernel
+def onward_linear_by_head(
+    format: Code, t: Int, heads: Int, n: Int, k: Int, x: Pointer, x_dtype: Code, x_stride: Int, x_head_stride: Int,
+    packed: Pointer, out: Pointer, out_dtype: Code, out_stride: Int, out_head_stride: Int,
+) -> Code: ...  # fmt: skip
+
+
+def _call(k: KernelCalls, out: Operand, x: Operand, data: Operand, rows: int, inputs: int) -> None:
+    heads = data.shape[0]
+    x, vectors, _, step = k.rows(x)
+    k.call(
+        onward_linear_by_head, FORMATS[data.dtype], vectors // heads, heads, rows, inputs, k.address(x), k.code(x),
+        heads * step, step, k.address(data), k.address(out), k.code(out), heads * rows, rows,
     )  # fmt: skip
-    library.check(status, "onward_linear_by_head")
-    return out
 
 
 _packed_linear_by_head: Operator[Tensor] = Operator(
     "packed_linear_by_head(Tensor x, Tensor data, int rows, int inputs) -> Tensor",
-    _definition, _native, lambda x, data, rows, inputs: x.new_empty((*x.shape[:-1], rows)),
+    _definition, _call, lambda x, data, rows, inputs: x.new_empty((*x.shape[:-1], rows)),
 )  # fmt: skip

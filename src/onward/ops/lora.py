@@ -4,15 +4,15 @@
 Shapes: B rows, K inputs, N outputs, S adapters in slots, R the highest rank.
 """
 
-from ctypes import byref
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from onward.errors import RequestError
-from onward.native import Library
-from onward.native.structs import LoraArguments
+from onward.native.interface import Code, Int, Pointer, Structure, kernel
+from onward.ops.kernel_calls import KernelCalls, Operand
 from onward.ops.operator import DTYPES, Operator, shapes
 
 
@@ -80,31 +80,67 @@ def _definition(*arguments: Any) -> Tensor:
     return total.to(x.dtype).view(y.shape)
 
 
-def _native(library: Library, *arguments: Any) -> Tensor:
-    x, y, a, b, slots, ranks, factors, scale, shift = arguments
-    x, y, slots, ranks = (t.contiguous() for t in (x, y, slots, ranks))
-    a, b = (t if t.stride()[1:] == (t.shape[2], 1) else t.contiguous() for t in (a, b))
-    factors, scale, shift = (None if t is None else t.contiguous() for t in (factors, scale, shift))
-    inputs, outputs = x.shape[-1], y.shape[-1]
-    rows = y.numel() // max(outputs, 1)
-    out = torch.empty_like(y)
-    part = LoraArguments(
-        outputs=outputs, rank=a.shape[1], y_stride=outputs, a_stride=a.stride(0), b_stride=b.stride(0),
-        out_stride=outputs, y=y.data_ptr(), a=a.data_ptr(), b=b.data_ptr(),
-        factors=None if factors is None else factors.data_ptr(),
-        scale=None if scale is None else scale.data_ptr(), shift=None if shift is None else shift.data_ptr(),
-        ranks=ranks.data_ptr(), out=out.data_ptr(),
+class LoraArguments(Structure):
+    """OnwardLora of native/src/linear/lora.cpp: the low-rank update of one matrix."""
+
+    _fields_ = (
+        *((name, Int) for name in ("outputs", "rank", "y_stride", "a_stride", "b_stride", "out_stride")),
+        *((name, Pointer) for name in ("y", "a", "b", "factors", "scale", "shift", "ranks", "out")),
+    )
+
+
+# slots: int32
+@kernel
+def onward_lora(
+    parts: LoraArguments, count: Int, rows: Int, tokens: Int, inputs: Int, num_slots: Int, dtype: Code, x: Pointer,
+    x_stride: Int, slots: Pointer,
+) -> Code: ...  # fmt: skip
+
+
+class LoraPart(NamedTuple):
+    """The update of one product; the arguments of `lora` apart from x and slots, and the result."""
+
+    out: Operand
+    y: Operand
+    a: Operand
+    b: Operand
+    ranks: Operand
+    factors: Operand | None
+    scale: Operand | None
+    shift: Operand | None
+
+
+def call_lora(k: KernelCalls, x: Operand, slots: Operand, parts: Sequence[LoraPart]) -> None:
+    """One call for the updates of several products of one x, by stacks of one size and dtype."""
+    x, rows, inputs, stride = k.rows(x)
+    structs = [_struct(k, part) for part in parts]
+    k.call(
+        onward_lora, k.array(structs), len(structs), rows, max(rows // max(slots.shape[0], 1), 1), inputs,
+        parts[0].a.shape[0], k.code(x), k.address(x), stride, k.address(k.contiguous(slots)),
     )  # fmt: skip
-    status = library.onward_lora(
-        byref(part), 1, rows, max(rows // max(len(slots), 1), 1), inputs, a.shape[0], DTYPES[x.dtype], x.data_ptr(),
-        inputs, slots.data_ptr(),
+
+
+def _struct(k: KernelCalls, part: LoraPart) -> Any:
+    y, _, outputs, y_stride = k.rows(part.y)
+    # Each slot [R, K] of a stack [S, R, K] has to be contiguous.
+    a, b = (t if t.stride()[1:] == (t.shape[2], 1) else k.contiguous(t) for t in (part.a, part.b))
+    return k.struct(
+        LoraArguments, outputs=outputs, rank=a.shape[1], y_stride=y_stride, a_stride=a.stride()[0],
+        b_stride=b.stride()[0], out_stride=outputs, y=k.address(y), a=k.address(a), b=k.address(b),
+        ranks=k.address(k.contiguous(part.ranks)), out=k.address(part.out),
+        factors=k.optional(part.factors), scale=k.optional(part.scale),
+        shift=k.optional(part.shift),
     )  # fmt: skip
-    library.check(status, "onward_lora")
-    return out
+
+
+def _call(
+    k: KernelCalls, out: Operand, x: Operand, y: Operand, a: Operand, b: Operand, slots: Operand, *rest: Any
+) -> None:
+    call_lora(k, x, slots, [LoraPart(out, y, a, b, *rest)])
 
 
 _lora: Operator[Tensor] = Operator(
     "lora(Tensor x, Tensor y, Tensor a, Tensor b, Tensor slots, Tensor ranks, Tensor? factors, Tensor? scale, "
     "Tensor? shift) -> Tensor",
-    _definition, _native, lambda x, y, *_: y.new_empty(y.shape),
+    _definition, _call, lambda x, y, *_: y.new_empty(y.shape),
 )  # fmt: skip

@@ -1,12 +1,15 @@
 """Normalisation over the last axis: root mean square (Zhang & Sennrich, arXiv 1910.07467) and layer norm
 (Ba et al., arXiv 1607.06450)."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from onward.errors import RequestError
-from onward.native import Library
+from onward.native.interface import Code, Float, Int, Pointer, kernel
+from onward.ops.kernel_calls import KernelCalls, Operand
 from onward.ops.operator import DTYPES, Operator, autocast_dtype, autocast_norm, like_first, no_autocast, shapes
 
 
@@ -81,26 +84,50 @@ def _rms_norm_definition(x: Tensor, weight: Tensor, eps: float, offset: float, a
     return rms_norm_reference(x, weight, eps, offset, after_cast)
 
 
-def _rms_norm_native(
-    library: Library, x: Tensor, weight: Tensor, eps: float, offset: float, after_cast: bool
-) -> Tensor:
-    x, weight = x.contiguous(), weight.contiguous()
-    return _call(library, "onward_rms_norm", x, weight.data_ptr(), offset, after_cast, eps)
+# x is first added to the residual, and the sum stored, if there is one. weight: or None.
+@kernel
+def onward_rms_norm(
+    rows: Int, columns: Int, dtype: Code, x: Pointer, x_stride: Int, residual: Pointer, residual_stride: Int,
+    sum: Pointer, sum_stride: Int, weight: Pointer, weight_offset: Float, after_cast: Code, eps: Float, out: Pointer,
+    out_stride: Int,
+) -> Code: ...  # fmt: skip
+@kernel
+def onward_layer_norm(
+    rows: Int, columns: Int, dtype: Code, x: Pointer, x_stride: Int, residual: Pointer, residual_stride: Int,
+    sum: Pointer, sum_stride: Int, weight: Pointer, bias: Pointer, eps: Float, out: Pointer, out_stride: Int,
+) -> Code: ...  # fmt: skip
 
 
-def _layer_norm_native(library: Library, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    x, weight, bias = x.contiguous(), weight.contiguous(), bias.contiguous()
-    return _call(library, "onward_layer_norm", x, weight.data_ptr(), bias.data_ptr(), eps)
-
-
-def _call(library: Library, kernel: str, x: Tensor, *weights_and_options: float) -> Tensor:
-    out, width = torch.empty_like(x), x.shape[-1]
-    status = getattr(library, kernel)(
-        x.numel() // max(width, 1), width, DTYPES[x.dtype], x.data_ptr(), width, None, 0, None, 0,
-        *weights_and_options, out.data_ptr(), width,
+def call_rms_norm(
+    k: KernelCalls, out: Operand, x: Operand, weight: Operand | None, eps: float, offset: float = 0.0,
+    after_cast: bool = True, *, terms: tuple[Operand, Operand] | None = None,
+) -> None:  # fmt: skip
+    """terms: two contiguous tensors whose sum the call stores in x before it takes the norm."""
+    k.call(
+        onward_rms_norm, *_input(k, x, terms), k.optional(weight), offset, after_cast, eps,
+        k.address(out), out.shape[-1],
     )  # fmt: skip
-    library.check(status, kernel)
-    return out
+
+
+def call_layer_norm(
+    k: KernelCalls, out: Operand, x: Operand, weight: Operand | None, bias: Operand | None, eps: float, *,
+    terms: tuple[Operand, Operand] | None = None,
+) -> None:  # fmt: skip
+    """terms: as in `call_rms_norm`."""
+    k.call(
+        onward_layer_norm, *_input(k, x, terms), k.optional(weight), k.optional(bias), eps,
+        k.address(out), out.shape[-1],
+    )  # fmt: skip
+
+
+def _input(k: KernelCalls, x: Operand, terms: tuple[Operand, Operand] | None) -> tuple[Any, ...]:
+    """The kernels' first arguments, up to the stride of the sum."""
+    rows_of_x, rows, columns, stride = k.rows(x)
+    size = rows, columns, k.code(x)
+    if terms is None:
+        return *size, k.address(rows_of_x), stride, None, 0, None, 0
+    left, right = terms
+    return *size, k.address(left), columns, k.address(right), columns, k.address(x), columns
 
 
 def _check(name: str, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
@@ -112,9 +139,9 @@ def _check(name: str, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> 
 
 _rms_norm = Operator(
     "rms_norm(Tensor x, Tensor weight, float eps, float offset, bool after_cast) -> Tensor",
-    _rms_norm_definition, _rms_norm_native, like_first,
+    _rms_norm_definition, call_rms_norm, like_first,
 )  # fmt: skip
 _layer_norm = Operator(
     "layer_norm(Tensor x, Tensor weight, Tensor bias, float eps) -> Tensor",
-    layer_norm_reference, _layer_norm_native, like_first,
+    layer_norm_reference, call_layer_norm, like_first,
 )  # fmt: skip

@@ -24,8 +24,9 @@ from torch.nn import Parameter
 
 from onward import native
 from onward.errors import NativeUnavailableError, RequestError
+from onward.ops.kernel_calls import DTYPES, LibraryCalls, Unsupported
 
-DTYPES = {torch.float32: native.DType.F32, torch.bfloat16: native.DType.BF16, torch.float16: native.DType.F16}
+__all__ = ["DTYPES"]
 _FORMS = ("native", "definition")
 _PLAIN = (Tensor, Parameter)
 _is_transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active
@@ -37,6 +38,8 @@ TRAIN_WITHOUT_CACHE = (
 
 # The shape and dtype of each op's result. Traces call these directly: the dispatcher takes five times as long.
 FAKES: dict[OpOverload, Callable[..., Any]] = {}
+# Each op's kernel function, for programs.
+KERNELS: dict[OpOverload, Callable[..., None]] = {}
 
 R = TypeVar("R")  # an op's result, mostly a tensor
 
@@ -89,10 +92,12 @@ class Operator(Generic[R]):
     """An op under `torch.ops.onward`; called with the arguments of its schema, all by position.
 
     definition: plain torch, which reads no tensor's value on the host: a GPU would have to synchronise, and CUDA graphs
-    couldn't capture it. kernel: the native form, which takes the library, then the same arguments, and may assume plain
-    tensors on the CPU. fake: returns the result's shape and dtype. without_kernels: the form for the CPU without a
-    library and without a gradient; it may read values, to do less than the definition. with_gradient: the form for
-    reverse mode; the definition by default. instead: for an op without a gradient, the advice at the end of its error
+    couldn't capture it. kernel: calls the kernel through `KernelCalls`, its first argument; then it takes the result to
+    fill in (None for an op that only writes to arguments), then the op's arguments, on the CPU. fake: returns a result
+    of the right shape, dtype and strides. without_kernels: the form for the CPU without a kernel and without a
+    gradient; it may read values, to do less than the definition. check: reads values on the host and raises if they are
+    wrong; called before an eager call on the CPU. with_gradient: the form for reverse mode; the definition by default.
+    instead: for an op without a gradient, the advice at the end of its error
     ("call it under torch.no_grad(), or …"). Required of an op that writes to an argument.
     """
 
@@ -100,16 +105,17 @@ class Operator(Generic[R]):
         self,
         schema: str,
         definition: Callable[..., R],
-        kernel: Callable[..., R],
+        kernel: Callable[..., None],
         fake: Callable[..., R],
         without_kernels: Callable[..., R] | None = None,
         *,
+        check: Callable[..., object] | None = None,
         with_gradient: Callable[..., R] | None = None,
         instead: str | None = None,
     ) -> None:
         self.name = name = schema[: schema.index("(")]
         self.definition = definition
-        self._kernel = kernel
+        self._kernel, self._fake, self._check = kernel, fake, check
         self._without_kernels = without_kernels or definition
         _library.define(schema)  # type: ignore[no-untyped-call]
         _library.impl(name, definition, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
@@ -117,7 +123,7 @@ class Operator(Generic[R]):
         _library.impl(name, self._under_autograd, "Autograd", with_keyset=True)  # type: ignore[no-untyped-call]
         torch.library.register_fake(f"onward::{name}", fake, lib=_library)
         self._registered: OpOverload = getattr(torch.ops.onward, name).default
-        FAKES[self._registered] = fake
+        FAKES[self._registered], KERNELS[self._registered] = fake, kernel
         parameters = self._registered._schema.arguments
         self._names = [parameter.name for parameter in parameters]
         self._mutated = [i for i, each in enumerate(parameters) if each.alias_info and each.alias_info.is_write]
@@ -141,10 +147,16 @@ class Operator(Generic[R]):
         return self._on_cpu(*arguments)
 
     def _on_cpu(self, *arguments: Any) -> R:
+        if self._check is not None:
+            self._check(*arguments)
         library = usable_library()
         if library is None:
             return self._without_kernels(*arguments)
-        result = self._kernel(library, *arguments)
+        result = self._fake(*arguments)
+        try:
+            self._kernel(LibraryCalls(library), result, *arguments)
+        except Unsupported:
+            return self._without_kernels(*arguments)
         if self._mutated:
             increment_version([arguments[index] for index in self._mutated])
         return result
@@ -212,7 +224,7 @@ def check_no_gradient(action: str, instead: str, *arguments: Any) -> None:
 
 def like_first(x: Tensor, *_: object) -> Tensor:
     """The fake of an op whose result has the shape and dtype of its first argument, and is contiguous."""
-    return x.new_empty(x.shape)
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def returns_nothing(*_: object) -> None:

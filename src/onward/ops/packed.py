@@ -3,7 +3,9 @@
 Shapes: N rows (outputs), K inputs, T tokens.
 """
 
-from typing import NamedTuple
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +14,8 @@ from torch.nn import functional as F
 
 from onward.errors import RequestError
 from onward.native import Library, advise_huge_pages
-from onward.native.structs import Format
+from onward.native.interface import Code, Format, Int, Pointer, Structure, kernel
+from onward.ops.kernel_calls import KernelCalls, Operand
 from onward.ops.operator import DTYPES, Operator, shapes, usable_library
 
 BLOCK = 16
@@ -50,6 +53,14 @@ class NativeWeight(NamedTuple):
         return self.data.device
 
 
+@kernel
+def onward_linear_packed_bytes(format: Code, rows: Int, inputs: Int) -> Int: ...
+@kernel
+def onward_linear_pack(
+    format: Code, rows: Int, inputs: Int, w: Pointer, w_dtype: Code, w_stride: Int, packed: Pointer
+) -> Code: ...
+
+
 def pack_native(weight: Tensor) -> NativeWeight | None:
     """A float CPU weight [N, K] packed by the native library; None without a library or a packed format."""
     library = usable_library()
@@ -78,7 +89,7 @@ def pack_into(library: Library, weight: Tensor, data: Tensor) -> None:
     status = library.onward_linear_pack(
         FORMATS[weight.dtype], *weight.shape, weight.data_ptr(), DTYPES[weight.dtype], weight.stride(0), data.data_ptr()
     )
-    library.check(status, "onward_linear_pack")
+    library.check(status, onward_linear_pack)
     increment_version(data)  # torch doesn't see the kernel's writes, and `WeightsVersion` relies on torch
 
 
@@ -93,20 +104,6 @@ def _unpacked(data: Tensor, rows: int, inputs: int) -> Tensor:
 
 def _linear_definition(x: Tensor, data: Tensor, bias: Tensor | None, rows: int, inputs: int) -> Tensor:
     return F.linear(x, _unpacked(data, rows, inputs), bias)
-
-
-def native_product(library: Library, format: Format, x: Tensor, data: Tensor, bias: Tensor | None, rows: int) -> Tensor:
-    """x [..., K] times a weight packed in any format, plus bias."""
-    x, bias = x.contiguous(), None if bias is None else bias.contiguous()
-    inputs, code = x.shape[-1], DTYPES[x.dtype]
-    out = x.new_empty((*x.shape[:-1], rows))
-    bias_pointer, bias_code = (None, 0) if bias is None else (bias.data_ptr(), DTYPES[bias.dtype])
-    status = library.onward_linear(
-        format, x.numel() // inputs, rows, inputs, x.data_ptr(), code, inputs, data.data_ptr(), bias_pointer, bias_code,
-        out.data_ptr(), code, rows,
-    )  # fmt: skip
-    library.check(status, "onward_linear")
-    return out
 
 
 def check_id_dtype(ids: Tensor) -> None:
@@ -137,31 +134,76 @@ def _rows_definition(data: Tensor, ids: Tensor, rows: int, inputs: int) -> Tenso
     return data[ids // BLOCK, :, ids % BLOCK].flatten(-2)[..., :inputs]
 
 
-def native_rows(
-    library: Library, format: Format, data: Tensor, ids: Tensor, rows: int, inputs: int, dtype: torch.dtype
-) -> Tensor:
-    """The rows at `ids`, in `dtype`, of a weight [rows, inputs] packed in any format."""
-    check_ids(ids, rows)
-    wide = ids.to(torch.int64).contiguous()
-    out = torch.empty((*ids.shape, inputs), dtype=dtype)
-    status = library.onward_linear_rows(
-        format, rows, inputs, data.data_ptr(), wide.data_ptr(), wide.numel(), out.data_ptr(), DTYPES[dtype], inputs
+class LinearArguments(Structure):
+    """OnwardLinear of native/src/linear/linear.cpp: one packed matrix [n, k] and its output."""
+
+    _fields_ = (
+        ("n", Int),
+        *((name, Pointer) for name in ("packed", "bias", "out")),
+        ("out_stride", Int),
+        *((name, Code) for name in ("bias_dtype", "out_dtype")),
     )
-    library.check(status, "onward_linear_rows")
-    return out
+
+
+@kernel
+def onward_linear_many(
+    products: LinearArguments, count: Int, format: Code, t: Int, k: Int, x: Pointer, x_dtype: Code, x_stride: Int
+) -> Code: ...
+
+
+class Product(NamedTuple):
+    """A product of a call: the result [..., N], the data of its weight and the bias."""
+
+    out: Operand
+    data: Operand
+    bias: Operand | None
+
+
+def call_linear(k: KernelCalls, x: Operand, format: Format, products: Sequence[Product]) -> None:
+    """One call for the products of one x with weights of one format."""
+    x, rows, inputs, stride = k.rows(x)
+    structs = [_struct(k, product) for product in products]
+    k.call(onward_linear_many, k.array(structs), len(structs), format, rows, inputs, k.address(x), k.code(x), stride)
+
+
+def _struct(k: KernelCalls, product: Product) -> Any:
+    out, data, bias = product
+    outputs, bias_dtype = out.shape[-1], 0 if bias is None else k.code(bias)
+    return k.struct(
+        LinearArguments, n=outputs, packed=k.address(data), bias=k.optional(bias), out=k.address(out),
+        out_stride=outputs, bias_dtype=bias_dtype, out_dtype=k.code(out),
+    )  # fmt: skip
+
+
+# ids: int64, or None for all rows
+@kernel
+def onward_linear_rows(
+    format: Code, rows: Int, inputs: Int, packed: Pointer, ids: Pointer, count: Int, out: Pointer, out_dtype: Code,
+    out_stride: Int,
+) -> Code: ...  # fmt: skip
+
+
+def call_rows(
+    k: KernelCalls, out: Operand, format: Format, data: Operand, ids: Operand, rows: int, inputs: int
+) -> None:
+    """The rows at `ids` of a weight [rows, inputs] packed in any format."""
+    ids = k.cast(ids, torch.int64)
+    k.call(
+        onward_linear_rows, format, rows, inputs, k.address(data), k.address(ids), math.prod(ids.shape), k.address(out),
+        k.code(out), inputs,
+    )  # fmt: skip
 
 
 _packed_linear: Operator[Tensor] = Operator(
     "packed_linear(Tensor x, Tensor data, Tensor? bias, int rows, int inputs) -> Tensor",
     _linear_definition,
-    lambda library, x, data, bias, rows, inputs: native_product(library, FORMATS[data.dtype], x, data, bias, rows),
+    lambda k, out, x, data, bias, *_: call_linear(k, x, FORMATS[data.dtype], [Product(out, data, bias)]),
     lambda x, data, bias, rows, inputs: x.new_empty((*x.shape[:-1], rows)),
 )
 _packed_rows: Operator[Tensor] = Operator(
     "packed_rows(Tensor data, Tensor ids, int rows, int inputs) -> Tensor",
     _rows_definition,
-    lambda library, data, ids, rows, inputs: native_rows(
-        library, FORMATS[data.dtype], data, ids, rows, inputs, data.dtype
-    ),
+    lambda k, out, data, *rest: call_rows(k, out, FORMATS[data.dtype], data, *rest),
     lambda data, ids, rows, inputs: data.new_empty((*ids.shape, inputs)),
+    check=lambda data, ids, rows, inputs: check_ids(ids, rows),
 )

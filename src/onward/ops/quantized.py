@@ -14,11 +14,11 @@ from torch.nn.functional import pad
 from torch.utils import _pytree as pytree
 
 from onward.errors import RequestError
-from onward.native.structs import Format
+from onward.native.interface import Format
 from onward.ops import quantized_layout as layout
 from onward.ops.formats import GROUPED_FORMATS
 from onward.ops.operator import DTYPES, Operator, may_be_followed, shapes
-from onward.ops.packed import check_id_dtype, check_ids, native_product, native_rows
+from onward.ops.packed import Product, call_linear, call_rows, check_id_dtype, check_ids
 
 # The formats that Onward quantizes to, and all formats, those of quantized checkpoints included.
 ROUNDED_FORMATS = {"int8": Format.INT8, "int4": Format.INT4, "iq4_nl": Format.IQ4_NL}
@@ -245,15 +245,16 @@ def _with_gradient(x: Tensor, data: Tensor, bias: Tensor | None, format: str, ro
 _linear: Operator[Tensor] = Operator(
     "quantized_linear(Tensor x, Tensor data, Tensor? bias, str format, int rows) -> Tensor",
     _linear_definition,
-    lambda library, x, data, bias, format, rows: native_product(library, FORMATS[format], x, data, bias, rows),
+    lambda k, out, x, data, bias, format, rows: call_linear(k, x, FORMATS[format], [Product(out, data, bias)]),
     lambda x, data, bias, format, rows: x.new_empty((*x.shape[:-1], rows)),
     with_gradient=_with_gradient,
 )
 _rows: Operator[Tensor] = Operator(
     "quantized_rows(Tensor data, Tensor ids, str format, int rows, int inputs, ScalarType dtype) -> Tensor",
     _rows_definition,
-    lambda library, data, ids, format, *rest: native_rows(library, FORMATS[format], data, ids, *rest),
+    lambda k, out, data, ids, format, rows, inputs, dtype: call_rows(k, out, FORMATS[format], data, ids, rows, inputs),
     lambda data, ids, format, rows, inputs, dtype: data.new_empty((*ids.shape, inputs), dtype=dtype),
+    check=lambda data, ids, format, rows, inputs, dtype: check_ids(ids, rows),
 )
 
 

@@ -8,13 +8,15 @@ Shapes: N slots; `block_numbers` int32 [N, 2] is the number of the block at each
 `offsets` int32 [B] is each row's own; `rows` int32 [B] is the slot of each row, None if row b has slot b.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from onward.errors import RequestError
+from onward.native.interface import Int, Pointer, Structure
+from onward.ops.kernel_calls import KernelCalls, Operand
 from onward.ops.operator import shapes
 
 # Positions of a block, which begins at an absolute multiple of 16 (native/src/state/places.h).
@@ -84,22 +86,38 @@ def check_state(name: str, state: Tensor, width: tuple[int, ...], block_numbers:
         )
 
 
-def check_rows(offsets: Tensor, rows: Tensor | None, slots: int) -> None:
+def check_rows(state: Tensor, block_numbers: Tensor, offsets: Tensor, rows: Tensor | None) -> None:
     """On the CPU: raise if an offset is negative, two rows share a slot, or a slot doesn't exist."""
     if (least := min(offsets.tolist(), default=0)) < 0:
         raise RequestError(f"offsets must be 0 or more; got {least}")
-    used = [] if rows is None else rows.tolist()
+    used, slots = [] if rows is None else rows.tolist(), state.shape[0]
     if used and (min(used) < 0 or max(used) >= slots or len(set(used)) < len(used)):
         raise RequestError(f"each row must have a slot of its own, 0 to {slots - 1}; got {used}")
 
 
-def state_fields(state: Any, block_numbers: Any, offsets: Any, rows: Any, pointer: Any) -> Mapping[str, Any]:
-    """The fields of `StateArguments` for tensors, or for the arrays of a program. pointer: returns an address."""
-    strides, of_numbers = ((t.stride() if isinstance(t, Tensor) else t.strides) for t in (state, block_numbers))
+class StateArguments(Structure):
+    """OnwardState of native/src/state/places.h, which documents the fields."""
+
+    _fields_ = (
+        ("data", Pointer),
+        ("strides", Int * 2),
+        ("held", Pointer),
+        ("held_stride", Int),
+        ("slots", Int),
+        ("rows", Pointer),
+        ("offsets", Pointer),
+    )
+
+
+def state_fields(
+    k: KernelCalls, state: Operand, block_numbers: Operand, offsets: Operand, rows: Operand | None
+) -> dict[str, Any]:
+    """The fields of `StateArguments`."""
+    slots = state.shape[0]
     return {
-        "data": pointer(state), "strides": tuple(strides[:2]), "held": pointer(block_numbers),
-        "held_stride": of_numbers[0], "slots": state.shape[0], "rows": None if rows is None else pointer(rows),
-        "offsets": pointer(offsets),
+        "data": k.address(state), "strides": state.stride()[:2], "held": k.address(block_numbers),
+        "held_stride": block_numbers.stride()[0], "slots": slots if rows is None else k.num_slots(slots),
+        "rows": k.optional(rows), "offsets": k.optional(offsets),
     }  # fmt: skip
 
 

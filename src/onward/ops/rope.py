@@ -1,12 +1,13 @@
 """Rotary position embedding (Su et al., arXiv 2104.09864)."""
 
-import ctypes
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from onward.errors import RequestError
-from onward.native import Library
+from onward.native.interface import Code, Int, Pointer, kernel
+from onward.ops.kernel_calls import KernelCalls, Operand
 from onward.ops.operator import DTYPES, Operator, like_first, shapes
 
 
@@ -99,15 +100,13 @@ def _angles_definition(radians: Tensor) -> Tensor:
     return torch.stack((torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)))
 
 
-def _angles_native(library: Library, radians: Tensor) -> Tensor:
-    radians = radians.contiguous()
-    pairs = radians.shape[-1]
-    cos_sin = radians.new_empty((2, *radians.shape[:-1], 2 * pairs))
-    status = library.onward_rotary_angles(
-        radians.numel() // max(pairs, 1), pairs, radians.data_ptr(), cos_sin[0].data_ptr(), cos_sin[1].data_ptr()
-    )
-    library.check(status, "onward_rotary_angles")
-    return cos_sin
+@kernel
+def onward_rotary_angles(rows: Int, pairs: Int, radians: Pointer, cos: Pointer, sin: Pointer) -> Code: ...
+
+
+def _call_angles(k: KernelCalls, out: Operand, radians: Operand) -> None:
+    radians, rows, pairs, _ = k.rows(k.contiguous(radians))
+    k.call(onward_rotary_angles, rows, pairs, k.address(radians), k.address(out), k.address_at(out, out.stride()[0]))
 
 
 def _rotate_definition(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
@@ -123,31 +122,36 @@ def _rotate_definition(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -
     return out if dims == x.shape[-1] else torch.cat((out, x[..., dims:]), dim=-1)
 
 
-_Strides = ctypes.c_int64 * 3
-_AngleStrides = ctypes.c_int64 * 2
+# x_strides, out_strides: int64 [3]; angle_strides: int64 [2]; sin: the half that is not negated
+@kernel
+def onward_rotate(
+    batch: Int, heads: Int, queries: Int, dim: Int, dtype: Code, x: Pointer, x_strides: Pointer, cos: Pointer,
+    sin: Pointer, pairs: Int, angle_strides: Pointer, interleaved: Code, out: Pointer, out_strides: Pointer,
+) -> Code: ...  # fmt: skip
 
 
-def _rotate_native(library: Library, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    x = x if x.stride(-1) == 1 else x.contiguous()
-    cos, sin = cos.contiguous(), sin.contiguous()
-    batch, heads, queries, dim = x.shape
-    pairs = cos.shape[-1] // 2
-    out = torch.empty((batch, heads, queries, dim), dtype=x.dtype)
-    status = library.onward_rotate(
-        batch, heads, queries, dim, DTYPES[x.dtype], x.data_ptr(), _Strides(*x.stride()[:3]),
-        # The second half of sin is the one that is not negated.
-        cos.data_ptr(), sin.data_ptr() + 4 * pairs, pairs, _AngleStrides(queries * 2 * pairs, 2 * pairs),
-        interleaved, out.data_ptr(), _Strides(*out.stride()[:3]),
+def _call_rotate(k: KernelCalls, out: Operand, x: Operand, cos: Operand, sin: Operand, interleaved: bool) -> None:
+    x = k.contiguous_rows(x)
+    k.call(
+        onward_rotate, *x.shape, k.code(x), k.address(x), k.int64s(x.stride()[:3]), *angles(k, cos, sin), interleaved,
+        k.address(out), k.int64s(out.stride()[:3]),
     )  # fmt: skip
-    library.check(status, "onward_rotate")
-    return out
+
+
+def angles(k: KernelCalls, cos: Operand, sin: Operand) -> tuple[Any, Any, int, Any]:
+    """The kernels' arguments for cos and sin [B, T, 2R]: both addresses, R, and the strides of rows and tokens."""
+    cos, sin = k.contiguous_rows(cos), k.contiguous_rows(sin)
+    if cos.stride() != sin.stride():
+        cos, sin = k.contiguous(cos), k.contiguous(sin)
+    pairs = cos.shape[-1] // 2
+    return k.address(cos), k.address_at(sin, pairs), pairs, k.int64s(cos.stride()[:2])
 
 
 _rotate = Operator(
     "rotate(Tensor x, Tensor cos, Tensor sin, bool interleaved) -> Tensor",
-    _rotate_definition, _rotate_native, like_first,
+    _rotate_definition, _call_rotate, like_first,
 )  # fmt: skip
 _angles: Operator[Tensor] = Operator(
     "rotary_angles(Tensor radians) -> Tensor",
-    _angles_definition, _angles_native, lambda x: x.new_empty((2, *x.shape[:-1], 2 * x.shape[-1])),
+    _angles_definition, _call_angles, lambda x: x.new_empty((2, *x.shape[:-1], 2 * x.shape[-1])),
 )  # fmt: skip

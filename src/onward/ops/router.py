@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from onward.errors import RequestError
-from onward.native import Library
+from onward.native.interface import Code, Float, Int, Pointer, kernel
+from onward.ops.kernel_calls import KernelCalls, Operand
 from onward.ops.operator import DTYPES, Operator, shapes
 
 SCORES = ("softmax", "softmax_of_chosen", "sigmoid")
@@ -103,18 +104,21 @@ def _in_best_groups(values: Tensor, groups: int, count: int, best: int) -> Tenso
     return grouped.masked_fill(dropped.unsqueeze(-1), float("-inf")).flatten(-2)
 
 
-def _native(library: Library, *arguments: Any) -> tuple[Tensor, Tensor]:
-    logits, bias, count, score, groups, kept_groups, group_best, normalize, scale = arguments
-    logits, bias = logits.contiguous(), None if bias is None else bias.contiguous()
-    chosen, weights = _fake(logits, bias, count)
-    experts = logits.shape[-1]
-    status = library.onward_top_experts(
-        logits.numel() // experts, experts, logits.data_ptr(), DTYPES[logits.dtype], experts, count,
-        SCORES.index(score), None if bias is None else bias.data_ptr(), groups, kept_groups, group_best, normalize,
-        scale, chosen.data_ptr(), weights.data_ptr(),
+# bias: or None; ids: int32; weights: float32
+@kernel
+def onward_top_experts(
+    rows: Int, experts: Int, logits: Pointer, dtype: Code, stride: Int, count: Int, score: Code, bias: Pointer,
+    groups: Int, kept_groups: Int, group_best: Int, normalize: Code, scale: Float, ids: Pointer, weights: Pointer,
+) -> Code: ...  # fmt: skip
+
+
+def _call(k: KernelCalls, out: tuple[Operand, Operand], *arguments: Any) -> None:
+    logits, bias, count, score, *options = arguments
+    logits, rows, experts, stride = k.rows(logits)
+    k.call(
+        onward_top_experts, rows, experts, k.address(logits), k.code(logits), stride, count, SCORES.index(score),
+        k.optional(bias), *options, *map(k.address, out),
     )  # fmt: skip
-    library.check(status, "onward_top_experts")
-    return chosen, weights
 
 
 def _fake(logits: Tensor, bias: Tensor | None, count: int, *_: object) -> tuple[Tensor, Tensor]:
@@ -125,5 +129,5 @@ def _fake(logits: Tensor, bias: Tensor | None, count: int, *_: object) -> tuple[
 _top_experts = Operator(
     "top_experts(Tensor logits, Tensor? bias, int count, str score, int groups, int kept_groups, int group_best, "
     "bool normalize, float scale) -> (Tensor, Tensor)",
-    _definition, _native, _fake,
+    _definition, _call, _fake,
 )  # fmt: skip

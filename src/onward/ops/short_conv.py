@@ -1,7 +1,6 @@
 """A short causal convolution of each channel, which mixers of recurrent layers begin with (Poli et al.,
 arXiv 2302.10866; Gu & Dao, arXiv 2312.00752)."""
 
-import ctypes
 from typing import Any
 
 import torch
@@ -9,10 +8,18 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from onward.errors import RequestError
-from onward.native import Library
-from onward.native.structs import ShortConvArguments
+from onward.native.interface import Code, Int, Pointer, Structure, kernel, strided
+from onward.ops.kernel_calls import KernelCalls, Operand
 from onward.ops.operator import DTYPES, Operator, autocast_dtype, like_first, shapes
-from onward.ops.recurrent_state import STATE_BLOCK, TRAIN_WITHOUT_STATE, check_rows, check_state, places, state_fields
+from onward.ops.recurrent_state import (
+    STATE_BLOCK,
+    TRAIN_WITHOUT_STATE,
+    StateArguments,
+    check_rows,
+    check_state,
+    places,
+    state_fields,
+)
 
 
 def short_conv(
@@ -88,24 +95,37 @@ def _definition(*arguments: Any) -> Tensor:
     return (F.silu(out) if silu else out).to(x.dtype)
 
 
-def _native(library: Library, *arguments: Any) -> Tensor:
-    x, weight, bias, state, block_numbers, offsets, rows, silu = arguments
-    check_rows(offsets, rows, state.shape[0])
-    x = x if x.stride(2) == 1 else x.contiguous()
-    weight, bias = weight.contiguous(), None if bias is None else bias.contiguous()
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    call = ShortConvArguments(
-        batch=x.shape[0], queries=x.shape[1], channels=x.shape[2], taps=weight.shape[0], x=x.data_ptr(),
-        x_strides=x.stride()[:2], weight=weight.data_ptr(), bias=None if bias is None else bias.data_ptr(),
-        out=out.data_ptr(), dtype=DTYPES[x.dtype], silu=silu,
-        **state_fields(state, block_numbers, offsets, rows, Tensor.data_ptr),
+class ShortConvArguments(Structure):
+    """OnwardShortConv of native/src/state/short_conv.cpp, which documents the fields."""
+
+    _fields_ = (
+        *((name, Int) for name in ("batch", "queries", "channels", "taps")),
+        *strided("x"),
+        *((name, Pointer) for name in ("weight", "bias", "out")),
+        *((name, Code) for name in ("dtype", "silu")),
+        *StateArguments._fields_,
+    )
+
+
+@kernel
+def onward_short_conv(arguments: ShortConvArguments) -> Code: ...
+
+
+def _call(k: KernelCalls, out: Operand, *arguments: Any) -> None:
+    x, weight, bias, *state, silu = arguments
+    x = k.contiguous_rows(x)
+    batch, queries, channels = x.shape
+    call = k.struct(
+        ShortConvArguments, batch=batch, queries=queries, channels=channels, taps=weight.shape[0], x=k.address(x),
+        x_strides=x.stride()[:2], weight=k.optional(weight), bias=k.optional(bias),
+        out=k.address(out), dtype=k.code(x), silu=silu, **state_fields(k, *state),
     )  # fmt: skip
-    library.check(library.onward_short_conv(ctypes.byref(call)), "onward_short_conv")
-    return out
+    k.call(onward_short_conv, k.array([call]))
 
 
 _short_conv = Operator(
     "short_conv(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) state, Tensor(b!) block_numbers, Tensor offsets, "
     "Tensor? rows, bool silu) -> Tensor",
-    _definition, _native, like_first, instead=TRAIN_WITHOUT_STATE,
+    _definition, _call, like_first, check=lambda *arguments: check_rows(*arguments[3:7]),
+    instead=TRAIN_WITHOUT_STATE,
 )  # fmt: skip

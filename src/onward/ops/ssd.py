@@ -14,7 +14,6 @@ positions in the block, from which later outputs follow:
 So a token reads S once and writes little, positions can be rolled back, and a prompt is a few matrix products a block.
 """
 
-import ctypes
 from typing import Any
 
 import torch
@@ -22,12 +21,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from onward.errors import RequestError
-from onward.native import Library
-from onward.native.structs import SsdArguments
+from onward.native.interface import Code, Float, Int, Pointer, Structure, kernel, strided
+from onward.ops.kernel_calls import KernelCalls, Operand
 from onward.ops.operator import DTYPES, Operator, autocast_dtype, shapes
 from onward.ops.recurrent_state import (
     STATE_BLOCK,
     TRAIN_WITHOUT_STATE,
+    StateArguments,
     StateBlock,
     check_rows,
     check_state,
@@ -156,21 +156,35 @@ def _advance(
     return StateBlock(block.state, keys, dt_x, decays.squeeze(-1)), out
 
 
-def _native(library: Library, *arguments: Any) -> Tensor:
-    mixed, dt, A_log, step_bias, skip, state, block_numbers, offsets, rows, groups, state_dim, least, most = arguments
-    check_rows(offsets, rows, state.shape[0])
-    mixed, dt = (x if x.stride(2) == 1 else x.contiguous() for x in (mixed, dt))
-    A_log, step_bias, skip = (x.contiguous() for x in (A_log, step_bias, skip))
-    out = _fake(*arguments)
-    call = SsdArguments(
-        batch=mixed.shape[0], queries=mixed.shape[1], groups=groups, heads=out.shape[2], state_dim=state_dim,
-        head_dim=out.shape[3], mixed=mixed.data_ptr(), mixed_strides=mixed.stride()[:2], step=dt.data_ptr(),
-        step_strides=dt.stride()[:2], log_rate=A_log.data_ptr(), step_bias=step_bias.data_ptr(),
-        skip=skip.data_ptr(), out=out.data_ptr(), dtype=DTYPES[mixed.dtype], least=least, most=most,
-        **state_fields(state, block_numbers, offsets, rows, Tensor.data_ptr),
+class SsdArguments(Structure):
+    """OnwardSsd of native/src/state/ssd.cpp, which documents the fields."""
+
+    _fields_ = (
+        *((name, Int) for name in ("batch", "queries", "groups", "heads", "state_dim", "head_dim")),
+        *strided("mixed", "step"),
+        *((name, Pointer) for name in ("log_rate", "step_bias", "skip", "out")),
+        ("dtype", Code),
+        *((name, Float) for name in ("least", "most")),
+        *StateArguments._fields_,
+    )
+
+
+@kernel
+def onward_ssd(arguments: SsdArguments) -> Code: ...
+
+
+def _call(k: KernelCalls, out: Operand, *arguments: Any) -> None:
+    mixed, dt, A_log, step_bias, skip, *state, groups, state_dim, least, most = arguments
+    mixed, dt = map(k.contiguous_rows, (mixed, dt))
+    batch, queries, heads, head_dim = out.shape
+    call = k.struct(
+        SsdArguments, batch=batch, queries=queries, groups=groups, heads=heads, state_dim=state_dim, head_dim=head_dim,
+        mixed=k.address(mixed), mixed_strides=mixed.stride()[:2], step=k.address(dt), step_strides=dt.stride()[:2],
+        log_rate=k.address(k.contiguous(A_log)), step_bias=k.address(k.contiguous(step_bias)),
+        skip=k.address(k.contiguous(skip)), out=k.address(out), dtype=k.code(mixed), least=least, most=most,
+        **state_fields(k, *state),
     )  # fmt: skip
-    library.check(library.onward_ssd(ctypes.byref(call)), "onward_ssd")
-    return out
+    k.call(onward_ssd, k.array([call]))
 
 
 def _fake(mixed: Tensor, dt: Tensor, A_log: Tensor, *rest: Any) -> Tensor:
@@ -182,5 +196,6 @@ def _fake(mixed: Tensor, dt: Tensor, A_log: Tensor, *rest: Any) -> Tensor:
 _ssd = Operator(
     "ssd(Tensor mixed, Tensor dt, Tensor A_log, Tensor step_bias, Tensor skip, Tensor(a!) state, Tensor(b!) "
     "block_numbers, Tensor offsets, Tensor? rows, int groups, int state_dim, float least, float most) -> Tensor",
-    _definition, _native, _fake, instead=TRAIN_WITHOUT_STATE,
+    _definition, _call, _fake, check=lambda *arguments: check_rows(*arguments[5:9]),
+    instead=TRAIN_WITHOUT_STATE,
 )  # fmt: skip

@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 
 from onward.errors import RequestError
-from onward.native import Library
+from onward.native.interface import Code, Int, Pointer, kernel
+from onward.ops.kernel_calls import KernelCalls, Operand
 from onward.ops.operator import DTYPES, Operator, shapes
 
 
@@ -38,16 +39,20 @@ def _mask_definition(logits: Tensor, words: Tensor) -> tuple[Tensor, Tensor]:
     return masked, (masked != float("-inf")).any(-1)
 
 
-def _mask_native(library: Library, logits: Tensor, words: Tensor) -> tuple[Tensor, Tensor]:
-    logits = logits if logits.stride(1) == 1 else logits.contiguous()
-    words = words.contiguous()
-    out, left = _fake(logits, words)
-    status = library.onward_apply_token_mask(
-        *logits.shape, logits.data_ptr(), DTYPES[logits.dtype], logits.stride(0), words.data_ptr(), words.shape[1],
-        out.data_ptr(), left.data_ptr(),
+# left: bool [rows]
+@kernel
+def onward_apply_token_mask(
+    rows: Int, columns: Int, x: Pointer, dtype: Code, stride: Int, words: Pointer, count: Int, out: Pointer,
+    left: Pointer,
+) -> Code: ...  # fmt: skip
+
+
+def _call_mask(k: KernelCalls, out: tuple[Operand, Operand], logits: Operand, words: Operand) -> None:
+    logits, words = k.contiguous_rows(logits), k.contiguous(words)
+    k.call(
+        onward_apply_token_mask, *logits.shape, k.address(logits), k.code(logits), logits.stride()[0], k.address(words),
+        words.shape[1], *map(k.address, out),
     )  # fmt: skip
-    library.check(status, "onward_apply_token_mask")
-    return out, left
 
 
 def _fake(logits: Tensor, words: Tensor) -> tuple[Tensor, Tensor]:
@@ -56,7 +61,7 @@ def _fake(logits: Tensor, words: Tensor) -> tuple[Tensor, Tensor]:
 
 
 _apply_token_mask = Operator(
-    "apply_token_mask(Tensor logits, Tensor words) -> (Tensor, Tensor)", _mask_definition, _mask_native, _fake
+    "apply_token_mask(Tensor logits, Tensor words) -> (Tensor, Tensor)", _mask_definition, _call_mask, _fake
 )
 
 
@@ -65,15 +70,16 @@ def argmax(x: Tensor) -> Tensor:
     return _argmax(x) if x.dtype in DTYPES and x.numel() else x.argmax(-1)
 
 
-def _argmax_native(library: Library, x: Tensor) -> Tensor:
-    x, width = x.contiguous(), x.shape[-1]
-    out = torch.empty(x.shape[:-1], dtype=torch.int64)
-    status = library.onward_argmax(x.numel() // width, width, x.data_ptr(), DTYPES[x.dtype], width, out.data_ptr())
-    library.check(status, "onward_argmax")
-    return out
+@kernel
+def onward_argmax(rows: Int, columns: Int, x: Pointer, dtype: Code, stride: Int, out: Pointer) -> Code: ...
+
+
+def _call_argmax(k: KernelCalls, out: Operand, x: Operand) -> None:
+    x, rows, columns, stride = k.rows(x)
+    k.call(onward_argmax, rows, columns, k.address(x), k.code(x), stride, k.address(out))
 
 
 _argmax: Operator[Tensor] = Operator(
     "argmax(Tensor x) -> Tensor",
-    lambda x: x.argmax(-1), _argmax_native, lambda x: x.new_empty(x.shape[:-1], dtype=torch.int64),
+    lambda x: x.argmax(-1), _call_argmax, lambda x: x.new_empty(x.shape[:-1], dtype=torch.int64),
 )  # fmt: skip

@@ -2,7 +2,7 @@
 
 from onward.program.compiled import ProgramCache
 from onward.program.cuda_graph import CudaGraphExecutable
-from onward.program.executable import SamplingKernel
+from onward.program.executable import Executable, ForwardBatch, SamplingKernel, StepResult
 from onward.program.leaves import NamedDims
 from onward.program.program import BACKENDS, Missing, Program, Report, Row, compile
 from onward.program.recorder import TraceError
@@ -11,6 +11,8 @@ from onward.program.store import programs_of
 __all__ = [
     "BACKENDS",
     "CudaGraphExecutable",
+    "Executable",
+    "ForwardBatch",
     "Missing",
     "NamedDims",
     "Program",
@@ -18,6 +20,7 @@ __all__ = [
     "Report",
     "Row",
     "SamplingKernel",
+    "StepResult",
     "TraceError",
     "compile",
     "programs_of",

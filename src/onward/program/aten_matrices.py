@@ -9,10 +9,20 @@ import torch
 from torch import Tensor
 
 from onward.errors import ProgramError
-from onward.native.structs import Reduce
+from onward.native.generic import (
+    Reduce,
+    onward_cumsum,
+    onward_gather_rows,
+    onward_index,
+    onward_matmul,
+    onward_reduce,
+    onward_softmax,
+)
+from onward.ops.attention import call_attention
+from onward.ops.kernel_calls import Unsupported, broadcast_strides
+from onward.ops.norm import call_layer_norm, call_rms_norm
 from onward.program.aten_pointwise import INFER, broadcast_shapes, choose, empty_meta
-from onward.program.builder import Builder, Unsupported, broadcast, element_code, float_code, lowers, named_arguments
-from onward.program.fused_calls import as_float32, emit_attention, emit_layer_norm, emit_rms_norm
+from onward.program.builder import Builder, element_code, lowers, named_arguments
 from onward.program.graph import Array, Node, address
 
 aten = torch.ops.aten
@@ -65,12 +75,12 @@ def product(
     if not x.dtype == y.dtype == out.dtype or (bias is not None and bias.dtype != x.dtype):
         raise Unsupported("operands of different dtypes")
     batch, (m, n) = list(out.shape[:-2]), out.shape[-2:]
-    x_steps, y_steps = (broadcast(side, [*batch, *side.shape[-2:]]) for side in (x, y))
-    bias_steps = [0, 0] if bias is None else broadcast(bias, out.shape)[-2:]
+    x_steps, y_steps = (broadcast_strides(side, [*batch, *side.shape[-2:]]) for side in (x, y))
+    bias_steps = [0, 0] if bias is None else broadcast_strides(bias, out.shape)[-2:]
     b.call(
-        "onward_matmul", len(batch), batch, m, n, x.shape[-1], address(x), x_steps[:-2], *x_steps[-2:],
+        onward_matmul, len(batch), batch, m, n, x.shape[-1], address(x), x_steps[:-2], *x_steps[-2:],
         address(y), y_steps[:-2], *y_steps[-2:], None if bias is None else address(bias), *bias_steps,
-        address(out), list(out.strides[:-2]), *out.strides[-2:], float_code(x), float(alpha), float(beta),
+        address(out), list(out.strides[:-2]), *out.strides[-2:], b.code(x), float(alpha), float(beta),
     )  # fmt: skip
 
 
@@ -91,8 +101,8 @@ def attention(b: Builder, node: Node) -> None:
             additive = b.trace.temporary(mask.shape, torch.float32)
             choose(b, mask, 0.0, -math.inf, additive)
             mask = additive
-        mask = as_float32(b, mask)
-    emit_attention(b, q, k, v, node.outputs[0], None, scale, 0, 0.0, offsets=offsets, mask=mask)
+        mask = mask if mask.dtype == torch.float32 else b.cast(mask, torch.float32)
+    call_attention(b, node.outputs[0], q, k, v, None, scale, 0, 0.0, offsets=offsets, mask=mask)
 
 
 # ── norms, softmax, sums ──────────────────────────────────────────────────────────────────────────────────────
@@ -104,7 +114,7 @@ def layer_norm(b: Builder, node: Node) -> None:
     x, weight, bias = arguments["input"], arguments["weight"], arguments["bias"]
     if len(arguments["normalized_shape"]) != 1 or any(a is not None and a.dtype != x.dtype for a in (weight, bias)):
         raise Unsupported("more than the last axis, or weights of another dtype")
-    emit_layer_norm(b, node.outputs[0], None, x, weight, bias, arguments["eps"])
+    call_layer_norm(b, node.outputs[0], x, weight, bias, arguments["eps"])
 
 
 @lowers(aten.rms_norm.default)
@@ -113,17 +123,17 @@ def rms_norm(b: Builder, node: Node) -> None:
     x, weight, eps = arguments["input"], arguments["weight"], arguments["eps"]
     if len(arguments["normalized_shape"]) != 1 or (weight is not None and weight.dtype != x.dtype):
         raise Unsupported("more than the last axis, or a weight of another dtype")
-    emit_rms_norm(b, node.outputs[0], None, x, weight, torch.finfo(x.dtype).eps if eps is None else eps)
+    call_rms_norm(b, node.outputs[0], x, weight, torch.finfo(x.dtype).eps if eps is None else eps)
 
 
 @lowers(aten.softmax.int, aten._softmax.default, aten.log_softmax.int, aten._log_softmax.default)
 def softmax(b: Builder, node: Node) -> None:
-    _along_dim(b, node, "onward_softmax", "log" in node.op._schema.name)
+    _along_dim(b, node, onward_softmax, "log" in node.op._schema.name)
 
 
 @lowers(aten.cumsum.default)
 def cumsum(b: Builder, node: Node) -> None:
-    _along_dim(b, node, "onward_cumsum")
+    _along_dim(b, node, onward_cumsum)
 
 
 def _along_dim(b: Builder, node: Node, kernel: str, *options: int) -> None:
@@ -159,7 +169,7 @@ def reduction(b: Builder, node: Node) -> None:
     outer = [i for i in range(len(x.shape)) if i not in dims]
     steps = [out.strides[i] for i in outer] if arguments.get("keepdim") else list(out.strides)
     b.call(
-        "onward_reduce", _REDUCTIONS[node.op], len(outer), [x.shape[i] for i in outer], len(dims),
+        onward_reduce, _REDUCTIONS[node.op], len(outer), [x.shape[i] for i in outer], len(dims),
         [x.shape[i] for i in dims], address(x), element_code(x), [x.strides[i] for i in outer],
         [x.strides[i] for i in dims], address(out), element_code(out), steps,
     )  # fmt: skip
@@ -182,7 +192,7 @@ def embedding(b: Builder, node: Node) -> None:
         raise Unsupported("a table whose rows are not contiguous, or ids that are not int32 or int64")
     ids = b.contiguous(ids)
     b.call(
-        "onward_gather_rows", ids.numel, table.shape[1], float_code(table), address(table), table.shape[0],
+        onward_gather_rows, ids.numel, table.shape[1], b.code(table), address(table), table.shape[0],
         table.strides[0], address(ids), ids.dtype == torch.int64, address(out), table.shape[1],
     )  # fmt: skip
 
@@ -219,12 +229,12 @@ def advanced_index(b: Builder, x: Array, indices: Sequence[Array | None], other:
     words: list[Any] = []
     for i, index in enumerate(indices):
         if index is not None:
-            index_steps = [0] * len(before) + broadcast(index, index_shape) + [0] * len(after)
+            index_steps = [0] * len(before) + broadcast_strides(index, index_shape) + [0] * len(after)
             words += [address(index), element_code(index), x.strides[i], x.shape[i], *index_steps]
     if put and other.dtype != x.dtype:
         other = b.cast(other, x.dtype)
     b.call(
-        "onward_index", len(shape), shape, address(other), broadcast(other, shape), address(x), x.dtype.itemsize,
+        onward_index, len(shape), shape, address(other), broadcast_strides(other, shape), address(x), x.dtype.itemsize,
         steps, len(arrays), words, put,
     )  # fmt: skip
 
@@ -264,6 +274,6 @@ def gather(b: Builder, node: Node) -> None:
     steps = [0 if i == dim else x.strides[i] for i in range(len(x.shape))]
     words = [address(index), element_code(index), x.strides[dim], x.shape[dim], *index.strides]
     b.call(
-        "onward_index", len(index.shape), list(index.shape), address(out), list(out.strides), address(x),
+        onward_index, len(index.shape), list(index.shape), address(out), list(out.strides), address(x),
         x.dtype.itemsize, steps, 1, words, False,
     )  # fmt: skip

@@ -9,8 +9,9 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from onward.errors import ProgramError
-from onward.native.structs import Binary, Unary
-from onward.program.builder import ELEMENTS, Builder, Unsupported, broadcast, element_code, lowers, named_arguments
+from onward.native.generic import Binary, Unary, onward_binary, onward_where
+from onward.ops.kernel_calls import Unsupported, broadcast_strides
+from onward.program.builder import ELEMENTS, Builder, element_code, lowers, named_arguments
 from onward.program.graph import Array, Infer, Node, address, contiguous_strides
 
 aten = torch.ops.aten
@@ -78,9 +79,9 @@ def binary(b: Builder, code: Binary, x: Any, y: Any, out: Array) -> None:
     compute = _compute_dtype(x, y, code)
     left, right = (side if isinstance(side, Array) else b.scalar(side, compute) for side in (x, y))
     b.call(
-        "onward_binary", code, ELEMENTS[compute], len(out.shape), list(out.shape),
-        address(left), element_code(left), broadcast(left, out.shape),
-        address(right), element_code(right), broadcast(right, out.shape),
+        onward_binary, code, ELEMENTS[compute], len(out.shape), list(out.shape),
+        address(left), element_code(left), broadcast_strides(left, out.shape),
+        address(right), element_code(right), broadcast_strides(right, out.shape),
         address(out), element_code(out), list(out.strides),
     )  # fmt: skip
 
@@ -226,8 +227,9 @@ def choose(b: Builder, condition: Array, x: Any, y: Any, out: Array) -> None:
         raise Unsupported(f"a condition of {condition.dtype}")
     x, y = (side if isinstance(side, Array) else b.scalar(side, out.dtype) for side in (x, y))
     b.call(
-        "onward_where", len(out.shape), list(out.shape), address(condition), broadcast(condition, out.shape),
-        address(x), element_code(x), broadcast(x, out.shape), address(y), element_code(y), broadcast(y, out.shape),
+        onward_where, len(out.shape), list(out.shape), address(condition), broadcast_strides(condition, out.shape),
+        address(x), element_code(x), broadcast_strides(x, out.shape),
+        address(y), element_code(y), broadcast_strides(y, out.shape),
         address(out), element_code(out), list(out.strides),
     )  # fmt: skip
 
@@ -243,7 +245,7 @@ def copy(b: Builder, node: Node) -> None:
     element_code(out)
     if x.shape == out.shape:
         b.copy(x, out)
-    elif out.contiguous:  # a reshape that is not a view
+    elif out.is_contiguous():  # a reshape that is not a view
         b.copy(x, replace(out, shape=x.shape, strides=contiguous_strides(x.shape)))
     else:
         raise Unsupported("a reshape into a layout that is not contiguous")
@@ -295,7 +297,7 @@ def repeat_interleave(b: Builder, node: Node) -> None:
     x, repeats, dim, out = arguments["self"], arguments["repeats"], arguments["dim"], node.outputs[0]
     if dim is None or arguments["output_size"] is not None:
         raise Unsupported("repeat_interleave without a dim")
-    if not out.contiguous:
+    if not out.is_contiguous():
         raise Unsupported("an output that is not contiguous")
     repeated = _insert_dim(x, dim % len(x.shape) + 1, repeats)
     b.copy(repeated, replace(out, shape=repeated.shape, strides=contiguous_strides(repeated.shape)))

@@ -1,4 +1,4 @@
-"""A forward with its programs, which are traced when the forward is first called with a shape."""
+"""Native programs of a forward, which are traced when it is first called with a shape."""
 
 import logging
 import threading
@@ -13,7 +13,7 @@ from torch import Tensor
 from onward.errors import ProgramError
 from onward.native import Library
 from onward.program.encode import ProgramImage, encode
-from onward.program.executable import Arena, NativeExecutable, SamplingKernel, Signature
+from onward.program.executable import Arena, ForwardBatch, SamplingKernel, ShapeProgram, Signature, StepResult
 from onward.program.graph import Forward, KernelCall, Kind, PackedParams, TorchCall, contiguous_strides
 from onward.program.leaves import CacheLeaves, LeafCache, without_memory
 from onward.program.lower import INFER, is_whole, lower
@@ -59,7 +59,7 @@ class _Family:
 
 
 class ProgramCache:
-    """The programs of one forward and its params, which `TracedForward` or the caller owns.
+    """The programs of one forward and its params, which `NativeExecutable` or the caller owns.
 
     All share one arena, so `lock` serializes their runs. refused: why the forward could not be traced, if so.
     """
@@ -80,17 +80,16 @@ class ProgramCache:
         self.arena = Arena()
         self.packed = PackedParams()
         self.families: OrderedDict[Hashable, _Family] = OrderedDict()
-        self.by_shape: OrderedDict[Hashable, NativeExecutable] = OrderedDict()
+        self.by_shape: OrderedDict[Hashable, ShapeProgram] = OrderedDict()
         self.leaves = LeafCache()
         # By leaves and shape: a key of `by_shape` contains all layers' layouts, too many to hash at every step.
-        self.recent: OrderedDict[Hashable, NativeExecutable] = OrderedDict()
+        self.recent: OrderedDict[Hashable, ShapeProgram] = OrderedDict()
 
 
-class TracedForward:
-    """Callable as (tokens int32 [B, T], offsets int32 [B], cache, logits_at or None) -> (logits, cache).
+class NativeExecutable:
+    """An `Executable` of native programs, one for each shape of tokens, logits and cache.
 
-    forward, params: as in `onward.models.model`.
-    selects_logits: whether forward takes the keyword `logits_at`.
+    forward, params: as in `onward.compile`.
     needs_kernels: refuse operators without a kernel instead of running them with torch.
     frozen: params will not change, so products with matrices may use packed copies.
     programs: the programs of the same forward and the same tensors in params; new ones are added.
@@ -102,7 +101,6 @@ class TracedForward:
         params: Any,
         library: Library,
         *,
-        selects_logits: bool,
         needs_kernels: bool,
         frozen: bool,
         programs: ProgramCache | None,
@@ -110,66 +108,52 @@ class TracedForward:
         self._forward = forward
         self._params = params
         self._library = library
-        self._selects_logits = selects_logits
         self._needs_kernels = needs_kernels
         self._frozen = frozen
         self._programs = ProgramCache() if programs is None else programs
 
-    def __call__(
-        self, tokens: Tensor, offsets: Tensor, cache: Any, logits_at: Tensor | None = None
-    ) -> tuple[Tensor, Any]:
+    def step(self, batch: ForwardBatch, sampler: SamplingKernel | None = None) -> StepResult:
+        tokens, _, cache, logits_at = batch
         with self._programs.lock:
-            self._programs.arena.calls += 1
+            if sampler is None:
+                self._programs.arena.calls += 1
             leaves = self._programs.leaves.of(cache)
             program = self._program(tokens.shape[0], tokens.shape[1], cache, leaves, logits_at)
-            return program(tokens, offsets, leaves, logits_at if self._selects_logits else None), cache
+            return program.step(batch, leaves, sampler)
 
-    def picked(
-        self, tokens: Tensor, offsets: Tensor, cache: Any, pick: SamplingKernel, positions: Tensor
-    ) -> tuple[Tensor, Tensor | None, Any]:
-        """Run one token per row; also return the ids int64 [B] that `pick` samples, or None if it can't."""
-        with self._programs.lock:
-            leaves = self._programs.leaves.of(cache)
-            program = self._program(tokens.shape[0], tokens.shape[1], cache, leaves)
-            if not program.serves(pick):
-                return program(tokens, offsets, leaves, None), None, cache
-            return *program.picked(tokens, offsets, leaves, pick, positions), cache
-
-    def timed(
-        self, tokens: Tensor, offsets: Tensor, cache: Any, rounds: int
-    ) -> list[tuple[KernelCall | TorchCall, float]]:
+    def timed(self, batch: ForwardBatch, rounds: int) -> list[tuple[KernelCall | TorchCall, float]]:
         """Run it `rounds` times; return its kernel and torch calls with their mean times in seconds."""
         with self._programs.lock:
-            leaves = self._programs.leaves.of(cache)
+            leaves = self._programs.leaves.of(batch.cache)
             # Traced for exactly this shape: the calls of a grid's program have the sizes of its largest shape.
-            image, signature = self._traced(Shape(*tokens.shape), None, cache)
-            program = NativeExecutable(image, signature, self._library, self._programs.arena)
-            return program.timed(tokens, offsets, leaves, rounds)
+            image, signature = self._traced(Shape(*batch.tokens.shape), None, batch.cache)
+            program = ShapeProgram(image, signature, self._library, self._programs.arena)
+            return program.timed(batch, leaves, rounds)
 
-    def prepare(self, batch: int, tokens: int, cache: Any) -> NativeExecutable:
+    def prepare(self, batch: int, tokens: int, cache: Any) -> ShapeProgram:
         """The program for these shapes, created if necessary."""
         with self._programs.lock:
             return self._program(batch, tokens, cache, self._programs.leaves.of(cache))
 
     def _program(
         self, batch: int, tokens: int, cache: Any, leaves: CacheLeaves, logits_at: Tensor | None = None
-    ) -> NativeExecutable:
+    ) -> ShapeProgram:
         spec = None
-        if logits_at is not None and self._selects_logits:
+        if logits_at is not None:
             rows, per_row = logits_at.shape
             spec = LogitsSpec(None if rows == batch else rows, per_row)
         shape = batch, tokens, spec
 
-        def create() -> NativeExecutable:
+        def create() -> ShapeProgram:
             with without_collections():
                 return self._create(Shape(batch, tokens), spec, cache, leaves)
 
-        def by_shape() -> NativeExecutable:
+        def by_shape() -> ShapeProgram:
             return _get_or_create(self._programs.by_shape, (*shape, leaves.signature), create)
 
         return _get_or_create(self._programs.recent, (leaves, shape), by_shape)
 
-    def _create(self, shape: Shape, spec: LogitsSpec | None, cache: Any, leaves: CacheLeaves) -> NativeExecutable:
+    def _create(self, shape: Shape, spec: LogitsSpec | None, cache: Any, leaves: CacheLeaves) -> ShapeProgram:
         layouts = leaves.for_any_rows(shape.batch)
         key = shape.batch > 1, shape.tokens > 1, spec, layouts
         family = _get_or_create(self._programs.families, key, _Family)
@@ -184,7 +168,7 @@ class TracedForward:
             image, signature = family.traced.get(shape) or trace_shape(shape)
             if len(family.traced) < _MAX_TRACED:
                 family.traced[shape] = image, signature
-        return NativeExecutable(image, signature, self._library, self._programs.arena)
+        return ShapeProgram(image, signature, self._library, self._programs.arena)
 
     def _traced(self, shape: Shape, spec: LogitsSpec | None, cache: Any) -> tuple[ProgramImage, Signature]:
         start = time.perf_counter()

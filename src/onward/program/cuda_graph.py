@@ -3,7 +3,6 @@
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from onward.errors import one_line
+from onward.program.executable import EagerExecutable, ForwardBatch, SamplingKernel, StepResult
 from onward.program.graph import Forward
 from onward.program.recorder import TraceError
 from onward.util.process import renew_in_forks
@@ -19,21 +19,6 @@ _WARM_UP = 3
 _MAX_TOKENS = 16  # per row; steps with more tokens run eagerly
 _MAX_GRAPHS = 64  # the most recently used ones are kept
 _capturing = threading.Lock()  # a capture begins with a synchronization, which would end another thread's
-
-
-@torch.no_grad()
-def run_eager(
-    forward: Forward,
-    params: Any,
-    selects_logits: bool,
-    tokens: Tensor,
-    offsets: Tensor,
-    cache: Any,
-    logits_at: Tensor | None = None,
-) -> tuple[Tensor, Any]:
-    options = {"logits_at": logits_at} if selects_logits else {}
-    logits, cache = forward(tokens, offsets, cache, params, **options)
-    return logits, cache
 
 
 @dataclass(eq=False)
@@ -48,7 +33,7 @@ class _CapturedGraph:
 
 
 class CudaGraphExecutable:
-    """Callable as a program. It captures a graph for every shape of tokens and every cache.
+    """An `Executable` that captures a graph for every shape of tokens and every cache.
 
     A graph contains addresses, so it belongs to the cache tensors it was captured with, or to later ones of the same
     layout at the same addresses. Prompts (T above `_MAX_TOKENS`) run eagerly: kernels take longer than launches there,
@@ -61,10 +46,9 @@ class CudaGraphExecutable:
         self,
         forward: Forward,
         params: Any,
-        selects_logits: bool,
         capture: Callable[[Callable[[], Tensor]], tuple[Callable[[], None], Tensor]] | None = None,
     ) -> None:
-        self._eager = partial(run_eager, forward, params, selects_logits)
+        self._eager = EagerExecutable(forward, params)
         self._capture = capture or GraphCapture()
         self._graphs: dict[Any, _CapturedGraph] = {}  # the last used is last
         self._lock = threading.Lock()
@@ -74,17 +58,16 @@ class CudaGraphExecutable:
         self._lock = threading.Lock()
 
     @torch.no_grad()
-    def __call__(
-        self, tokens: Tensor, offsets: Tensor, cache: Any, logits_at: Tensor | None = None
-    ) -> tuple[Tensor, Any]:
+    def step(self, batch: ForwardBatch, sampler: SamplingKernel | None = None) -> StepResult:
+        tokens, offsets, cache, logits_at = batch
         if tokens.shape[1] > _MAX_TOKENS:
-            return self._eager(tokens, offsets, cache, logits_at)
+            return self._eager.step(batch)
         leaves = [leaf for leaf in pytree.tree_leaves(cache) if isinstance(leaf, Tensor)]
         logits_shape = None if logits_at is None else logits_at.shape
         layouts = tuple((leaf.data_ptr(), leaf.shape, leaf.stride(), leaf.dtype) for leaf in leaves)
         key = (tokens.shape, logits_shape, layouts)
         with self._lock:
-            graph = self._graphs.pop(key, None) or self._new_graph(tokens, offsets, cache, logits_at)
+            graph = self._graphs.pop(key, None) or self._new_graph(batch)
             self._graphs[key] = graph
             if len(self._graphs) > _MAX_GRAPHS:
                 del self._graphs[next(iter(self._graphs))]
@@ -93,14 +76,15 @@ class CudaGraphExecutable:
             if graph.logits_at is not None and logits_at is not None:
                 graph.logits_at.copy_(logits_at)
             graph.replay()
-            return graph.logits.clone(), cache
+            return StepResult(graph.logits.clone(), None, cache)
 
-    def _new_graph(self, tokens: Tensor, offsets: Tensor, cache: Any, logits_at: Tensor | None) -> _CapturedGraph:
-        inputs = tokens.clone(), offsets.clone(), None if logits_at is None else logits_at.clone()
+    def _new_graph(self, batch: ForwardBatch) -> _CapturedGraph:
+        logits_at = None if batch.logits_at is None else batch.logits_at.clone()
+        own = ForwardBatch(batch.tokens.clone(), batch.offsets.clone(), batch.cache, logits_at)
 
         def step() -> Tensor:
-            logits, returned = self._eager(inputs[0], inputs[1], cache, inputs[2])
-            before, after = pytree.tree_leaves(cache), pytree.tree_leaves(returned)
+            logits, _, returned = self._eager.step(own)
+            before, after = pytree.tree_leaves(own.cache), pytree.tree_leaves(returned)
             if len(before) != len(after) or any(
                 isinstance(old, Tensor) and old.data_ptr() != new.data_ptr()
                 for old, new in zip(before, after, strict=True)
@@ -117,7 +101,7 @@ class CudaGraphExecutable:
             # The end of a failed capture raises an error of its own, which says nothing.
             cause = error.__context__ if isinstance(error.__context__, RuntimeError) else error
             raise TraceError(f"the forward cannot be captured as a CUDA graph: {one_line(cause)}") from error
-        return _CapturedGraph(replay, *inputs, logits)
+        return _CapturedGraph(replay, own.tokens, own.offsets, own.logits_at, logits)
 
 
 class GraphCapture:

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from onward.native import Library
-from onward.native.structs import SIGNATURES
+from onward.native.interface import SIGNATURES
 from onward.program.graph import Address, KernelCall, Kind, ProgramCall, Storage, TorchCall
 
 ImageWords = npt.NDArray[np.int64]

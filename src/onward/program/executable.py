@@ -1,4 +1,5 @@
-"""A program of native kernels: its image, bound to the arena of temporaries and to tensors with other owners."""
+"""What runs a step of a forward (`Executable`); and a program of native kernels for one shape: its image, bound to the
+arena of temporaries and to tensors with other owners."""
 
 import bisect
 import ctypes
@@ -7,7 +8,7 @@ import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -16,13 +17,73 @@ from torch.utils import _pytree as pytree
 
 from onward.errors import ProgramError
 from onward.native import Library, advise_huge_pages
-from onward.native.structs import Status
+from onward.native.interface import Status
 from onward.ops.operator import DTYPES
 from onward.program.encode import SAMPLING_WORDS, ProgramImage, Segment, arena_offsets
-from onward.program.graph import Array, KernelCall, Kind, Storage, TorchCall
+from onward.program.graph import Array, Forward, KernelCall, Kind, Storage, TorchCall
 from onward.program.leaves import CacheLeaves
 
 _PAGE = 4096
+
+
+class SamplingKernel(Protocol):
+    """A kernel that samples an id from each row of logits; a program may call it at its end.
+
+    kernel: its name. Its arguments are rows, columns, logits, their dtype and stride, the tensors that `operands`
+        returns for the offsets [B] of the tokens before the sampled ones, and the output ids int64 [B].
+    most_ids: the maximum length of a row.
+    """
+
+    kernel: str
+    most_ids: int
+
+    def operands(self, offsets: Tensor) -> tuple[Tensor, ...]: ...
+
+
+class ForwardBatch(NamedTuple):
+    """The arguments of a forward. tokens: int32 [B, T]. offsets: int32 [B]. logits_at: int64 [R, N]; None for all."""
+
+    tokens: Tensor
+    offsets: Tensor
+    cache: Any
+    logits_at: Tensor | None = None
+
+
+class StepResult(NamedTuple):
+    """The result of a step.
+
+    logits: float [B, T, V], or [R, N, V] at `logits_at`. ids: int64 [B], sampled from the logits in the same call; None
+    if the caller has to sample, or the logit of one is not finite. cache: the cache with the step's tokens.
+    """
+
+    logits: Tensor
+    ids: Tensor | None
+    cache: Any
+
+
+class Executable(Protocol):
+    """Processes batches with a forward and its params, in one of the ways to run it."""
+
+    def step(self, batch: ForwardBatch, sampler: SamplingKernel | None = None) -> StepResult:
+        """Process a batch, without gradients.
+
+        sampler: samples the ids at the positions `offsets + 1`, for T = 1 without `logits_at`. Only for sequences that
+        a step without one has started: memory newly assigned to the `data` of a param takes effect in the next step
+        without a sampler at the latest.
+        """
+
+
+class EagerExecutable:
+    """Calls the forward."""
+
+    def __init__(self, forward: Forward, params: Any) -> None:
+        self._forward, self._params = forward, params
+
+    @torch.no_grad()
+    def step(self, batch: ForwardBatch, sampler: SamplingKernel | None = None) -> StepResult:
+        options = {} if batch.logits_at is None else {"logits_at": batch.logits_at}
+        logits, cache = self._forward(*batch[:3], self._params, **options)
+        return StepResult(logits, None, cache)
 
 
 class Arena:
@@ -43,7 +104,7 @@ class Arena:
 class Addresses:
     """The words of one image with their addresses filled in, and the tensors of these addresses.
 
-    Inputs, cache and logits are bound for a run and weakly referenced; params and constants stay bound.
+    The cache, inputs and logits are bound for a run and weakly referenced; params and constants stay bound.
     """
 
     def __init__(self, image: ProgramImage, arena: Arena) -> None:
@@ -60,12 +121,14 @@ class Addresses:
         self._checked = 0  # the last of the arena's calls that checked the params
         self._bound: dict[int, weakref.ref[Tensor]] = {}
         self._bound_arena: Tensor | None = None
-        self._logits = next(s for s in image.storages if s.kind is Kind.LOGITS)
-        uses_logits = image.bases == image.base_of(self._logits)
-        # Python numbers, not arrays: they are few, and every step writes them.
-        self._logits_words = list(
-            zip(image.places[uses_logits].tolist(), image.offsets[uses_logits].tolist(), strict=True)
-        )
+        self._runs_torch = any(segment.then is not None for segment in image.segments)
+        # The words of the tensors that are new in every step: Python numbers, not arrays, because they are few.
+        self._places: dict[int, list[tuple[int, int]]] = {}
+        for storage in image.storages:
+            if storage.kind in (Kind.TOKENS, Kind.OFFSETS, Kind.LOGITS_AT, Kind.LOGITS):
+                uses = image.bases == image.base_of(storage)
+                words = zip(image.places[uses].tolist(), image.offsets[uses].tolist(), strict=True)
+                self._places[storage.index] = list(words)
 
     def stale(self) -> bool:
         """Whether the arena or a param has moved since the last `bind`, or `bind` was never called.
@@ -85,8 +148,8 @@ class Addresses:
         """The addresses of the params; 0 for a freed one."""
         return [0 if (tensor := param()) is None else tensor.data_ptr() for param in self._params]
 
-    def bind(self, inputs: Sequence[tuple[Storage, Tensor]]) -> None:
-        """Fill in every address. inputs: the tensors of all storages except params, constants, temporaries and logits.
+    def bind(self, cache: Sequence[tuple[Storage, Tensor]]) -> None:
+        """Fill in the addresses of the cache, the params, the constants and the temporaries.
 
         Raises:
             ProgramError: a param was freed, or has another shape, strides or dtype than at compilation.
@@ -96,8 +159,8 @@ class Addresses:
         self._watch_params()
         self._arena.reserve(self._arena_bytes)
         tensors = {storage.index: storage.tensor for storage in self._fixed}
-        tensors |= {storage.index: tensor for storage, tensor in inputs}
-        self._bound = {storage.index: weakref.ref(tensor) for storage, tensor in inputs}
+        tensors |= {storage.index: tensor for storage, tensor in cache}
+        self._bound = {storage.index: weakref.ref(tensor) for storage, tensor in cache}
         image = self._image
         addresses = np.zeros(1 + len(self._slot_offsets) + len(image.storages), dtype=np.int64)
         addresses[0] = self.start
@@ -117,11 +180,12 @@ class Addresses:
             self._freed = freed
             self._param_addresses = addresses
 
-    def point_logits(self, logits: Tensor) -> None:
-        """Make the program write its logits to this tensor."""
-        self._bound[self._logits.index] = weakref.ref(logits)
-        address = logits.data_ptr()
-        for place, offset in self._logits_words:
+    def point(self, storage: Storage, tensor: Tensor) -> None:
+        """Fill in the address of an input or of the logits, after `bind`."""
+        if self._runs_torch:
+            self._bound[storage.index] = weakref.ref(tensor)
+        address = tensor.data_ptr()
+        for place, offset in self._places[storage.index]:
             self.words[place] = address + offset
 
     def tensor(self, array: Array) -> Tensor:
@@ -178,94 +242,89 @@ class Signature:
     logits_dtype: torch.dtype
 
 
-class SamplingKernel(Protocol):
-    """A kernel that samples an id from each row of logits; a program may call it at its end.
-
-    kernel: its name. Its arguments are rows, columns, logits, their dtype and stride, the tensors that `operands`
-        returns for the positions [B] of the sampled tokens, and the output ids int64 [B].
-    most_ids: the maximum length of a row.
-    """
-
-    kernel: str
-    most_ids: int
-
-    def operands(self, positions: Tensor) -> tuple[Tensor, ...]: ...
-
+# The bits of a float as an integer, and those of its exponent; all of the latter are set in infinities and NaN.
+_EXPONENTS = {
+    torch.float32: (ctypes.c_uint32, 0x7F80_0000),
+    torch.bfloat16: (ctypes.c_uint16, 0x7F80),
+    torch.float16: (ctypes.c_uint16, 0x7C00),
+}
 
 # The index of the argument that is the table's number of rows, for kernels that look up rows.
 _TABLE_ROWS = {"onward_gather_rows": 4, "onward_linear_rows": 1}
 
 
-class NativeExecutable:
-    """Runs one image. It is not thread-safe: programs that share an arena share a lock."""
+class ShapeProgram:
+    """Runs one image, for one shape of tokens. It is not thread-safe: programs that share an arena share a lock."""
 
     def __init__(self, image: ProgramImage, signature: Signature, library: Library, arena: Arena) -> None:
         self.image = image
         self.signature = signature
         self._library = library
         self._addresses = Addresses(image, arena)
-        self._inputs = {kind: torch.empty(array.shape, dtype=array.dtype) for kind, array in signature.inputs.items()}
-        self._input_storages = {kind: array.storage for kind, array in signature.inputs.items()}
+        kinds = [kind for kind in (Kind.TOKENS, Kind.OFFSETS, Kind.LOGITS_AT) if kind in signature.inputs]
+        self._inputs = [signature.inputs[kind] for kind in kinds]
+        self._logits = next(storage for storage in image.storages if storage.kind is Kind.LOGITS)
         self._failed = ctypes.c_int64(-1)
         self._end = image.segments[-1].end
         self._leaves: CacheLeaves | None = None  # the leaves of the bound cache
         self._seconds: list[float] | None = None  # the time of each call, while timing
+        # The length of the rows of logits that a kernel can sample from: one for each row of tokens.
+        one_each = signature.logits_shape[1] == 1 == signature.inputs[Kind.TOKENS].shape[1]
+        samples = one_each and Kind.LOGITS_AT not in signature.inputs and signature.logits_dtype in DTYPES
+        self._sampled_ids = signature.logits_shape[2] if samples else 0
 
-    def __call__(self, tokens: Tensor, offsets: Tensor, leaves: CacheLeaves, logits_at: Tensor | None) -> Tensor:
-        """Run the program over a cache of its signature. The logits are a new tensor."""
-        logits = self._prepare(tokens, offsets, leaves, logits_at)
-        self._run(offsets)
-        return logits
-
-    def serves(self, pick: SamplingKernel) -> bool:
-        """Whether `pick` supports the logits: one position per row, of a supported length and dtype."""
-        shape, dtype = self.signature.logits_shape, self.signature.logits_dtype
-        return len(shape) == 3 and shape[1] == 1 and 0 < shape[2] <= pick.most_ids and dtype in DTYPES
-
-    def picked(
-        self, tokens: Tensor, offsets: Tensor, leaves: CacheLeaves, pick: SamplingKernel, positions: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Run the program, and sample the ids int64 [B] in the same native call: (logits, ids)."""
-        logits = self._prepare(tokens, offsets, leaves, None)
-        rows, _, columns = logits.shape
-        ids, operands = torch.empty(rows, dtype=torch.int64), pick.operands(positions)
-        args = [rows, columns, logits.data_ptr(), DTYPES[logits.dtype], columns]
-        args += [operand.data_ptr() for operand in operands]
-        words = [self._library.instruction(pick.kernel), len(args) + 1, *args, ids.data_ptr()]
-        assert len(words) <= SAMPLING_WORDS, f"{pick.kernel} has too many arguments"
-        self._addresses.words[self._end : self._end + len(words)] = words
-        self._run(offsets, len(words))
-        return logits, ids
-
-    def _prepare(self, tokens: Tensor, offsets: Tensor, leaves: CacheLeaves, logits_at: Tensor | None) -> Tensor:
-        """Copy the inputs and bind all addresses; return the output tensor of the logits."""
-        logits = torch.empty(self.signature.logits_shape, dtype=self.signature.logits_dtype)
-        self._inputs[Kind.TOKENS].copy_(tokens)
-        self._inputs[Kind.OFFSETS].copy_(offsets)
-        if logits_at is not None:
-            self._inputs[Kind.LOGITS_AT].copy_(logits_at)
-        if leaves is not self._leaves or self._addresses.stale():
+    def step(self, batch: ForwardBatch, leaves: CacheLeaves, sampler: SamplingKernel | None = None) -> StepResult:
+        """Run the program over a cache of its signature, with these leaves."""
+        tokens, offsets, cache, logits_at = batch
+        signature, addresses = self.signature, self._addresses
+        inputs = list(map(_as_input, self._inputs, (tokens, offsets, logits_at)))
+        logits = torch.empty(signature.logits_shape, dtype=signature.logits_dtype)
+        if leaves is not self._leaves or addresses.stale():
             self._bind(leaves)
-        self._addresses.point_logits(logits)
-        return logits
+        for array, tensor in zip(self._inputs, inputs, strict=True):
+            addresses.point(array.storage, tensor)
+        addresses.point(self._logits, logits)
+        if sampler is None or not 0 < self._sampled_ids <= sampler.most_ids:
+            self._run(offsets)
+            return StepResult(logits, None, cache)
+        rows, _, columns = signature.logits_shape
+        ids, operands = torch.empty(rows, dtype=torch.int64), sampler.operands(offsets)
+        args = [rows, columns, logits.data_ptr(), DTYPES[signature.logits_dtype], columns]
+        args += [operand.data_ptr() for operand in operands]
+        words = [self._library.instruction(sampler.kernel), len(args) + 1, *args, ids.data_ptr()]
+        assert len(words) <= SAMPLING_WORDS, f"{sampler.kernel} has too many arguments"
+        addresses.words[self._end : self._end + len(words)] = words
+        self._run(offsets, len(words))
+        return StepResult(logits, ids if self._are_finite(logits, ids.tolist()) else None, cache)
+
+    def _are_finite(self, logits: Tensor, ids: list[int]) -> bool:
+        """Whether all ids have finite logits. NaN wins every argmax, so this finds one anywhere in a row. Reading the
+        bits takes a tenth of the time of indexing the tensor."""
+        row, (word, exponent) = logits.data_ptr(), _EXPONENTS[self.signature.logits_dtype]
+        size = ctypes.sizeof(word)
+        for token in ids:
+            in_row = 0 <= token < self._sampled_ids
+            if not in_row or word.from_address(row + token * size).value & exponent == exponent:
+                return False
+            row += self._sampled_ids * size
+        return True
 
     def _bind(self, leaves: CacheLeaves) -> None:
         self._leaves = None  # set last: an interrupt may leave the binding incomplete
-        inputs = [(self._input_storages[kind], tensor) for kind, tensor in self._inputs.items()]
         storages = [array.storage for array in self.signature.cache]
-        self._addresses.bind([*inputs, *zip(storages, leaves.tensors(), strict=True)])
+        self._addresses.bind(list(zip(storages, leaves.tensors(), strict=True)))
         self._leaves = leaves
 
     def timed(
-        self, tokens: Tensor, offsets: Tensor, leaves: CacheLeaves, rounds: int
+        self, batch: ForwardBatch, leaves: CacheLeaves, rounds: int
     ) -> list[tuple[KernelCall | TorchCall, float]]:
         """Run the program once, then `rounds` times; return each call with its mean time in seconds."""
-        self(tokens, offsets, leaves, None)
+        self.step(batch, leaves)
         calls = self.image.calls
         self._seconds = [0.0] * len(calls)
         try:
             for _ in range(rounds):
-                self(tokens, offsets, leaves, None)
+                self.step(batch, leaves)
             return [(call, seconds / rounds) for call, seconds in zip(calls, self._seconds, strict=True)]
         finally:
             self._seconds = None
@@ -315,6 +374,15 @@ class NativeExecutable:
         ends = list(itertools.accumulate(2 + len(call.args) for call in kernel_calls))
         call = kernel_calls[bisect.bisect_right(ends, place)]
         raise ProgramError(f"{call.kernel} failed ({reason}) at {call.node.where}: {_likely_cause(call, offsets)}")
+
+
+def _as_input(array: Array, tensor: Tensor | None) -> Tensor:
+    """The tensor as the input that `array` describes."""
+    assert tensor is not None, "logits_at is in the program's key"
+    assert tensor.shape == array.shape, "an input has the shape that it was traced with"
+    if tensor.dtype is array.dtype and tensor.is_cpu and tensor.is_contiguous():
+        return tensor
+    return tensor.to("cpu", array.dtype).contiguous()
 
 
 def _likely_cause(call: KernelCall, offsets: Tensor) -> str:

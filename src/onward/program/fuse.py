@@ -10,11 +10,17 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
-from onward.program import fused_calls, op_calls
+from onward.native.interface import Format
+from onward.ops.heads import HeadsPart, Norm, call_heads
+from onward.ops.lora import LoraPart, call_lora
+from onward.ops.norm import call_layer_norm, call_rms_norm
+from onward.ops.packed import FORMATS, Product, call_linear
+from onward.ops.quantized import FORMATS as QUANTIZED_FORMATS
 from onward.program.builder import Builder
-from onward.program.graph import Array, Kind, Node, PackedParams, Storage, Trace, Uses, address
+from onward.program.graph import Array, Kind, Node, PackedParams, Storage, Trace, Uses
 from onward.program.pattern_graph import permuted
 from onward.program.patterns import canonicalise
 
@@ -65,7 +71,10 @@ def _reading(replacements: dict[Storage, Storage], node: Node) -> Node:
 
 ops = torch.ops.onward
 _LINEARS = (ops.packed_linear.default, ops.quantized_linear.default)
-_NORMS = (ops.rms_norm.default, ops.layer_norm.default)
+_NORMS: dict[OpOverload, Callable[..., None]] = {
+    ops.rms_norm.default: call_rms_norm,
+    ops.layer_norm.default: call_layer_norm,
+}
 _ADDS = (ops.add.default, torch.ops.aten.add.Tensor)
 
 
@@ -115,15 +124,27 @@ def fuse_linears(nodes: list[Node], uses: Uses) -> list[FuseItem]:
             x = node.args[0]
             weights = [array for array in node.args[1:3] if array is not None]
             ready = all(array.storage.kind is Kind.PARAM for array in weights) and uses.constant(x)
-            key = (x, fused_calls.linear_format(node)) if ready else (id(node),)
+            key = (x, _format(node)) if ready else (id(node),)
             groups.setdefault(key, []).append(node)
     by_first = {id(group[0]): group for group in groups.values()}
     followers = {id(node) for group in groups.values() for node in group[1:]}
-    return [_fused(fused_calls.linears, by_first.get(id(node), [node])) for node in nodes if id(node) not in followers]
+    return [_fused(_call_linear, by_first.get(id(node), [node])) for node in nodes if id(node) not in followers]
 
 
-def _fused(emit: Callable[[Builder, list[Node]], None], group: list[Node]) -> FuseItem:
-    return group[0] if len(group) == 1 else FusedNode(group, lambda b: emit(b, group))
+def _format(node: Node) -> Format:
+    """The format of a product's weight."""
+    if node.op is ops.packed_linear.default:
+        return FORMATS[node.args[1].dtype]
+    return QUANTIZED_FORMATS[node.args[3]]
+
+
+def _call_linear(nodes: list[Node], b: Builder) -> None:
+    products = [Product(node.outputs[0], *node.args[1:3]) for node in nodes]
+    call_linear(b, nodes[0].args[0], _format(nodes[0]), products)
+
+
+def _fused(call: Callable[[list[Node], Builder], None], group: list[Node]) -> FuseItem:
+    return group[0] if len(group) == 1 else FusedNode(group, partial(call, group))
 
 
 def fuse_updates(items: list[FuseItem]) -> list[FuseItem]:
@@ -133,7 +154,7 @@ def fuse_updates(items: list[FuseItem]) -> list[FuseItem]:
 
     def flush() -> None:
         if group:
-            fused.append(_fused(op_calls.updates, group.copy()))
+            fused.append(_fused(_call_lora, group.copy()))
             group.clear()
 
     for item in items:
@@ -147,6 +168,11 @@ def fuse_updates(items: list[FuseItem]) -> list[FuseItem]:
         group.append(item)
     flush()
     return fused
+
+
+def _call_lora(nodes: list[Node], b: Builder) -> None:
+    x, _, _, _, slots, *_ = nodes[0].args
+    call_lora(b, x, slots, [LoraPart(node.outputs[0], *node.args[1:4], *node.args[5:]) for node in nodes])
 
 
 def _update_key(node: Node) -> tuple[Any, ...]:
@@ -170,10 +196,14 @@ def fuse_residuals(items: list[FuseItem], uses: Uses) -> list[FuseItem]:
         norm = norms.get(id(item))
         if norm is not None:
             assert isinstance(item, Node)
-            fused.append(FusedNode([norm, item], partial(fused_calls.norm, node=norm, add=item)))
+            fused.append(FusedNode([norm, item], partial(_call_norm, norm, item)))
         elif id(item) not in fused_norms:
             fused.append(item)
     return fused
+
+
+def _call_norm(norm: Node, add: Node, b: Builder) -> None:
+    _NORMS[norm.op](b, *norm.outputs, *norm.args, terms=add.args[:2])
 
 
 def _is_residual(node: Node, uses: Uses) -> bool:
@@ -183,7 +213,7 @@ def _is_residual(node: Node, uses: Uses) -> bool:
     left, right = node.args[:2]
     out = node.outputs[0]
     return uses.constant(out) and all(
-        isinstance(array, Array) and array.shape == out.shape and array.dtype == out.dtype and array.contiguous
+        isinstance(array, Array) and array.shape == out.shape and array.dtype == out.dtype and array.is_contiguous()
         for array in (left, right, out)
     )
 
@@ -196,14 +226,14 @@ class _Part:
     """The nodes, in order, that process the heads of one projection, and their part of a call of `onward_heads`."""
 
     nodes: list[Node]
-    fields: dict[str, Any]
+    heads: HeadsPart
     angles: tuple[Array, Array] | None
     offsets: Array | None
 
     @property
     def shape(self) -> tuple[Any, ...]:
-        x: Array = self.fields["x"]
-        return x.shape[0], x.shape[2], x.shape[3], x.dtype
+        batch, _, queries, dim = self.heads.x.shape
+        return batch, queries, dim, self.heads.x.dtype
 
 
 def fuse_heads(items: list[FuseItem], uses: Uses) -> list[FuseItem]:
@@ -242,31 +272,28 @@ def _part(node: Node, uses: Uses) -> Iterator[_Part]:
         rotate = uses.only_for(new, node)
         if cache.dtype != new.dtype or cache.strides[-1] != 1 or (table is not None and table.strides[-1] != 1):
             return
-        fields = fused_calls.cache_part(node)
+        heads = HeadsPart(new, cache, to_cache=True, table=table)
         if rotate is not None and rotate.op is ops.rotate.default and rotate.outputs[0] == new:
-            yield _rotated([rotate, node], fields, rotate, offsets, uses)
+            yield _rotated([rotate, node], heads, rotate, offsets, uses)
         else:
-            yield _Part([node], fields, None, offsets)
+            yield _Part([node], heads, None, offsets)
     elif node.op is ops.rotate.default:
-        out = node.outputs[0]
-        fields = {"heads": out.shape[1], "out": address(out), "out_strides": out.strides[:3]}
-        yield _rotated([node], fields, node, None, uses)
+        yield _rotated([node], HeadsPart(node.args[0], node.outputs[0]), node, None, uses)
 
 
-def _rotated(nodes: list[Node], fields: dict[str, Any], rotate: Node, offsets: Array | None, uses: Uses) -> _Part:
+def _rotated(nodes: list[Node], heads: HeadsPart, rotate: Node, offsets: Array | None, uses: Uses) -> _Part:
     x, cos, sin, interleaved = rotate.args
-    fields |= {"x": x, "rotate": 2 if interleaved else 1}
+    heads = heads._replace(x=x, rotate=2 if interleaved else 1)
     norm = uses.only_for(x, rotate)
     # The norm's output is [B, T, H, D], and x its transpose [B, H, T, D].
     if norm is not None and norm.op is ops.rms_norm.default and _transposed(norm.outputs[0]) == x:
-        norm_input, weight, eps, offset, after_cast = norm.args
-        if weight.contiguous and uses.constant(norm_input):
-            fields |= {
-                "x": _transposed(norm_input), "norm_weight": address(weight), "eps": eps, "weight_offset": offset,
-                "after_cast": int(after_cast),
-            }  # fmt: skip
+        norm_input, weight, *options = norm.args
+        if weight.is_contiguous() and uses.constant(norm_input):
+            normed = _transposed(norm_input)
+            assert normed is not None, "as its output"
+            heads = heads._replace(x=normed, norm=Norm(weight, *options))
             nodes = [norm, *nodes]
-    return _Part(nodes, fields, (cos, sin), offsets)
+    return _Part(nodes, heads, (cos, sin), offsets)
 
 
 def _transposed(array: Array) -> Array | None:
@@ -301,5 +328,5 @@ def _depends_on(nodes: list[Node], part: _Part) -> bool:
 def _fused_heads(parts: list[_Part]) -> FusedNode:
     nodes = [node for part in parts for node in part.nodes]
     angles, offsets = _angles_and_offsets(parts)
-    fields = [part.fields for part in parts]
-    return FusedNode(nodes, partial(fused_calls.heads, parts=fields, offsets=offsets, angles=angles))
+    heads = [part.heads for part in parts]
+    return FusedNode(nodes, lambda b: call_heads(b, heads, offsets, angles))

@@ -71,6 +71,9 @@ class Array:
     strides: tuple[int, ...]
     offset: int
 
+    def stride(self) -> tuple[int, ...]:
+        return self.strides
+
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
@@ -79,8 +82,7 @@ class Array:
     def nbytes(self) -> int:
         return self.numel * self.dtype.itemsize
 
-    @property
-    def contiguous(self) -> bool:
+    def is_contiguous(self) -> bool:
         """Whether its elements are contiguous in order. Strides of dimensions of size 1 are ignored."""
         expected = 1
         for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):

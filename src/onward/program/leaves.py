@@ -4,7 +4,6 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from functools import partial
-from itertools import chain
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -131,7 +130,9 @@ def _plain_tensors(cache: Any) -> list[Tensor] | None:
     """
     if not isinstance(cache, tuple):
         return None
-    leaves = list(chain.from_iterable(part if type(part) is tuple else (part,) for part in cache))
+    leaves: list[Any] = []
+    for part in cache:
+        leaves += part if type(part) is tuple else (part,)
     return leaves if set(map(type, leaves)) == {Tensor} else None
 
 

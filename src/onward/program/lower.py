@@ -1,4 +1,4 @@
-"""Lower a trace to kernel calls, with one rule for each operator."""
+"""Lower a trace to kernel calls: by the kernel functions of Onward's ops, and a rule for each operator of torch."""
 
 from collections import ChainMap
 from collections.abc import Mapping
@@ -6,11 +6,13 @@ from collections.abc import Mapping
 import torch
 from torch._ops import OpOverload
 
-from onward.ops.operator import FAKES
+from onward import ops as _registered  # noqa: F401 - registers the kernels of ops
+from onward.ops.kernel_calls import Unsupported
+from onward.ops.operator import FAKES, KERNELS
 
 # Importing these modules registers their rules.
-from onward.program import aten_matrices, aten_pointwise, aten_shapes, fused_calls, op_calls  # noqa: F401
-from onward.program.builder import RULES, Builder, Unsupported
+from onward.program import aten_matrices, aten_pointwise, aten_shapes  # noqa: F401
+from onward.program.builder import RULES, Builder, named_arguments
 from onward.program.fuse import FusedNode, FuseItem, rewrite
 from onward.program.graph import Array, Infer, Kind, Node, PackedParams, ProgramCall, TorchCall, Trace
 
@@ -19,8 +21,8 @@ INFER: Mapping[OpOverload, Infer] = ChainMap(aten_pointwise.INFER, FAKES)
 
 
 def is_whole(op: OpOverload) -> bool:
-    """Whether the recorder keeps a composite operator whole, because there is a rule for it."""
-    return op in RULES
+    """Whether the recorder keeps a composite operator whole, because there is a kernel or a rule for it."""
+    return op in KERNELS or op in RULES
 
 
 def lower(trace: Trace, packed: PackedParams | None = None) -> list[ProgramCall]:
@@ -44,9 +46,13 @@ def _lower(builder: Builder, item: FuseItem) -> None:
     builder.node = item
     before = len(builder.calls)
     try:
-        if item.op not in RULES:
+        if item.op in KERNELS:
+            out = item.outputs if len(item.outputs) > 1 else next(iter(item.outputs), None)
+            KERNELS[item.op](builder, out, *(named_arguments(item).values() if item.kwargs else item.args))
+        elif item.op in RULES:
+            RULES[item.op](builder, item)
+        else:
             raise Unsupported("no kernel for this operator")
-        RULES[item.op](builder, item)
     except Unsupported as reason:
         del builder.calls[before:]
         builder.calls.append(TorchCall(item, str(reason)))
@@ -70,7 +76,7 @@ def _return_logits(builder: Builder) -> None:
     logits = builder.trace.logits
     assert logits is not None
     storage = logits.storage
-    if storage.kind is not Kind.TEMPORARY or not logits.contiguous or logits.nbytes != storage.nbytes:
+    if storage.kind is not Kind.TEMPORARY or not logits.is_contiguous() or logits.nbytes != storage.nbytes:
         builder.node = _return_node(logits)
         builder.trace.logits = logits = builder.cast(logits, logits.dtype)
     logits.storage.kind = Kind.LOGITS

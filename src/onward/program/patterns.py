@@ -21,7 +21,7 @@ aten, ops = torch.ops.aten, torch.ops.onward
 
 
 def gate(graph: Graph, node: Node) -> list[Node] | None:
-    if node.op is not aten.mul.Tensor or not is_float(node.outputs[0]) or not node.outputs[0].contiguous:
+    if node.op is not aten.mul.Tensor or not is_float(node.outputs[0]) or not node.outputs[0].is_contiguous():
         return None
     out = node.outputs[0]
     for activated, up in operands_of(node):
@@ -166,7 +166,7 @@ def _norm_nodes(node: Node, out: Array, x: Array, weight: Array | None, eps: flo
     if order[-1] != len(order) - 1:
         order = list(range(len(order)))
     x, out = permuted(x, order), permuted(out, order)
-    if x.shape != out.shape or not out.contiguous:
+    if x.shape != out.shape or not out.is_contiguous():
         return None
     if weight is None:
         return [node.replaced_by(aten.rms_norm.default, x, [x.shape[-1]], None, eps, outputs=(out,))]
@@ -176,7 +176,7 @@ def _norm_nodes(node: Node, out: Array, x: Array, weight: Array | None, eps: flo
 def product(graph: Graph, node: Node) -> list[Node] | None:
     """linear(x, w, bias), x @ w and addmm(bias, x, w) with a matrix w among the params."""
     operands = _operands(node)
-    if operands is None or not node.outputs[0].contiguous:
+    if operands is None or not node.outputs[0].is_contiguous():
         return None
     x, weight, bias = operands
     if not _can_pack(graph, x, weight, bias):
@@ -271,7 +271,7 @@ def _without_heads(graph: Graph, angles: Any, x: Array) -> Array | None:
     if angles.shape != (batch, 1, queries, dim):
         return None
     flat = replace(angles, shape=(batch, queries, dim), strides=tuple(angles.strides[i] for i in (0, 2, 3)))
-    return flat if flat.contiguous else None
+    return flat if flat.is_contiguous() else None
 
 
 def _equal_halves(graph: Graph, angles: Array) -> bool:

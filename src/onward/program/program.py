@@ -1,9 +1,8 @@
 """`onward.compile`: turn a forward into a program, one call per step; and `explain`, which profiles its calls."""
 
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal, NoReturn, get_args
 
 import torch
@@ -13,9 +12,9 @@ from torch.utils import _pytree as pytree
 from onward.errors import NativeUnavailableError, ProgramError, RequestError
 from onward.native import last_level_cache_bytes
 from onward.ops.operator import usable_library
-from onward.program.compiled import MissingKernelsError, ProgramCache, TracedForward
-from onward.program.cuda_graph import CudaGraphExecutable, run_eager
-from onward.program.executable import SamplingKernel
+from onward.program.compiled import MissingKernelsError, NativeExecutable, ProgramCache
+from onward.program.cuda_graph import CudaGraphExecutable
+from onward.program.executable import EagerExecutable, Executable, ForwardBatch
 from onward.program.graph import Forward, KernelCall, Kind, TorchCall
 from onward.program.leaves import NamedDims, leaves_of
 from onward.util.option_names import checks_option_names
@@ -116,10 +115,10 @@ class Program:
     backend: "native", "cuda", "inductor" or "eager".
     """
 
-    def __init__(self, backend: str, run: Callable[..., tuple[Tensor, Any]], fell_back: str = "") -> None:
+    def __init__(self, backend: str, executable: Executable, fell_back: str = "") -> None:
         self.backend = backend
+        self.executable = executable
         self.fell_back = fell_back
-        self._run = run
 
     def __repr__(self) -> str:
         return described(self, self.backend, f"fell back: {self.fell_back}" if self.fell_back else "")
@@ -145,27 +144,8 @@ class Program:
             ProgramError: a cache of another structure, tokens past the end of the cache, ids outside the vocabulary.
         """
         _check_inputs(tokens, offsets)
-        return self._run(tokens, offsets, cache, logits_at)
-
-    def picked(
-        self, tokens: Tensor, offsets: Tensor, cache: Any, pick: SamplingKernel, positions: Tensor
-    ) -> tuple[Tensor, Tensor | None, Any]:
-        """Run a step of one token per row and sample the next ids from its logits with `pick`, in one native call.
-
-        Only for sequences that `__call__` has started: new memory assigned to a weight's `data` takes effect at the
-        next `__call__` at the latest; until then the old memory is read if it is still alive.
-
-        Args:
-            tokens: int32 [B, 1]. positions: int [B], the positions of the sampled tokens.
-
-        Returns:
-            logits [B, 1, V]; the ids int64 [B], or None for backends other than native; the cache.
-        """
-        _check_inputs(tokens, offsets)
-        if isinstance(self._run, TracedForward):
-            return self._run.picked(tokens, offsets, cache, pick, positions)
-        logits, cache = self._run(tokens, offsets, cache, None)
-        return logits, None, cache
+        logits, _, cache = self.executable.step(ForwardBatch(tokens, offsets, cache, logits_at))
+        return logits, cache
 
     def explain(self, cache: Any, batch: int = 1, tokens: int = 1, offset: int = 0) -> Report:
         """Report the calls for tokens [batch, tokens] over a cache of this shape, their times, and missing kernels.
@@ -173,7 +153,7 @@ class Program:
         The program runs a few times on a scratch cache, at position `offset` of every row. Print the report for a
         table.
         """
-        if not isinstance(self._run, TracedForward):
+        if not isinstance(self.executable, NativeExecutable):
             return Report(self.backend, [], [], self.fell_back)
         if isinstance(cache, NamedDims):
             scratch = cache.blank()
@@ -181,7 +161,7 @@ class Program:
             scratch = pytree.tree_map_only(Tensor, torch.zeros_like, cache)
         ids = torch.zeros((batch, tokens), dtype=torch.int32)
         offsets = torch.full((batch,), offset, dtype=torch.int32)
-        return _report(self._run.timed(ids, offsets, scratch, _ROUNDS))
+        return _report(self.executable.timed(ForwardBatch(ids, offsets, scratch), _ROUNDS))
 
 
 def _check_inputs(tokens: Tensor, offsets: Tensor) -> None:
@@ -206,17 +186,18 @@ def compile(
     tokens: int = 1,
     backend: Backend = "auto",
     fallback: Fallback = "eager",
-    selects_logits: bool = False,
     frozen: bool = False,
     programs: ProgramCache | None = None,
 ) -> Program:
     """Compile a forward to a program: on the CPU a flat list of native kernel calls, on CUDA a graph.
 
     The forward is traced once, on tensors without memory, for `batch` rows of `tokens` tokens. No code is generated and
-    nothing is written to disk. Programs give the same bits as eager calls of the same `onward.ops`.
+    nothing is written to disk. Programs give the same bits as eager calls of the same `onward.ops`, except `linear`
+    with a plain tensor and `einsum`, which torch computes in eager calls.
 
     Args:
-        forward: (tokens int32 [B, T], offsets int32 [B], cache, params) -> (logits [B, T, V], cache), shape-stable.
+        forward: (tokens int32 [B, T], offsets int32 [B], cache, params) -> (logits [B, T, V], cache), shape-stable. It
+            may take the keyword `logits_at` (`onward.models.model`).
         params: the weights; the program references them and sees later changes in place.
         cache: a cache with the shapes of later calls; it is not changed.
         batch, tokens: the shape to trace now, B and T. With tokens=0 nothing is traced before the first call.
@@ -224,7 +205,6 @@ def compile(
             the first that the machine and the params' device support.
         fallback: the handling of operators without a kernel: "eager" runs them with torch inside the program,
             "inductor" compiles the whole forward with `torch.compile`, "raise" raises an error.
-        selects_logits: whether forward takes the keyword `logits_at` (`onward.models.model`).
         frozen: whether params never change while the program is in use. Native programs then multiply with packed
             copies of all matrices, which doubles their memory and makes tokens up to 1.8 times as fast.
         programs: the programs of the same forward and the same tensors (`programs_of`); new ones are added.
@@ -242,32 +222,32 @@ def compile(
     if backend == "auto":
         backend = _best_backend(params)
     if backend == "eager":
-        return Program("eager", partial(run_eager, forward, params, selects_logits))
+        return Program("eager", EagerExecutable(forward, params))
     if backend == "inductor":
-        return _inductor_program(forward, params, selects_logits)
+        return _inductor_program(forward, params)
     if backend == "cuda":
-        return Program("cuda", CudaGraphExecutable(forward, params, selects_logits))
+        return Program("cuda", CudaGraphExecutable(forward, params))
     library = usable_library()
     if library is None:
         raise NativeUnavailableError(
             "no native kernels are in use here: install onward where there is a compiler, unset ONWARD_OPS, or choose "
             "another backend"
         )
-    options = {"selects_logits": selects_logits, "needs_kernels": fallback != "eager", "frozen": frozen}
-    run = TracedForward(forward, params, library, programs=programs, **options)
+    executable = NativeExecutable(
+        forward, params, library, needs_kernels=fallback != "eager", frozen=frozen, programs=programs
+    )
     try:
         if tokens:
-            run.prepare(batch, tokens, cache)
+            executable.prepare(batch, tokens, cache)
     except MissingKernelsError as missing:
         if fallback == "raise":
             raise
-        return _inductor_program(forward, params, selects_logits, str(missing))
-    return Program("native", run)
+        return _inductor_program(forward, params, str(missing))
+    return Program("native", executable)
 
 
-def _inductor_program(forward: Forward, params: Any, selects_logits: bool, fell_back: str = "") -> Program:
-    compiled = torch.compile(forward, fullgraph=True)
-    return Program("inductor", partial(run_eager, compiled, params, selects_logits), fell_back)
+def _inductor_program(forward: Forward, params: Any, fell_back: str = "") -> Program:
+    return Program("inductor", EagerExecutable(torch.compile(forward, fullgraph=True), params), fell_back)
 
 
 def _best_backend(params: Any) -> Backend:

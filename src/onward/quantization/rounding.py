@@ -9,6 +9,7 @@ from torch.nn.functional import pad
 
 from onward.errors import OptionError, RequestError
 from onward.native import Library, advise_huge_pages
+from onward.native.interface import Code, Int, Pointer, kernel
 from onward.ops import quantized_layout as layout
 from onward.ops.operator import DTYPES, check_no_gradient, usable_library
 from onward.ops.quantized import ROUNDED_FORMATS, QuantizedWeight, rounded_formats
@@ -87,6 +88,12 @@ def quantize_iq4_nl(weight: Tensor) -> QuantizedWeight:
     return quantize_weight(weight, "iq4_nl")
 
 
+@kernel
+def onward_linear_quantize(
+    format: Code, rows: Int, inputs: Int, x: Pointer, x_dtype: Code, x_stride: Int, packed: Pointer, sums: Pointer
+) -> Code: ...
+
+
 def _quantize_native(library: Library, weight: Tensor, format: str) -> tuple[QuantizedWeight, float]:
     weight = weight if weight.stride(1) == 1 else weight.contiguous()
     rows, inputs = weight.shape
@@ -96,7 +103,7 @@ def _quantize_native(library: Library, weight: Tensor, format: str) -> tuple[Qua
         ROUNDED_FORMATS[format], rows, inputs, weight.data_ptr(), DTYPES[weight.dtype], weight.stride(0),
         data.data_ptr(), sums.data_ptr(),
     )  # fmt: skip
-    library.check(status, "onward_linear_quantize")
+    library.check(status, onward_linear_quantize)
     largest = float(sums[:, 2].max())  # NaN if a weight is NaN
     _check_values(weight, format, largest)
     error, size, _ = sums.sum(0).tolist()

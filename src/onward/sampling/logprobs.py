@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from onward.errors import OnwardError, RequestError
 from onward.ops.operator import check_no_gradient
-from onward.sampling.noise import UNITS, logarithm, relative_probability, units
+from onward.sampling.noise import UNITS, by_rows, logarithm, relative_probability, units
 
 
 class Logprobs(NamedTuple):
@@ -52,23 +53,32 @@ def logprobs(logits: Tensor, chosen: Tensor, top_k: int = 0) -> Logprobs:
         raise RequestError(
             f"logprobs: ids must be from 0 to {vocab - 1}; got {int(chosen.min())} … {int(chosen.max())}"
         )
+    rows = logits.reshape(-1, vocab)
+    normaliser = by_rows(_normaliser, rows)
+    top_ids = by_rows(partial(_likeliest, count=top_k), rows)
+
+    def of(ids: Tensor) -> Tensor:
+        in_float32 = rows.gather(1, ids).to(torch.float32)
+        return (in_float32.to(torch.float64) - normaliser).to(torch.float32).view(*logits.shape[:-1], ids.shape[1])
+
+    of_chosen = of(chosen.reshape(-1, 1).to(torch.int64)).squeeze(-1)
+    return Logprobs(of_chosen, top_ids.view(*logits.shape[:-1], top_k), of(top_ids))
+
+
+def _normaliser(logits: Tensor) -> Tensor:
+    """[N, V] -> the logarithm of the sum of e^logits, float64 [N, 1]; NaN for a row that is no distribution."""
     logits = logits.to(torch.float32)
     best = logits.amax(-1, keepdim=True)
     total = units(relative_probability(logits - best).nan_to_num(0.0)).sum(-1, keepdim=True).to(torch.float64) / UNITS
     # The most likely id counts 1, so only a row that is no distribution has a smaller total.
-    normaliser = torch.where(best.isfinite(), best.to(torch.float64) + logarithm(total.clamp(min=1.0)), float("nan"))
-
-    def of(ids: Tensor) -> Tensor:
-        return (logits.gather(-1, ids).to(torch.float64) - normaliser).to(torch.float32)
-
-    top_ids = _likeliest(logits.reshape(-1, vocab), top_k).view(*logits.shape[:-1], top_k)
-    return Logprobs(of(chosen.to(torch.int64).unsqueeze(-1)).squeeze(-1), top_ids, of(top_ids))
+    return torch.where(best.isfinite(), best.to(torch.float64) + logarithm(total.clamp(min=1.0)), float("nan"))
 
 
 def _likeliest(logits: Tensor, count: int) -> Tensor:
     """[N, V] -> int64 [N, count], ties by id, unlike torch.topk."""
-    if count == 0:
-        return torch.empty(logits.shape[0], 0, dtype=torch.int64, device=logits.device)
+    if not count or not len(logits):
+        return torch.empty(len(logits), count, dtype=torch.int64, device=logits.device)
+    logits = logits.to(torch.float32)
     top_ids = []
     for row, least in zip(logits, logits.topk(count).values[:, -1], strict=True):
         ids = torch.nonzero(~(row < least)).squeeze(1)  # in order; NaN counts as large

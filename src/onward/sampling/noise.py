@@ -5,8 +5,15 @@ seed. One counter serves four neighbouring ids: counter = (id // 4, position, st
 streams: 0 samples tokens, 1 decides XTC.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
+
+# The most logits to compute with at once. On a CPU the temporaries of this many stay in the processor's cache, and
+# malloc reuses their memory. From 2^22 on, 32 MB in 64 bits, each gets new pages from the system, which takes several
+# times as long (benchmarks/results/2026-11-27-logprobs-chunks.md). Elsewhere the limit only bounds the memory.
+_MOST_AT_ONCE, _MOST_ON_A_DEVICE = 2**18, 2**24
 
 # Relative probabilities are counted in units of 2^-40: a sum over 2^22 ids fits an int64, and rounding to units
 # changes the sum over 152,000 ids by at most 7e-8 of the most likely one's probability.
@@ -24,6 +31,20 @@ _EXP = tuple(
 )
 _SQRT_HALF = float.fromhex("0x1.6a09e667f3bcdp-1")
 _LN2 = float.fromhex("0x1.62e42fefa39efp-1")
+
+
+def by_rows(compute: Callable[..., Tensor], logits: Tensor, *columns: Tensor) -> Tensor:
+    """compute(logits [N, V], *columns [N]) -> [N, ...], a few rows at a time. A result must depend on its row alone.
+
+    At a time there is at least a row for each thread, because torch sorts rows in parallel.
+    """
+    most = _MOST_AT_ONCE if logits.device.type == "cpu" else _MOST_ON_A_DEVICE
+    threads = torch.get_num_threads()
+    size = max(1, most // max(1, logits.shape[1]) // threads) * threads
+    if len(logits) <= size:
+        return compute(logits, *columns)
+    parts = zip(*(torch.split(rows, size) for rows in (logits, *columns)), strict=True)
+    return torch.cat([compute(*part) for part in parts])
 
 
 def relative_probability(scores: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from onward.errors import NothingToDrawError, OptionError, RequestError
 from onward.sampling.constraint import ConstraintState, mask_logits, nothing_left
 from onward.sampling.draw import GREEDY, Greedy, GumbelSampler, greedy
 from onward.sampling.history import History
+from onward.sampling.noise import by_rows
 from onward.sampling.params import SamplingParams
 from onward.sampling.transforms import Adjustment, Changes, Columns, Draws, Filter, LogitEntries, transforms_of
 from onward.sampling.transforms.temperature import Temperature
@@ -243,11 +244,16 @@ class Sampler:
         """Logits after temperature and filters, float32 [N, V]."""
         if not self._filters:
             return draw.scores(logits)
-        scores, draws = logits.to(torch.float32), Draws(draw.keys, positions)
-        for kind, options in self._filters:
-            by_row = options if rows is None else {name: column[rows] for name, column in options.items()}
-            scores = kind.filter(scores, by_row, draws)
-        return scores
+
+        def filtered(logits: Tensor, at: Tensor) -> Tensor:
+            scores, draws = logits.to(torch.float32), Draws(draw.keys[at], None if flat is None else flat[at])
+            for kind, options in self._filters:
+                row = at if rows is None else rows[at]
+                scores = kind.filter(scores, {name: column[row] for name, column in options.items()}, draws)
+            return scores
+
+        flat = None if positions is None else positions.reshape(-1)
+        return by_rows(filtered, logits, torch.arange(len(logits), device=logits.device))
 
     def _column(self, name: str) -> Tensor:
         return torch.tensor([getattr(row, name) for row in self._rows], dtype=torch.float32, device=self._device)

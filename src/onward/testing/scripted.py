@@ -70,9 +70,7 @@ class ScriptedModel(Model):
     calls: list[ScriptedCall] = field(default_factory=list)
 
 
-def scripted_model(
-    script: Script, *, vocab_size: int = 32, max_seq_len: int | None = None, selects_logits: bool = False
-) -> ScriptedModel:
+def scripted_model(script: Script, *, vocab_size: int = 32, max_seq_len: int | None = None) -> ScriptedModel:
     """A model whose next token is `script`'s, with a cache of the tokens themselves.
 
     The forward knows only the past that its cache holds below a row's offset, and clears everything past the tokens of
@@ -83,7 +81,6 @@ def scripted_model(
         script: see `Script`.
         vocab_size: V of the logits.
         max_seq_len: the model's maximum number of positions.
-        selects_logits: take `logits_at`, like the built-in families; otherwise a plain four-argument forward.
     """
     if not callable(script) and not script:
         raise ValueError("a script needs at least one id")
@@ -105,7 +102,6 @@ def scripted_model(
         new_cache=ScriptedCache.new,
         vocab_size=vocab_size,
         max_seq_len=max_seq_len,
-        selects_logits=selects_logits,
         compiles=False,  # its checks read the values of tensors
         calls=calls,
     )

@@ -15,8 +15,8 @@ def check_whole(name: str, value: object, *, low: int) -> None:
 
 def check_id(name: str, value: object) -> None:
     """Raise `OptionError` unless an item of an option is a token id."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise OptionError(name, f"must have ids that are whole numbers of 0 or more; got {value!r}")
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**31:
+        raise OptionError(name, f"must have ids that are whole numbers from 0 to 2147483647; got {value!r}")
 
 
 def is_number(value: object) -> bool:

@@ -9,7 +9,7 @@ from torch import Tensor
 from onward.checkpoint.gguf.reader import BlockType
 from onward.errors import CheckpointError
 from onward.native import advise_huge_pages
-from onward.native.structs import Status
+from onward.native.interface import Code, Int, Pointer, Status, kernel
 from onward.ops import QuantizedWeight, quantized
 from onward.ops.formats import GROUPED_FORMATS, GroupedFormat, Parts, grouped_values, pack_parts
 from onward.ops.operator import usable_library
@@ -151,6 +151,12 @@ def packed_format(type: BlockType, inputs: int) -> str | None:
     return "int4" if type.name == "Q4_0" else type.name.lower()
 
 
+@kernel
+def onward_linear_pack_blocks(
+    format: Code, rows: Int, inputs: Int, blocks: Pointer, row_bytes: Int, packed: Pointer
+) -> Code: ...
+
+
 def pack_blocks(type: BlockType, rows: Tensor, dtype: torch.dtype) -> QuantizedWeight:
     """Pack rows, uint8 [N, bytes of a row] on the CPU. dtype: of the weight that the result represents."""
     shape = len(rows), rows.shape[1] // type.size * type.weights
@@ -168,7 +174,7 @@ def pack_blocks(type: BlockType, rows: Tensor, dtype: torch.dtype) -> QuantizedW
     # The reader of the file checked the other arguments.
     if status == Status.BAD_ARGUMENT:
         raise _broken_scales()
-    library.check(status, "onward_linear_pack_blocks")
+    library.check(status, onward_linear_pack_blocks)
     return QuantizedWeight(data, format, shape, dtype)
 
 

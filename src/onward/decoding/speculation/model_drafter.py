@@ -3,15 +3,15 @@
 from collections import abc
 
 import torch
-from torch import Tensor
 
-from onward.decoding.batch import Run, ScheduledSequence
+from onward.decoding.batch import ScheduledSequence
 from onward.decoding.sequence import Sequence
 from onward.decoding.shared_cache import slots_for
 from onward.decoding.speculation.drafter import DraftRequest, DraftRow
 from onward.decoding.step import DecodeStep, FunctionSampler, SamplerCache, TokenSampler
 from onward.errors import ContextOverflowError, NothingToDrawError, OnwardError, RequestError
-from onward.models import Cache, Model, ModelRun
+from onward.models import Model, Run
+from onward.program import Executable, ForwardBatch, SamplingKernel, StepResult
 from onward.sampling import Sampler
 
 
@@ -32,7 +32,7 @@ class ModelDrafter:
             raise RequestError(f"ModelDrafter takes an onward.Model; got {type(model).__name__}")
         self.model = model
         self.chunk = chunk
-        self._run = ModelRun(model, compile)
+        self._run = Run(model, compile)
 
     def start(self, request: DraftRequest) -> "_ModelDrafts":
         return _ModelDrafts(self._run, self.model, request, self.chunk)
@@ -45,7 +45,7 @@ class _ModelDrafts:
     the rest of the row is pending: two ids after a fully accepted draft, one after any other, more after a pause.
     """
 
-    def __init__(self, run: Run, model: Model, request: DraftRequest, chunk: int) -> None:
+    def __init__(self, run: Executable, model: Model, request: DraftRequest, chunk: int) -> None:
         self._request = request
         self._chunk = chunk
         # Padding is written after a row's ids, up to the length of a draft past the longest sequence.
@@ -54,7 +54,8 @@ class _ModelDrafts:
         self._slots = slots_for(model, request.rows, self._length)
         select = request.select
         chooser: TokenSampler = SamplerCache(model.device) if isinstance(select, Sampler) else FunctionSampler(select)
-        run = _with_target_vocabulary(run, model.vocab_size, request.vocab_size)
+        if model.vocab_size != request.vocab_size:
+            run = _FittedRun(run, model.vocab_size, request.vocab_size)
         self._step = DecodeStep(run, self._slots, chooser, model.device)
         self._sequences: dict[int, Sequence] = {}
         self._confirmed: dict[int, int] = {}  # by owner: the length of its output when its last draft began
@@ -135,17 +136,17 @@ class _ModelDrafts:
                 self._slots.advance(sequence.slot, sequence.computed, sequence.ids)
 
 
-def _with_target_vocabulary(run: Run, own: int, target: int) -> Run:
+class _FittedRun:
     """A run with logits of the target's vocabulary: surplus ids are dropped, missing ids are impossible."""
-    if own == target:
-        return run
 
-    def fitted(tokens: Tensor, offsets: Tensor, cache: Cache, logits_at: Tensor | None = None) -> tuple[Tensor, Cache]:
+    def __init__(self, run: Executable, own: int, target: int) -> None:
+        self._run, self._own, self._target = run, own, target
+
+    def step(self, batch: ForwardBatch, sampler: SamplingKernel | None = None) -> StepResult:
         # The draft model never drafts an id that it lacks, so any other id may replace it in its input.
-        known = tokens.clamp(max=own - 1)
-        logits, cache = run(known, offsets, cache, logits_at)
-        if own > target:
-            return logits[..., :target], cache
-        return torch.nn.functional.pad(logits, (0, target - own), value=float("-inf")), cache
-
-    return fitted
+        logits, _, cache = self._run.step(batch._replace(tokens=batch.tokens.clamp(max=self._own - 1)))
+        missing = self._target - self._own
+        fitted = logits[..., : self._target]
+        if missing > 0:
+            fitted = torch.nn.functional.pad(logits, (0, missing), value=float("-inf"))
+        return StepResult(fitted, None, cache)

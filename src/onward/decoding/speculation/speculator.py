@@ -7,7 +7,6 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from onward.decoding.batch import Run
 from onward.decoding.cache_manager import CacheManager
 from onward.decoding.sequence import Sequence
 from onward.decoding.speculation.drafter import Drafter, DraftRequest
@@ -19,6 +18,7 @@ from onward.decoding.speculation.suffix import SuffixLookup
 from onward.decoding.step import Select, Step, TokenSampler, constraints_of, histories_of, sampling_of
 from onward.errors import OptionError
 from onward.models import Model
+from onward.program import Executable
 from onward.sampling import Sampler
 from onward.util.checks import check_whole
 from onward.util.text import described
@@ -93,7 +93,7 @@ class Speculator:
     def step(
         self,
         plain: Step,
-        run: Run,
+        run: Executable,
         slots: CacheManager,
         chooser: TokenSampler,
         device: torch.device,

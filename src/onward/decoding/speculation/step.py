@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from onward.decoding.batch import Run, ScheduledSequence, forward, inputs
+from onward.decoding.batch import ScheduledSequence, forward, inputs
 from onward.decoding.cache_manager import CacheManager
 from onward.decoding.sequence import Sequence
 from onward.decoding.speculation.drafter import Drafter, Drafting, DraftRequest, DraftRow, Speculation
@@ -20,6 +20,7 @@ from onward.decoding.speculation.pace import LENGTHS, AcceptanceRate, DraftLengt
 from onward.decoding.speculation.verify import verify
 from onward.decoding.step import Drafts, Emitted, Step, TokenSampler
 from onward.errors import DraftError, one_line
+from onward.program import Executable
 from onward.sampling.logprobs import tokens_of
 
 
@@ -112,7 +113,7 @@ class SpeculativeStep:
     def __init__(
         self,
         plain: Step,
-        run: Run,
+        run: Executable,
         slots: CacheManager,
         chooser: TokenSampler,
         device: torch.device,
@@ -250,10 +251,10 @@ class SpeculativeStep:
                 pending = sequence.ids(sequence.computed, sequence.length)
                 ids.append([*pending, *draft, *pending * (longest - len(draft))])
             with self._slots.lock:
-                batch = inputs(items, self._slots, self._device, ids)
-                logits = batch.select_items(forward(self._run, self._slots, batch, None))
+                batch, view = inputs(items, self._slots, self._device, ids)
+                logits = view.select(forward(self._run, self._slots, batch, view).logits)
             steps = torch.arange(1, longest + 2, dtype=torch.int32, device=self._device)
-            positions = batch.select_items(batch.offsets).unsqueeze(1) + steps
+            positions = view.select(batch.offsets).unsqueeze(1) + steps
             new_ids = verify(self._chooser, sequences, logits, positions, group_drafts)
             for place, (index, sequence, new) in enumerate(zip(group, sequences, new_ids, strict=True)):
                 emitted[index] = tokens_of(new, logits[place, : len(new)], [sequence.top_logprobs] * len(new))

@@ -11,7 +11,7 @@ from onward.errors import RequestError
 from onward.models.adapters.adapter import Adapter
 from onward.models.adapters.forward import row_updates
 from onward.models.adapters.slots import AdapterCapacity, AdapterSlots
-from onward.models.run import ModelRun
+from onward.models.run import Run
 from onward.util.process import renew_in_forks
 from onward.util.text import described
 
@@ -30,7 +30,7 @@ class LoadedAdapter:
 class Adapters(Mapping[str, LoadedAdapter]):
     """The adapters of a model by name. run: the model; its `adapted`, set here, computes rows with adapters."""
 
-    def __init__(self, run: ModelRun) -> None:
+    def __init__(self, run: Run) -> None:
         self._run = run
         self._by_name: dict[str, LoadedAdapter] = {}
         self._stacks: AdapterSlots | None = None
@@ -100,7 +100,7 @@ class Adapters(Mapping[str, LoadedAdapter]):
             stacks.put(index, updates)
             if stacks is not self._stacks:
                 self._stacks = stacks
-                self._run.adapted = ModelRun(stacks.model, self._run.compile)
+                self._run.adapted = Run(stacks.model, self._run.compile)
             loaded = LoadedAdapter(name, index, digest, folder)
             self._free, self._max_index = self._free[:-1], max(index, self._max_index)
             weakref.finalize(loaded, self._freed.append, index).atexit = False

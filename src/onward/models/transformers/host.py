@@ -61,7 +61,6 @@ def host(module: Any, prepare: Prepare = lambda params: params, max_seq_len: int
             params=forward.params(),
             new_cache=partial(new_cache, shapes, (), dtype, plain.device),
             new_blocks=partial(new_blocks, without_useless_windows(shapes, plain.max_seq_len), (), dtype, plain.device),
-            selects_logits=True,
             compiles=True,
         )
         why = _difference(_logits(model, tokens), expected)

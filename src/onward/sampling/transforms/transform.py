@@ -178,7 +178,7 @@ class Draws(NamedTuple):
         """A number in (0, 1) for each row, a function of its seed and position: [B]."""
         if self.positions is None:
             raise RequestError("XTC is random per position: give positions")
-        return coins(self.keys, self.positions.reshape(-1))
+        return coins(self.keys, self.positions)
 
 
 Kind = TypeVar("Kind", bound=Transform)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from onward.errors import RequestError
 from onward.native.interface import Int, Pointer, Structure
-from onward.ops.kernel_calls import KernelCalls, Operand
+from onward.ops.kernel_calls import KernelCalls, Operand, Unsupported
 from onward.ops.operator import shapes
 
 # Positions of a block, which begins at an absolute multiple of 16 (native/src/state/places.h).
@@ -113,9 +113,12 @@ def state_fields(
     k: KernelCalls, state: Operand, block_numbers: Operand, offsets: Operand, rows: Operand | None
 ) -> dict[str, Any]:
     """The fields of `StateArguments`."""
-    slots = state.shape[0]
+    slots, _, height, width = state.shape
+    *strides, column, feature = state.stride()
+    if (width > 1 and feature != 1) or (height > 1 and column != width) or block_numbers.stride()[1] != 1:
+        raise Unsupported("a state that is not contiguous at each place")
     return {
-        "data": k.address(state), "strides": state.stride()[:2], "held": k.address(block_numbers),
+        "data": k.address(state), "strides": tuple(strides), "held": k.address(block_numbers),
         "held_stride": block_numbers.stride()[0], "slots": slots if rows is None else k.num_slots(slots),
         "rows": k.optional(rows), "offsets": k.optional(offsets),
     }  # fmt: skip

@@ -6,11 +6,14 @@ import sys
 
 import pytest
 import torch
-from rounding import random
+from gradient_cases import CASES
+from rounding import random, same_bits
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from onward import native, ops
 from onward.errors import NativeUnavailableError, RequestError
+from onward.ops.operator import Operator
 
 WEIGHT, MASK, MATRIX, SINKS = random(33, 32, seed=3), random(5, 5), random(2, 5), torch.zeros(2)
 COS, SIN = ops.rotary_angles(random(2, 5, 8))
@@ -45,6 +48,31 @@ def test_compiled_whole_is_eager(name):
     torch.compiler.reset()
     compiled = torch.compile(OPS[name], fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(_x()), OPS[name](_x()))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_layout_of_arguments_changes_no_bit(name, form, monkeypatch):
+    if form == "definition":
+        pytest.skip("torch's operators round by layout")
+    case = CASES[name]
+    with torch.no_grad():
+        want = case.call(case.tensors(torch.float32))
+        call, strided = Operator.__call__, 0
+
+        def with_strided_arguments(self, *arguments):
+            nonlocal strided
+            strided += 1
+            return call(self, *(_strided(each) if isinstance(each, Tensor) else each for each in arguments))
+
+        monkeypatch.setattr(Operator, "__call__", with_strided_arguments)
+        got = case.call(case.tensors(torch.float32))
+    assert same_bits(got, want)
+    assert strided or name in ("einsum", "embedding", "linear", "linear_by_head")  # these call torch's own
+
+
+def _strided(tensor: Tensor) -> Tensor:
+    """The same numbers, no two of them neighbours in memory."""
+    return torch.stack([tensor, tensor], -1)[..., 0]
 
 
 @pytest.mark.parametrize("name", OPS)

@@ -248,7 +248,7 @@ def _call(k: KernelCalls, out: Operand, x: Operand, chosen: Operand, weights: Op
         "tokens": rows, "width": width, "inner": layer.inner, "experts": layer.up.shape[0],
         "chosen": chosen.shape[-1], "x": k.address(x), "x_stride": stride, "x_dtype": k.code(x),
         "ids": k.address(k.contiguous(chosen)), "weights": k.address(k.contiguous(weights)),
-        "gate": k.optional(layer.gate), "up": k.address(layer.up), "down": k.address(layer.down),
+        "gate": k.optional(layer.gate), "up": k.optional(layer.up), "down": k.optional(layer.down),
         "out": k.address(out), "out_stride": width, "out_dtype": k.code(out),
         "format": format_code(layer.format, layer.up), "activation": ACTIVATIONS.index(layer.activation),
         "alpha": layer.alpha, "limit": layer.limit,

@@ -70,7 +70,7 @@ def _call(k: KernelCalls, out: Operand, x: Operand, data: Operand, rows: int, in
     x, vectors, _, step = k.rows(x)
     k.call(
         onward_linear_by_head, FORMATS[data.dtype], vectors // heads, heads, rows, inputs, k.address(x), k.code(x),
-        heads * step, step, k.address(data), k.address(out), k.code(out), heads * rows, rows,
+        heads * step, step, k.optional(data), k.address(out), k.code(out), heads * rows, rows,
     )  # fmt: skip
 
 

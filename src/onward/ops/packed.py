@@ -170,7 +170,7 @@ def _struct(k: KernelCalls, product: Product) -> Any:
     out, data, bias = product
     outputs, bias_dtype = out.shape[-1], 0 if bias is None else k.code(bias)
     return k.struct(
-        LinearArguments, n=outputs, packed=k.address(data), bias=k.optional(bias), out=k.address(out),
+        LinearArguments, n=outputs, packed=k.optional(data), bias=k.optional(bias), out=k.address(out),
         out_stride=outputs, bias_dtype=bias_dtype, out_dtype=k.code(out),
     )  # fmt: skip
 
@@ -187,7 +187,7 @@ def call_rows(
     k: KernelCalls, out: Operand, format: Format, data: Operand, ids: Operand, rows: int, inputs: int
 ) -> None:
     """The rows at `ids` of a weight [rows, inputs] packed in any format."""
-    ids = k.cast(ids, torch.int64)
+    ids, data = k.cast(ids, torch.int64), k.contiguous(data)
     k.call(
         onward_linear_rows, format, rows, inputs, k.address(data), k.address(ids), math.prod(ids.shape), k.address(out),
         k.code(out), inputs,

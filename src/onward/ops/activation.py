@@ -7,8 +7,8 @@ from torch.nn import functional as F
 
 from onward.errors import RequestError
 from onward.native.interface import Code, Int, Pointer, kernel
-from onward.ops.kernel_calls import KernelCalls, Operand
-from onward.ops.operator import DTYPES, Operator, autocast_dtype, like_first, shapes, to_widest_dtype
+from onward.ops.kernel_calls import DTYPES, KernelCalls, Operand
+from onward.ops.operator import Operator, autocast_dtype, like_first, shapes, to_widest_dtype
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:

@@ -14,9 +14,9 @@ from torch.nn import functional as F
 from onward.errors import RequestError
 from onward.native.interface import Code, Float, Int, Pointer, Structure, kernel
 from onward.ops.heads import BLOCK
-from onward.ops.kernel_calls import KernelCalls, Operand, Unsupported, broadcast_strides
+from onward.ops.kernel_calls import DTYPES, KernelCalls, Operand, Unsupported, broadcast_strides
 from onward.ops.kv_write import capacity, check_table, checked_ranges, dense_rows, side_by_side
-from onward.ops.operator import DTYPES, Operator, autocast_dtype, autocast_to, no_autocast, shapes
+from onward.ops.operator import Operator, autocast_dtype, autocast_to, no_autocast, shapes
 
 
 def scaled_dot_product_attention(

@@ -13,17 +13,8 @@ from onward.errors import NativeError, RequestError
 from onward.native.interface import Code, Float, Format, Int, Pointer, Structure, kernel
 from onward.ops import quantized
 from onward.ops.expert_weights import ExpertWeights, NativeExperts, QuantizedExperts, matrix, pack_experts
-from onward.ops.kernel_calls import KernelCalls, Operand, Unsupported
-from onward.ops.operator import (
-    DTYPES,
-    Operator,
-    autocast_dtype,
-    autocast_to,
-    like_first,
-    no_autocast,
-    shapes,
-    usable_library,
-)
+from onward.ops.kernel_calls import DTYPES, KernelCalls, Operand, Unsupported
+from onward.ops.operator import Operator, autocast_dtype, autocast_to, like_first, no_autocast, shapes, usable_library
 from onward.ops.packed import FORMATS as PACKED_FORMATS
 
 ExpertActivation = Literal["swiglu", "geglu", "geglu_tanh", "clamped_swiglu", "relu2"]

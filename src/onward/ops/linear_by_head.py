@@ -9,8 +9,8 @@ from torch import Tensor
 from onward.errors import RequestError
 from onward.native.interface import Code, Int, Pointer, kernel
 from onward.ops.expert_weights import NativeExperts
-from onward.ops.kernel_calls import KernelCalls, Operand
-from onward.ops.operator import DTYPES, Operator, autocast_dtype, autocast_to, no_autocast, shapes
+from onward.ops.kernel_calls import DTYPES, KernelCalls, Operand
+from onward.ops.operator import Operator, autocast_dtype, autocast_to, no_autocast, shapes
 from onward.ops.packed import FORMATS, NativeWeight
 
 HeadWeights = Tensor | NativeExperts

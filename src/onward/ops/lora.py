@@ -12,8 +12,8 @@ from torch import Tensor
 
 from onward.errors import RequestError
 from onward.native.interface import Code, Int, Pointer, Structure, kernel
-from onward.ops.kernel_calls import KernelCalls, Operand
-from onward.ops.operator import DTYPES, Operator, shapes
+from onward.ops.kernel_calls import DTYPES, KernelCalls, Operand
+from onward.ops.operator import Operator, shapes
 
 
 def lora(

@@ -9,8 +9,8 @@ from torch.nn import functional as F
 
 from onward.errors import RequestError
 from onward.native.interface import Code, Float, Int, Pointer, kernel
-from onward.ops.kernel_calls import KernelCalls, Operand
-from onward.ops.operator import DTYPES, Operator, autocast_dtype, autocast_norm, like_first, no_autocast, shapes
+from onward.ops.kernel_calls import DTYPES, KernelCalls, Operand
+from onward.ops.operator import Operator, autocast_dtype, autocast_norm, like_first, no_autocast, shapes
 
 
 def rms_norm(

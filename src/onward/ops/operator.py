@@ -24,9 +24,8 @@ from torch.nn import Parameter
 
 from onward import native
 from onward.errors import NativeUnavailableError, RequestError
-from onward.ops.kernel_calls import DTYPES, LibraryCalls, Unsupported
+from onward.ops.kernel_calls import LibraryCalls, Unsupported
 
-__all__ = ["DTYPES"]
 _FORMS = ("native", "definition")
 _PLAIN = (Tensor, Parameter)
 _is_transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active

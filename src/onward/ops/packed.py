@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from onward.errors import RequestError
 from onward.native import Library, advise_huge_pages
 from onward.native.interface import Code, Format, Int, Pointer, Structure, kernel
-from onward.ops.kernel_calls import KernelCalls, Operand
-from onward.ops.operator import DTYPES, Operator, shapes, usable_library
+from onward.ops.kernel_calls import DTYPES, KernelCalls, Operand
+from onward.ops.operator import Operator, shapes, usable_library
 
 BLOCK = 16
 FORMATS = {torch.float32: Format.F32, torch.bfloat16: Format.BF16, torch.float16: Format.F16}

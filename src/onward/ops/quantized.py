@@ -17,7 +17,8 @@ from onward.errors import RequestError
 from onward.native.interface import Format
 from onward.ops import quantized_layout as layout
 from onward.ops.formats import GROUPED_FORMATS
-from onward.ops.operator import DTYPES, Operator, may_be_followed, shapes
+from onward.ops.kernel_calls import DTYPES
+from onward.ops.operator import Operator, may_be_followed, shapes
 from onward.ops.packed import Product, call_linear, call_rows, check_id_dtype, check_ids
 
 # The formats that Onward quantizes to, and all formats, those of quantized checkpoints included.

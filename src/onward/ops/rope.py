@@ -7,8 +7,8 @@ from torch import Tensor
 
 from onward.errors import RequestError
 from onward.native.interface import Code, Int, Pointer, kernel
-from onward.ops.kernel_calls import KernelCalls, Operand
-from onward.ops.operator import DTYPES, Operator, like_first, shapes
+from onward.ops.kernel_calls import DTYPES, KernelCalls, Operand
+from onward.ops.operator import Operator, like_first, shapes
 
 
 def rope(

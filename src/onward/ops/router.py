@@ -10,8 +10,8 @@ from torch import Tensor
 
 from onward.errors import RequestError
 from onward.native.interface import Code, Float, Int, Pointer, kernel
-from onward.ops.kernel_calls import KernelCalls, Operand
-from onward.ops.operator import DTYPES, Operator, shapes
+from onward.ops.kernel_calls import DTYPES, KernelCalls, Operand
+from onward.ops.operator import Operator, shapes
 
 SCORES = ("softmax", "softmax_of_chosen", "sigmoid")
 MAX_EXPERTS = 4096

@@ -9,8 +9,8 @@ from torch.nn import functional as F
 
 from onward.errors import RequestError
 from onward.native.interface import Code, Int, Pointer, Structure, kernel, strided
-from onward.ops.kernel_calls import KernelCalls, Operand
-from onward.ops.operator import DTYPES, Operator, autocast_dtype, like_first, shapes
+from onward.ops.kernel_calls import DTYPES, KernelCalls, Operand
+from onward.ops.operator import Operator, autocast_dtype, like_first, shapes
 from onward.ops.recurrent_state import (
     STATE_BLOCK,
     TRAIN_WITHOUT_STATE,

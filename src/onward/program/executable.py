@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from onward.errors import ProgramError
 from onward.native import Library, advise_huge_pages
 from onward.native.interface import Status
-from onward.ops.operator import DTYPES
+from onward.ops.kernel_calls import DTYPES
 from onward.program.encode import SAMPLING_WORDS, ProgramImage, Segment, arena_offsets
 from onward.program.graph import Array, Forward, KernelCall, Kind, Storage, TorchCall
 from onward.program.leaves import CacheLeaves

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from onward.ops.operator import DTYPES
+from onward.ops.kernel_calls import DTYPES
 from onward.program.builder import named_arguments
 from onward.program.graph import Array, Kind, Node, PackedParams, Trace, Uses, contiguous_strides
 

@@ -11,7 +11,8 @@ from onward.errors import OptionError, RequestError
 from onward.native import Library, advise_huge_pages
 from onward.native.interface import Code, Int, Pointer, kernel
 from onward.ops import quantized_layout as layout
-from onward.ops.operator import DTYPES, check_no_gradient, usable_library
+from onward.ops.kernel_calls import DTYPES
+from onward.ops.operator import check_no_gradient, usable_library
 from onward.ops.quantized import ROUNDED_FORMATS, QuantizedWeight, rounded_formats
 from onward.quantization.scales import CODEBOOKS, best_scale
 

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from onward import ops
 from onward.native.interface import Code, Int, Pointer, kernel
-from onward.ops.operator import DTYPES, usable_library
+from onward.ops.kernel_calls import DTYPES
+from onward.ops.operator import usable_library
 from onward.ops.token_mask import onward_argmax
 from onward.sampling.noise import by_rows, gumbel_noise
 from onward.sampling.transforms.min_p import MinP, apply_min_p, lowest_score

@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 import onward
-from onward.checkpoint.quantized_folder import parameter_name
 from onward.errors import ConfigError, RequestError
 from onward.language_model import Calibration, quantize, quantize_folder
 from onward.language_model.quantize_mixed import _knapsack, choose_formats
-from onward.models import map_marked
+from onward.models import map_marked, parameter_name
 from onward.quantization.params import ParamsQuantizer
 from onward.testing import random_checkpoint, tiny_model
 

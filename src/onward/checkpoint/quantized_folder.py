@@ -181,11 +181,6 @@ def write_quantized(
         write_safetensors(tensors, partial / WEIGHTS)
 
 
-def parameter_name(path: tuple[Any, ...]) -> str:
-    """The name of a leaf of the params, such as "layers.3.mixer.q_proj.weight"."""
-    return pytree.keystr(path).replace("[", ".").replace("]", "").removeprefix(".")
-
-
 _Named = dict[str, tuple[Tensor | QuantizedWeight, float | None]]
 
 
@@ -202,7 +197,7 @@ def _by_stock_name(config: models.Architecture, params: Any, errors: Mapping[str
             raise RequestError(f"{name} is packed for this machine only: quantize it, or pass its stock weight")
         if name in named and named[name][0] is not weight:
             raise RequestError(f"config.json ties {name} to another weight, but they differ in the params")
-        named.setdefault(name, (weight, errors.get(parameter_name(path))))
+        named.setdefault(name, (weight, errors.get(models.parameter_name(path))))
     return named
 
 

@@ -15,11 +15,10 @@ from torch import Tensor
 from torch.nn.functional import kl_div
 from torch.utils import _pytree as pytree
 
-from onward.checkpoint.quantized_folder import parameter_name
 from onward.errors import RequestError
 from onward.language_model.language_model import LanguageModel
 from onward.language_model.options import GenerateOptions
-from onward.models import Embedding, ExpertLinear, Linear, Model, map_marked
+from onward.models import Embedding, ExpertLinear, Linear, Model, map_marked, parameter_name
 from onward.ops.linear import weight_shape
 from onward.ops.quantized_layout import data_shape
 from onward.quantization.params import FormatChoice, ParamsQuantizer

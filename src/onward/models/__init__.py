@@ -22,6 +22,7 @@ from onward.models.linear import (
     marked_parts,
     pack_layer,
     pack_params,
+    parameter_name,
     stack_params,
 )
 from onward.models.model import Cache, Forward, Model, NewBlocks, Params
@@ -54,6 +55,7 @@ __all__ = [
     "pack_layer",
     "pack_params",
     "padded_length",
+    "parameter_name",
     "parameter_shapes",
     "read_config",
     "reused_run",

@@ -153,6 +153,11 @@ def is_marked(part: Any) -> bool:
     return isinstance(part, Marked)
 
 
+def parameter_name(path: tuple[Any, ...]) -> str:
+    """The name of a leaf of the params, such as "layers.3.mixer.q_proj.weight"."""
+    return pytree.keystr(path).replace("[", ".").replace("]", "").removeprefix(".")
+
+
 def map_marked(convert: Callable[[tuple[Any, ...], Any], Any], params: Any) -> Any:
     """The params with each marked part replaced by convert(its path in the params, the part)."""
     return pytree.tree_map_with_path(

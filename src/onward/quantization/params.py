@@ -7,9 +7,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from onward.checkpoint.quantized_folder import parameter_name
 from onward.errors import RequestError
-from onward.models import ExpertLinear, LatentLinear, Router, ShortConv, map_marked, marked_parts
+from onward.models import ExpertLinear, LatentLinear, Router, ShortConv, map_marked, marked_parts, parameter_name
 from onward.ops import QuantizedExperts, QuantizedWeight, Weight
 from onward.ops.linear import stock_weight
 from onward.ops.quantized import ROUNDED_FORMATS

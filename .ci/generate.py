@@ -9,7 +9,7 @@ python .ci/generate.py --write    write
     src/onward/cli/option_flags.py                the options as flags, without torch     both
     docs/reference/options.md                     the reference of options                both
     docs/reference/limits.md                      the limits of request bodies            fields of Limits
-    docs/supported-models.md                      its table of families                   models.families.catalog
+    docs/supported-models.md                      its table of families                   models.families
 """
 
 import argparse
@@ -26,11 +26,11 @@ sys.path.insert(0, str(ROOT / "src"))
 import onward  # noqa: E402
 from onward import GenerateOptions, SamplingParams  # noqa: E402
 from onward.checkpoint.gguf.export import WRITTEN  # noqa: E402
-from onward.distributed.stage import stage_of  # noqa: E402
+from onward.distributed.pipeline import stage_of  # noqa: E402
 from onward.errors import RequestError  # noqa: E402
 from onward.language_model.options import option_names  # noqa: E402
 from onward.models import read_config  # noqa: E402
-from onward.models.families.catalog import KNOWN_MODELS, KnownModels  # noqa: E402
+from onward.models.families import KNOWN_MODELS, KnownModels  # noqa: E402
 from onward.protocols.limits import Limits  # noqa: E402
 from onward.sampling.transforms import Adjustment, Filter, transforms_of  # noqa: E402
 from onward.testing.tiny import tiny_config  # noqa: E402

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +22,8 @@ from onward.checkpoint import (
     read_adapter,
 )
 from onward.checkpoint.dcp import NameMapSource
-from onward.checkpoint.module import is_known, read_module
+from onward.checkpoint.source import checked_source
+from onward.checkpoint.weights import is_known, read_module
 from onward.decoding.speculation import LOOKUPS
 from onward.distributed import Settings, load_ranks
 from onward.errors import OptionError, RequestError, UnsupportedArchitectureError, warn
@@ -113,15 +113,15 @@ def load(
     checked_format(message_format)
     if not isinstance(adapters, Mapping | None):
         raise OptionError("adapters", f"must be sources by name, such as {{'poet': 'my-adapter'}}; got {adapters!r}")
-    adapter_sources = {name: _as_source(each) for name, each in (adapters or {}).items()}
+    adapter_sources = {name: checked_source(each) for name, each in (adapters or {}).items()}
     torch_dtype, torch_device = _as_dtype(dtype), _as_device(device)
     show_fraction = progress if callable(progress) else None
     if progress is None or show_fraction is not None:
         show = sys.stderr is not None and sys.stderr.isatty()
     else:
         show = bool(progress)
-    path = find_folder(_as_source(source), progress=show)
-    merged = None if merge is None else find_adapter(_as_source(merge), progress=show)
+    path = find_folder(source, progress=show)
+    merged = None if merge is None else find_adapter(merge, progress=show)
     adapter = None if merged is None else read_adapter(merged)
     folder = open_checkpoint(path)
     tokenizer, template = folder.tokenizer, folder.chat_template
@@ -223,15 +223,6 @@ def _read_hosted(
     if not model.compiles:
         warn(f"{type(module).__name__} runs eagerly: {model.why_eager}")
     return model
-
-
-def _as_source(source: str | os.PathLike[str]) -> str | Path:
-    if isinstance(source, str):
-        return source
-    try:
-        return Path(source)
-    except TypeError as error:
-        raise RequestError(f"a source must be a folder, a hub id or 'demo'; got {source!r}") from error
 
 
 def _as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:

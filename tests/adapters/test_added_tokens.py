@@ -10,7 +10,7 @@ from peft_adapters import ATTENTION, base
 from safetensors.torch import load_file, save_file
 
 import onward
-from onward.checkpoint.peft import KNOWN_FIELDS
+from onward.checkpoint.peft import FIELDS
 from onward.errors import CheckpointError, RequestError
 
 TOLERANCE = 1e-4  # as in test_merging.py
@@ -84,7 +84,9 @@ def test_both_tables_must_have_the_tokens(grown):
 
 
 def test_every_field_of_peft_is_known():
-    assert {field.name for field in dataclasses.fields(LoraConfig)} <= KNOWN_FIELDS
+    assert {
+        field.name for field in dataclasses.fields(LoraConfig)
+    } <= FIELDS.read | FIELDS.ignored | FIELDS.refused.keys()
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import onward
 from onward.checkpoint import CheckpointFolder
 from onward.errors import CheckpointError, ConfigError, UnsupportedArchitectureError
 from onward.models import FAMILIES, read_config
-from onward.models.families.catalog import KNOWN_MODELS
+from onward.models.families import KNOWN_MODELS
 from tiny_checkpoint import CONFIG, change_json, make_checkpoint, refused
 
 QWEN = {"architectures": ["Qwen3ForCausalLM"], "head_dim": 8}

@@ -18,7 +18,7 @@ from onward.checkpoint.convert import convert
 from onward.checkpoint.gguf.export import WRITTEN as LINES
 from onward.checkpoint.gguf.export import export_family as line_of
 from onward.checkpoint.gguf.export import model_tensors
-from onward.checkpoint.stacked_experts import with_stacked_experts
+from onward.checkpoint.stored_names import with_stacked_experts
 from onward.errors import ConfigError, RequestError
 from onward.language_model import quantize_folder
 from onward.models import FAMILIES as ARCHITECTURES

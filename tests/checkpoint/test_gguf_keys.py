@@ -9,7 +9,7 @@ from gguf_files import MODELS, write_model
 
 import onward
 from onward.checkpoint import GgufCheckpoint
-from onward.checkpoint.gguf.checkpoint import config_and_keys, family_of
+from onward.checkpoint.gguf.config import config_and_keys, family_of
 from onward.checkpoint.gguf.keys import HARMLESS, KNOWN, _never_counts
 from onward.errors import ConfigError, OnwardError
 from onward.models import read_config

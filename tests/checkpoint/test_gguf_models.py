@@ -16,7 +16,7 @@ from onward.checkpoint import GgufCheckpoint
 from onward.checkpoint.gguf.blocks import dequantized
 from onward.errors import CheckpointError, ConfigError, OnwardWarning, RequestError, UnsupportedArchitectureError
 from onward.models import read_config
-from onward.models.rope_config import rotary_schedule
+from onward.models.rope import rotary_schedule
 from onward.ops import QuantizedWeight
 from tiny_checkpoint import refused
 

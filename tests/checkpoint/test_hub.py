@@ -166,7 +166,7 @@ def test_shards_come_from_the_commit_of_their_index(hub, cache, folder, monkeypa
         calls.append(path)
         return path
 
-    monkeypatch.setattr("onward.checkpoint.hub.snapshot_download", publish_a_new_version_in_between)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", publish_a_new_version_in_between)
     assert same_weights(onward.load(REPO), whole)
     assert len(calls) == 2
 

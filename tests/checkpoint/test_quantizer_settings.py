@@ -19,10 +19,9 @@ from quantized_forms import (
 from safetensors.torch import load_file, save_file
 
 import onward
-from onward.checkpoint.formats import auto_round, bitsandbytes, compressed_tensors, fp8, methods_of
-from onward.checkpoint.formats import awq as awq_module
+from onward.checkpoint.formats import bitsandbytes, compressed_tensors, fp8, methods_of
 from onward.checkpoint.formats import gptq as gptq_module
-from onward.checkpoint.formats.bits import unpacked
+from onward.checkpoint.formats.stored import unpacked
 from onward.errors import CheckpointError, ConfigError
 from tiny_checkpoint import change_json, read_json, write_json
 
@@ -290,12 +289,12 @@ def test_unknown_settings_are_named_in_a_warning(tmp_path):
 
 
 READERS = {
-    "GPTQConfig": gptq_module,
-    "AwqConfig": awq_module,
-    "AutoRoundConfig": auto_round,
-    "BitsAndBytesConfig": bitsandbytes,
-    "CompressedTensorsConfig": compressed_tensors,
-    "FineGrainedFP8Config": fp8,
+    "GPTQConfig": gptq_module.FIELDS,
+    "AwqConfig": gptq_module.AWQ_FIELDS,
+    "AutoRoundConfig": gptq_module.AUTO_ROUND_FIELDS,
+    "BitsAndBytesConfig": bitsandbytes.FIELDS,
+    "CompressedTensorsConfig": compressed_tensors.FIELDS,
+    "FineGrainedFP8Config": fp8.FIELDS,
 }
 
 
@@ -306,11 +305,9 @@ def test_every_setting_of_transformers_is_known(name):
 
     from transformers.utils import quantization_config
 
-    from onward.checkpoint.formats.settings import known_fields
-
     parameters = inspect.signature(getattr(quantization_config, name).__init__).parameters.values()
     theirs = {one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD} - {"self"}
-    assert theirs <= known_fields(READERS[name].FIELDS)
+    assert theirs <= READERS[name].known
 
 
 def test_settings_of_the_text_part_are_found(tmp_path):

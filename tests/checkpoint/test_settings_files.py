@@ -210,7 +210,8 @@ def fp8_by_rows(outputs, inputs, seed):
 def test_forms_of_other_versions_are_the_weights_they_mean(tmp_path, settings, form):
     same(*made(tmp_path, (settings, form), WIDE))
     method, (tensors, weight) = methods_of({"quantization_config": settings}).of("module"), form(64, 192, 1)
-    packed = method.as_quantized(tensors.__getitem__, method.parts(set(tensors)), (64, 192), torch.bfloat16)
+    stored = method.decode(tensors.__getitem__, method.parts(set(tensors)), (64, 192))
+    packed = stored.packed(torch.bfloat16)
     assert packed is not None
     assert torch.equal(packed.to(dtype=torch.float32).dequantize(), weight)
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from onward.checkpoint import hub
+from onward.checkpoint import source
 from onward.checkpoint.source import find_adapter, find_folder
 from onward.errors import SourceError
 
@@ -18,8 +18,8 @@ def asked(monkeypatch):
         names.append((repository, revision))
         raise SourceError(f"no folder and no hub repository {repository!r}")
 
-    monkeypatch.setattr(hub, "download", download)
-    monkeypatch.setattr(hub, "download_adapter", download)
+    monkeypatch.setattr(source, "download", download)
+    monkeypatch.setattr(source, "download_adapter", download)
     return names
 
 

@@ -10,7 +10,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import onward
 from onward.checkpoint.convert import convert
-from onward.checkpoint.stacked_experts import stacked_part
+from onward.checkpoint.stored_names import stacked_part
 from onward.errors import CheckpointError, OnwardWarning
 from onward.language_model import quantize_folder
 from onward.models import ExpertLinear, marked_parts

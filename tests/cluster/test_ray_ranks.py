@@ -10,7 +10,7 @@ import pytest
 from streams import STORY, ancestors, check_same, free_port, read, signal_it, undisturbed
 
 import onward
-from onward.distributed import ray as ray_ranks
+from onward.distributed import launchers as ray_ranks
 from onward.errors import RankError, RequestError
 
 pytest.importorskip("ray")

@@ -110,7 +110,7 @@ def test_the_batches_of_a_run_are_made_for_steps_alone():
     `program` knows no runs.)"""
     made = {module for module, node in code() if called(node) == "ForwardBatch"}
     makers = {module for module in made if not module.startswith("program/")}
-    assert makers == {"decoding/batch.py", "distributed/follower.py", "distributed/pipeline.py"}
+    assert makers == {"decoding/batch.py", "distributed/ranks.py", "distributed/pipeline.py"}
 
 
 # ── read from the source ──────────────────────────────────────────────────────────────────────────────────────

@@ -9,8 +9,7 @@ from rank_threads import ASKED, PROMPTS, over_ranks, same
 from safetensors.torch import load_file, save_file
 
 import onward
-from onward.distributed.pipeline import Microbatch, microbatches
-from onward.distributed.stage import MAX_TOKENS, divide_layers
+from onward.distributed.pipeline import MAX_TOKENS, Microbatch, divide_layers, microbatches
 from onward.errors import RequestError
 from onward.language_model.session_fingerprint import fingerprint
 from onward.testing import random_checkpoint
@@ -148,7 +147,7 @@ def test_layers_are_divided_evenly() -> None:
 
 def test_each_rank_reads_its_layers_alone(tmp_path: Path) -> None:
     """Without the other ranks' tensors the checkpoint is enough for a stage."""
-    from onward.distributed.stage import stage_of
+    from onward.distributed.pipeline import stage_of
     from onward.models import read_config
     from onward.models.architecture import parameter_shapes
     from onward.testing import tiny_config

@@ -6,7 +6,7 @@ import pytest
 from doc_pages import ROOT
 
 from onward.checkpoint import peft as peft_folder
-from onward.checkpoint.formats import auto_round, awq, bitsandbytes, compressed_tensors, fp8, gptq, mxfp4, torchao
+from onward.checkpoint.formats import bitsandbytes, compressed_tensors, fp8, gptq, mxfp4, torchao
 from onward.checkpoint.formats.settings import COMMON_FIELDS
 from onward.language_model import generation_config
 from onward.language_model.options import BEAM_OPTIONS
@@ -14,14 +14,14 @@ from onward.models.fields import GENERATION_FIELDS
 
 PAGE = (ROOT / "docs" / "checkpoint-fields.md").read_text(encoding="utf-8")
 METHODS = {
-    "GPTQ": gptq,
-    "AutoRound": auto_round,
-    "AWQ": awq,
-    "compressed-tensors": compressed_tensors,
-    "FP8": fp8,
-    "bitsandbytes": bitsandbytes,
-    "MXFP4": mxfp4,
-    "torchao": torchao,
+    "GPTQ": gptq.FIELDS,
+    "AutoRound": gptq.AUTO_ROUND_FIELDS,
+    "AWQ": gptq.AWQ_FIELDS,
+    "compressed-tensors": compressed_tensors.FIELDS,
+    "FP8": fp8.FIELDS,
+    "bitsandbytes": bitsandbytes.FIELDS,
+    "MXFP4": mxfp4.FIELDS,
+    "torchao": torchao.FIELDS,
 }
 
 
@@ -34,7 +34,7 @@ def listed(heading, label):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_fields_of_each_quantizer_are_listed(method):
-    fields = METHODS[method].FIELDS
+    fields = METHODS[method]
     assert listed(method, "Read") == set(fields.read)
     assert listed(method, "Refused") == set(fields.refused)
     assert listed(method, "No effect") == set(fields.ignored)
@@ -42,9 +42,9 @@ def test_fields_of_each_quantizer_are_listed(method):
 
 def test_other_fields_are_listed():
     assert listed("quantization_config", "No effect") == COMMON_FIELDS
-    assert listed("adapter_config.json", "Read") == peft_folder.READ
-    assert listed("adapter_config.json", "Refused") == set(peft_folder._REFUSED)
-    assert listed("adapter_config.json", "No effect") == peft_folder.IGNORED
+    assert listed("adapter_config.json", "Read") == set(peft_folder.FIELDS.read)
+    assert listed("adapter_config.json", "Refused") == set(peft_folder.FIELDS.refused)
+    assert listed("adapter_config.json", "No effect") == set(peft_folder.FIELDS.ignored)
 
 
 def test_each_generation_field_has_one_effect():

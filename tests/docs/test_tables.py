@@ -15,7 +15,7 @@ from onward.checkpoint.gguf import families as gguf_families
 from onward.checkpoint.gguf.export import WRITTEN
 from onward.cli.main import app
 from onward.models import FAMILIES
-from onward.models.families.catalog import KNOWN_MODELS
+from onward.models.families import KNOWN_MODELS
 from onward.protocols import PROTOCOLS
 from onward.util.option_names import _ELSEWHERE
 

@@ -2,12 +2,8 @@
 
 import pytest
 
-from onward.models.blocks.attention import Attention
-from onward.models.blocks.gated_delta import GatedDelta
-from onward.models.blocks.mamba2 import Mamba2
-from onward.models.blocks.mla import LatentAttention
-from onward.models.blocks.parallel import ParallelMixer
-from onward.models.blocks.short_conv import ShortConvMixer
+from onward.models.blocks.attention import Attention, LatentAttention
+from onward.models.blocks.recurrent import GatedDelta, Mamba2, ParallelMixer, ShortConvMixer
 
 
 @pytest.mark.parametrize("mixer", [Attention, GatedDelta, ShortConvMixer, Mamba2, LatentAttention, ParallelMixer])

@@ -8,7 +8,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers_reference import LLAMA3, YARN
 
-from onward.models.rope_config import rotary_schedule
+from onward.models.rope import rotary_schedule
 
 MAX_POSITION = 128
 # A frequency is the result of a power, which both compute alike, and of up to 8 roundings in orders of their own.

@@ -12,7 +12,7 @@ import onward
 from onward import native
 from onward.errors import CheckpointError, RequestError, UnsupportedArchitectureError
 from onward.models.transformers.forward import _window
-from onward.models.transformers.step import UnsupportedModuleError
+from onward.models.transformers.linears import UnsupportedModuleError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*runs eagerly")
 # Experts, learned positions, windows in some layers and rotations of neighbouring pairs, an attention of its own, and

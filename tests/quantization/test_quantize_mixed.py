@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import onward
 from onward.errors import ConfigError, RequestError
 from onward.language_model import Calibration, quantize, quantize_folder
-from onward.language_model.quantize_mixed import _knapsack, choose_formats
+from onward.language_model.quantize_model import _knapsack, choose_formats
 from onward.models import map_marked, parameter_name
 from onward.quantization.params import ParamsQuantizer
 from onward.testing import random_checkpoint, tiny_model

@@ -14,7 +14,7 @@ from onward import ops
 from onward.checkpoint import CheckpointFolder, read_weights
 from onward.checkpoint import quantized_folder as quantized
 from onward.checkpoint.convert import convert
-from onward.checkpoint.quantized_folder import read_manifest, read_quantized, write_quantized
+from onward.checkpoint.quantized_folder import read_manifest, write_quantized
 from onward.errors import CheckpointError, ConfigError, OnwardError, RequestError
 from onward.language_model import Calibration, quantize, quantize_folder
 from onward.models import Linear, build_model, read_config
@@ -33,7 +33,7 @@ def read(folder, dtype=None):
     config = read_config(checkpoint.config)
     manifest = read_manifest(folder, checkpoint.config)
     assert manifest is not None
-    return config, read_quantized(folder, manifest, config, dtype=dtype, device=torch.device("cpu"))
+    return config, read_weights(folder, config, dtype=dtype, device=torch.device("cpu"), manifest=manifest)
 
 
 def logits(model):

@@ -15,7 +15,7 @@ from dcp_folders import rewrite_metadata, save, stock_checkpoint, write_sharded
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
 import onward
-from onward.checkpoint.dcp_metadata import covers_once
+from onward.checkpoint.dcp import covers_once
 from onward.errors import CheckpointError
 
 

@@ -8,13 +8,6 @@ from onward.checkpoint.source import Checkpoint, find_adapter, find_folder, open
 from onward.checkpoint.weights import read_weights
 
 __all__ = [
-    "Checkpoint",
-    "CheckpointFolder",
-    "GgufCheckpoint",
-    "find_adapter",
-    "find_folder",
-    "open_checkpoint",
-    "page_releaser",
-    "read_adapter",
-    "read_weights",
-]
+    "Checkpoint", "CheckpointFolder", "GgufCheckpoint", "find_adapter", "find_folder", "open_checkpoint",
+    "page_releaser", "read_adapter", "read_weights",
+]  # fmt: skip

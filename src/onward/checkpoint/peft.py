@@ -12,28 +12,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onward.checkpoint.formats.settings import Fields, words
 from onward.checkpoint.shards import open_safetensors, read_object
 from onward.checkpoint.stored_names import WRAPPERS
-from onward.errors import CheckpointError, warn
+from onward.errors import CheckpointError
 from onward.models.adapters import Adapter, Update
 
 CONFIG = "adapter_config.json"
 
-# Fields that change an adapter's computation in unsupported ways, unless they are empty.
-_REFUSED = (
-    *("layer_replication", "target_parameters", "megatron_config", "corda_config", "alora_invocation_tokens"),
-    *("trainable_token_indices", "lora_bias", "use_qalora", "velora_config", "monteclora_config", "use_bdlora"),
-    *("arrow_config", "kasa_config"),
+FIELDS = Fields(
+    read=words("peft_type r lora_alpha use_rslora use_dora rank_pattern alpha_pattern init_lora_weights"),
+    # About training, or the tensors show their content.
+    ignored=words("""
+    target_modules exclude_modules modules_to_save layers_to_transform layers_pattern bias fan_in_fan_out lora_dropout
+    loftq_config eva_config lora_ga_config runtime_config megatron_core qalora_group_size task_type auto_mapping
+    peft_version inference_mode revision base_model_name_or_path ensure_weight_tying
+    """),
+    refused=dict.fromkeys(
+        words("""
+        layer_replication target_parameters megatron_config corda_config alora_invocation_tokens trainable_token_indices
+        lora_bias use_qalora velora_config monteclora_config use_bdlora arrow_config kasa_config
+        """),
+        (),
+    ),
 )
-# Fields that are read, and fields that have no effect: they are about training, or the tensors show their content.
-READ = {"peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "init_lora_weights"}
-IGNORED = {
-    *("target_modules", "exclude_modules", "modules_to_save", "layers_to_transform", "layers_pattern", "bias"),
-    *("fan_in_fan_out", "lora_dropout", "loftq_config", "eva_config", "lora_ga_config", "runtime_config"),
-    *("megatron_core", "qalora_group_size", "task_type", "auto_mapping", "peft_version", "inference_mode", "revision"),
-    *("base_model_name_or_path", "ensure_weight_tying"),
-}
-KNOWN_FIELDS = frozenset({*READ, *IGNORED, *_REFUSED})
 
 # Values of init_lora_weights for which peft initializes A and B from the weights (like PiSSA, arXiv 2404.02948) and
 # subtracts them: the adapter then applies only to the remaining weights.
@@ -70,11 +72,10 @@ def read_peft_config(folder: Path) -> PeftConfig:
     fields = read_object(path, CheckpointError)
     if fields.get("peft_type") != "LORA":
         raise CheckpointError(f"{path}: only peft_type 'LORA' is supported; got {fields.get('peft_type')!r}")
-    for name in _REFUSED:
-        if fields.get(name):
-            raise CheckpointError(f"{path}: {name} is {fields[name]!r}, which Onward does not support: {_MERGE}")
-    if unknown := sorted(name for name, value in fields.items() if value and name not in KNOWN_FIELDS):
-        warn(f"{path} has unknown fields, which are ignored: {', '.join(unknown)}")
+    try:
+        FIELDS.check(fields, str(path))
+    except ValueError as error:
+        raise CheckpointError(f"{path}: {error}: {_MERGE}") from error
     init = fields.get("init_lora_weights")
     if isinstance(init, str) and _WEIGHTS_CHANGED.fullmatch(init):
         raise CheckpointError(

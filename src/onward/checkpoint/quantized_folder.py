@@ -23,7 +23,6 @@ from onward.checkpoint.formats import FIELDS_OF_METHODS
 from onward.checkpoint.safetensors import SafetensorsFolder
 from onward.checkpoint.shards import TEXT_FILES, WEIGHTS
 from onward.errors import CheckpointError, ConfigError, RequestError
-from onward.models.architecture import is_unread
 from onward.ops import NativeWeight, QuantizedWeight
 from onward.ops.linear import stock_weight
 from onward.ops.quantized import ROUNDED_FORMATS, rounded_formats
@@ -99,26 +98,23 @@ def _shape(where: str, entry: Any) -> tuple[int, int]:
     return shape[0], shape[1]
 
 
-def read_quantized(
-    folder: Path, manifest: Manifest, config: models.Architecture, *, dtype: torch.dtype | None, device: torch.device
-) -> Any:
-    """Read a quantized folder, mapped. dtype: of norms, biases and activations; None keeps that of the last norm."""
-    tensors = _QuantizedTensors(folder, manifest, dtype, device)
-    if tensors.dtype is None:
-        tensors.dtype = tensors.take(*config.float_tensor).dtype
-    params = config.read(models.WeightScope(tensors))
-    tensors.check_all_read(config)
-    return params
+class QuantizedTensors(SafetensorsFolder):
+    """Reads the matrices in the manifest as `QuantizedWeight`s of the mapped file, and all other tensors unchanged.
+    dtype: of norms, biases and activations; None: that of `Architecture.float_tensor`."""
 
-
-class _QuantizedTensors(SafetensorsFolder):
-    """Reads the matrices in the manifest as `QuantizedWeight`s, and all other tensors unchanged."""
-
-    def __init__(self, folder: Path, manifest: Manifest, dtype: torch.dtype | None, device: torch.device) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        manifest: Manifest,
+        dtype: torch.dtype | None,
+        device: torch.device,
+        config: models.Architecture,
+    ) -> None:
         super().__init__(folder, dtype, device)
         self._manifest = manifest
         if not (folder / WEIGHTS).is_file():
             raise CheckpointError(f"{folder / WEIGHTS} is missing: it holds all weights; quantize the checkpoint again")
+        self.dtype = dtype or self.take(*config.float_tensor).dtype
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor | QuantizedWeight:
         if name not in self._manifest.shapes:
@@ -146,14 +142,8 @@ class _QuantizedTensors(SafetensorsFolder):
         data = data if data.data_ptr() % ALIGNMENT == 0 else data.clone()
         return QuantizedWeight(data.to(self._device), format, own, self.dtype)
 
-    def check_all_read(self, config: models.Architecture) -> None:
-        """Raise if a tensor was not read: config.json, manifest and weights are then from different models."""
-        others = {*self._manifest.shapes, *self.unread()} - self._consumed
-        if left := sorted(name for name in others if not is_unread(config, name)):
-            raise CheckpointError(
-                f"{self._folder}: the weights hold {len(left)} tensors that config.json does not describe, such as "
-                f"{left[0]!r}: is it the config of this checkpoint?"
-            )
+    def unread(self) -> list[str]:
+        return sorted({*self._manifest.shapes, *super().unread()} - self._consumed)
 
 
 def write_quantized(
@@ -167,8 +157,8 @@ def write_quantized(
     matrices of `params` are stored unchanged. errors: relative RMS errors by `parameter_name`, for the manifest."""
     destination = destination.absolute()
     check_destination(destination)
-    weights = _by_stock_name(config, params, errors or {})
-    formats = {weight.format for weight, _ in weights.values() if isinstance(weight, QuantizedWeight)}
+    weights = weights_by_stock_name(config, params)
+    formats = {weight.format for weight in weights.values() if isinstance(weight, QuantizedWeight)}
     if others := formats - set(ROUNDED_FORMATS):
         raise RequestError(f"a quantized folder holds weights in {rounded_formats()}; got {sorted(others)}")
     if not formats:
@@ -176,34 +166,27 @@ def write_quantized(
     with appears(destination) as partial:
         partial.mkdir()
         copy_small_files(source.path, partial)
-        _write_config(source, weights, formats, partial)
-        tensors = {name: w.data if isinstance(w, QuantizedWeight) else w for name, (w, _) in weights.items()}
+        places, _ = pytree.tree_flatten_with_path(models.named_params(config))
+        by_name = {name: (errors or {}).get(models.parameter_name(path)) for path, name in reversed(places)}
+        write_json(partial / "config.json", _config(source, weights, formats, by_name))
+        tensors = {name: w.data if isinstance(w, QuantizedWeight) else w for name, w in weights.items()}
         write_safetensors(tensors, partial / WEIGHTS)
 
 
-_Named = dict[str, tuple[Tensor | QuantizedWeight, float | None]]
-
-
-def _by_stock_name(config: models.Architecture, params: Any, errors: Mapping[str, float]) -> _Named:
-    """Stock name -> weight and error; a tied weight appears once, under one name."""
-    names, _ = pytree.tree_flatten_with_path(models.named_params(config))
+def weights_by_stock_name(config: models.Architecture, params: Any) -> dict[str, Tensor | QuantizedWeight]:
+    """Stock name -> weight, for stock or quantized params; a tied weight appears once, under one name."""
+    names = pytree.tree_leaves(models.named_params(config))
     params = models.map_marked(lambda path, part: _as_stored(part), params)
     weights = pytree.tree_leaves(params, is_leaf=lambda leaf: isinstance(leaf, QuantizedWeight | NativeWeight))
-    named: _Named = {}
-    for (path, name), weight in zip(names, weights, strict=True):
+    named: dict[str, Tensor | QuantizedWeight] = {}
+    for name, weight in zip(names, weights, strict=True):
         if name is None:
             continue
         if not isinstance(weight, Tensor | QuantizedWeight):
             raise RequestError(f"{name} is packed for this machine only: quantize it, or pass its stock weight")
-        if name in named and named[name][0] is not weight:
+        if named.setdefault(name, weight) is not weight:
             raise RequestError(f"config.json ties {name} to another weight, but they differ in the params")
-        named.setdefault(name, (weight, errors.get(models.parameter_name(path))))
     return named
-
-
-def weights_by_stock_name(config: models.Architecture, params: Any) -> dict[str, Tensor | QuantizedWeight]:
-    """Stock name -> weight, for stock or quantized params; a tied weight appears once."""
-    return {name: weight for name, (weight, _) in _by_stock_name(config, params, {}).items()}
 
 
 def _as_stored(part: Any) -> Any:
@@ -224,19 +207,26 @@ def copy_small_files(source: Path, destination: Path) -> None:
             shutil.copyfile(source / name, destination / name)
 
 
-def _write_config(source: CheckpointFolder, weights: _Named, formats: Set[str], destination: Path) -> None:
+def _config(
+    source: CheckpointFolder,
+    weights: Mapping[str, Tensor | QuantizedWeight],
+    formats: Set[str],
+    errors: Mapping[str, float | None],
+) -> dict[str, Any]:
     tensors: dict[str, Any] = {}
     is_mixed = len(formats) > 1
-    for name, (weight, error) in weights.items():
+    for name, weight in weights.items():
         if isinstance(weight, QuantizedWeight):
             tensors[name] = {"shape": list(weight.shape)}
             tensors[name] |= {"format": weight.format} if is_mixed else {}
-            tensors[name] |= {} if error is None else {"relative_rms_error": float(f"{error:.4g}")}
+            tensors[name] |= {} if (error := errors[name]) is None else {"relative_rms_error": float(f"{error:.4g}")}
     version = {"version": MIXED_VERSION} if is_mixed else {"version": VERSION, "format": next(iter(formats))}
     group = {"group": GROUP} if formats != {"int8"} else {}
-    config = without_quantization(source.config)
-    text = json.dumps(config | {MANIFEST: version | group | {"tensors": tensors}}, indent=2)
-    (destination / "config.json").write_text(text + "\n", encoding="utf-8")
+    return without_quantization(source.config) | {MANIFEST: version | group | {"tensors": tensors}}
+
+
+def write_json(file: Path, content: Mapping[str, Any]) -> None:
+    file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:

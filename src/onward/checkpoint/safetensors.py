@@ -1,6 +1,6 @@
 """The tensors of a safetensors folder by stock name, memory-mapped."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +9,18 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from onward.checkpoint import shards
-from onward.checkpoint.formats import QuantizationMethod, methods_of, mxfp4, with_settings_file
-from onward.checkpoint.stacked_experts import StackedPart, stacked_part
-from onward.checkpoint.stored_names import has_stock_names, is_cache_scale, names_of, stock_names, tied_twin
+from onward.checkpoint.formats import methods_of, mxfp4, with_settings_file
+from onward.checkpoint.formats.settings import QuantizationMethod
+from onward.checkpoint.formats.stored import StoredWeight
+from onward.checkpoint.stored_names import (
+    StackedPart,
+    has_stock_names,
+    is_cache_scale,
+    names_of,
+    stacked_part,
+    stock_names,
+    tied_twin,
+)
 from onward.errors import CheckpointError, ConfigError, one_line
 from onward.models import Architecture
 from onward.ops import QuantizedWeight
@@ -26,7 +35,8 @@ class SafetensorsFolder:
 
     dtype: to convert to; None: that of the first tensor read, or with `own_dtypes` each tensor's own. keeps_bits:
     return quantized matrices that the kernels support as `QuantizedWeight`. config: its names are used for the tensors
-    (`onward.checkpoint.stored_names`). in_floats: modules whose quantized weights were dequantized."""
+    (`onward.checkpoint.stored_names`). in_floats: modules whose quantized weights were dequantized. methods: of
+    another library's quantization, if config.json describes it."""
 
     def __init__(
         self,
@@ -48,15 +58,15 @@ class SafetensorsFolder:
         self._where = {name: located[stored] for name, stored in self._stored.items()}
         self._consumed: set[str] = set()
         self._consumed_parts: dict[str, set[str]] = {}  # tensor of all experts -> weights read from it
-        self._methods = methods_of(with_settings_file(folder, _config_of(folder)))
-        self._below = _by_module(self._where) if self._methods is not None else {}
+        self.methods = methods_of(with_settings_file(folder, _config_of(folder)))
+        self._below = _by_module(self._where) if self.methods is not None else {}
         self._quantized: set[str] = set()  # quantized modules that were read
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor | QuantizedWeight:
         """Read the tensor `name` of `shape`, in `dtype` or else the model's, on the model's device."""
         module, _, kind = name.rpartition(".")
-        if self._methods is not None and kind == "weight":
-            method = self._methods.of(self._stored_module(module))
+        if self.methods is not None and kind == "weight":
+            method = self.methods.of(self._stored_module(module))
             if parts := method.parts(self._below.get(module, set())):
                 return self._quantized_weight(method, module, parts, shape)
         if name not in self._where:
@@ -87,17 +97,13 @@ class SafetensorsFolder:
     def unread(self) -> list[str]:
         """Names that were not read, without tensors that have no effect (`onward.checkpoint.stored_names`)."""
         names = sorted(set(self._where) - self._consumed)
-        if self._methods is None:
+        if self.methods is None:
             return names
         return [name for name in names if not (is_cache_scale(name) or self._is_zero_bias(name))]
 
     def named(self) -> dict[str, Tensor]:
         """Every stored tensor, mapped, by its name in the files."""
         return {stored: self._read(name) for name, stored in self._stored.items()}
-
-    def is_quantized(self) -> bool:
-        """Whether config.json describes weights that another library quantized."""
-        return self._methods is not None
 
     def _dtype_of(self, tensor: Tensor) -> torch.dtype:
         """The dtype for a weight without one of its own."""
@@ -124,18 +130,14 @@ class SafetensorsFolder:
         return f"; the tensors have other names ({stored}, …): give a name map (name_map=, docs/training.md)"
 
     def _quantized_weight(
-        self, method: QuantizationMethod, module: str, parts: set[str], shape: tuple[int, ...]
+        self, method: QuantizationMethod, module: str, parts: Set[str], shape: tuple[int, ...]
     ) -> Tensor | QuantizedWeight:
-        """The weight of a module that another library quantized: packed if possible, or else dequantized."""
+        """The weight of a module that another library quantized."""
         if len(shape) != 2:
             raise CheckpointError(f"{self._folder}: {module} is quantized, but config.json expects {list(shape)}")
-        own, read = (shape[0], shape[1]), lambda part: self._read(f"{module}.{part}")
-        packed = None
         try:
-            if self._packs():
-                assert self.dtype is not None
-                packed = method.as_quantized(read, parts, own, self.dtype)
-            weight = method.weight(read, parts, own) if packed is None else None
+            stored = method.decode(lambda part: self._read(f"{module}.{part}"), parts, (shape[0], shape[1]))
+            weight = self._weight(f"{module}.weight", stored)
         except (ValueError, KeyError, StopIteration, IndexError, RuntimeError) as error:
             raise CheckpointError(
                 f"{self._folder}: the quantized weight of {module} ({list(shape)} by config.json) cannot be read: "
@@ -143,31 +145,32 @@ class SafetensorsFolder:
             ) from error
         self._consumed |= {f"{module}.{part}" for part in parts}
         self._quantized.add(module)
-        if packed is not None:
-            return self._with_shared_order(packed)
-        assert weight is not None
-        self.in_floats.append(module)
-        return shards.placed(self._folder, f"{module}.weight", weight.contiguous(), self.dtype, self._device)
+        return weight
 
-    def _packs(self) -> bool:
-        """float32 requires exact products, and only the CPU has kernels for packed weights."""
-        return self._keeps_bits and self.dtype not in (None, torch.float32) and self._device.type == "cpu"
-
-    def _with_shared_order(self, weight: QuantizedWeight) -> QuantizedWeight:
-        """Weights of the same inputs are read in sequence and often share an order: they then share one tensor."""
-        if weight.order is None:
-            return weight
-        if self._order is None or not torch.equal(self._order, weight.order):
-            self._order = weight.order
-        return weight.in_order(self._order)
+    def _weight(self, name: str, stored: StoredWeight) -> Tensor | QuantizedWeight:
+        """A quantized weight: packed if possible, or else dequantized."""
+        # float32 requires exact products, and only the CPU has kernels for packed weights.
+        if self._keeps_bits and self.dtype not in (None, torch.float32) and self._device.type == "cpu":
+            assert self.dtype is not None
+            if (packed := stored.packed(self.dtype)) is not None:
+                if packed.order is None:
+                    return packed
+                # Weights of the same inputs are read in sequence and often share an order: they then share one tensor.
+                if self._order is None or not torch.equal(self._order, packed.order):
+                    self._order = packed.order
+                return packed.in_order(self._order)
+        self.in_floats.append(name.removesuffix(".weight"))
+        return shards.placed(self._folder, name, stored.values().contiguous(), self.dtype, self._device)
 
     def _from_stack(self, name: str, part: StackedPart, shape: tuple[int, ...]) -> Tensor | QuantizedWeight:
         stored, first = [self._read(tensor) for tensor in part.tensors], part.tensors[0]
+        weight: Tensor | QuantizedWeight
         file = self._folder / self._where[first]
         try:
             own = [part.of(values) for values in stored]
             if len(own) == 2:
-                weight = self._from_mxfp4(name, own[0], own[1], (shape[0], shape[1]))
+                read = dict(zip(("blocks", "scales"), own, strict=True)).__getitem__
+                weight = self._weight(name, mxfp4.decode(read, set(), (shape[0], shape[1])))
             elif tuple(own[0].shape) != shape:
                 raise ValueError(f"its part has shape {list(own[0].shape)}")
             else:
@@ -184,15 +187,6 @@ class SafetensorsFolder:
             if len(names) == part.count(values):
                 self._consumed.add(tensor)
         return weight
-
-    def _from_mxfp4(
-        self, name: str, blocks: Tensor, scales: Tensor, shape: tuple[int, int]
-    ) -> Tensor | QuantizedWeight:
-        if self._packs():
-            assert self.dtype is not None
-            return mxfp4.packed(blocks, scales, shape, self.dtype)
-        self.in_floats.append(name.removesuffix(".weight"))
-        return shards.placed(self._folder, name, mxfp4.dequantized(blocks, scales, shape), self.dtype, self._device)
 
     def _read(self, name: str) -> Tensor:
         if name not in self._where:

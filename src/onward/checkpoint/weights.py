@@ -1,21 +1,25 @@
-"""Read a model's weights from a folder: memory-mapped safetensors, or a torch.distributed.checkpoint."""
+"""Read a model's weights from a folder of memory-mapped safetensors or of torch.distributed.checkpoint: into params, or
+into their transformers module."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from onward.checkpoint.checkpoint import CheckpointFolder
 from onward.checkpoint.dcp import DcpFolder, NameMapSource, is_distributed
-from onward.checkpoint.mapped_tensors import MappedTensors, mapped_safetensors
-from onward.checkpoint.name_map import NameMap
+from onward.checkpoint.formats import methods_of
+from onward.checkpoint.name_map import MappedTensors, NameMap
+from onward.checkpoint.quantized_folder import Manifest, QuantizedTensors
 from onward.checkpoint.safetensors import SafetensorsFolder
 from onward.checkpoint.stored_names import is_buffer
-from onward.errors import CheckpointError
+from onward.errors import CheckpointError, ConfigError, RequestError, UnsupportedArchitectureError, one_line
 from onward.models import Architecture, WeightScope
 from onward.models.architecture import is_unread
+from onward.models.transformers import library
 from onward.ops import QuantizedWeight
 
 
@@ -25,6 +29,7 @@ def read_weights(
     *,
     dtype: torch.dtype | None,
     device: torch.device,
+    manifest: Manifest | None = None,
     name_map: NameMapSource = None,
     each_layer: Callable[[Any], Any] = lambda layer: layer,
     keeps_bits: bool = False,
@@ -35,6 +40,7 @@ def read_weights(
 
     Args:
         dtype: to convert to; None uses the dtype of the first tensor read for all tensors.
+        manifest: of a folder that Onward quantized, whose matrices stay in the mapped file.
         name_map: from the names in the files to Hugging Face's (`onward.checkpoint.name_map`).
         each_layer: converts each layer (packs it, say) as soon as it is read.
         keeps_bits: return quantized matrices that the kernels support as `QuantizedWeight`.
@@ -46,10 +52,16 @@ def read_weights(
         RequestError: there is a name map, and the weights are quantized.
     """
     tensors: SafetensorsFolder | MappedTensors
-    if is_distributed(folder):
+    if manifest is not None:
+        tensors = QuantizedTensors(folder, manifest, dtype, device, config)
+    elif is_distributed(folder):
         tensors = DcpFolder(folder, config, dtype, device, name_map)
     elif name_map is not None:
-        tensors = mapped_safetensors(folder, config, dtype, device, NameMap.of(name_map, folder))
+        files = SafetensorsFolder(folder, dtype, device)
+        if files.methods is not None:
+            quantized = f"config.json of {folder} describes quantized ones"
+            raise RequestError(f"a name map requires float weights, but {quantized}")
+        tensors = MappedTensors(folder, config, dtype, device, files.named(), NameMap.of(name_map, folder))
     else:
         tensors = SafetensorsFolder(folder, dtype, device, keeps_bits=keeps_bits, own_dtypes=own_dtypes, config=config)
     params = config.read(WeightScope(tensors), each_layer)
@@ -66,10 +78,8 @@ def _check_all_read(
     left = [name for name in tensors.unread() if not (is_buffer(name) or is_unread(config, name))]
     if left == ["lm_head.weight"]:
         embedding = params.embed_tokens.weight
-        embedding = embedding.dequantize() if isinstance(embedding, QuantizedWeight) else embedding
-        assert isinstance(embedding, Tensor), "stock weights are tensors"
         head = tensors.take("lm_head.weight", tuple(embedding.shape))
-        assert isinstance(head, Tensor)
+        head, embedding = (x.dequantize() if isinstance(x, QuantizedWeight) else x for x in (head, embedding))
         if not torch.equal(head, embedding):
             raise CheckpointError(
                 f"{folder}: config.json ties the head to the embedding, but lm_head.weight differs from it: "
@@ -86,3 +96,62 @@ def _check_all_read(
             f"{folder}: the weights hold {len(left)} tensors that config.json does not describe, such as "
             f"{left[0]!r}{advice}"
         )
+
+
+# Entries of transformers' loading report, and the errors for them.
+_REPORTS = (
+    ("missing_keys", "the weights lack {count} tensors of the model"),
+    ("unexpected_keys", "the weights hold {count} tensors that the model does not use"),
+    ("mismatched_keys", "the shapes of {count} tensors do not match config.json"),
+)
+
+
+def is_known(config: Mapping[str, Any]) -> bool:
+    """Whether the installed transformers has the causal language model of this config.json."""
+    names = library("models.auto.modeling_auto").MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    name = names.get(config.get("model_type"))
+    return name is not None and (config.get("architectures") or [name]) == [name]
+
+
+def read_module(folder: CheckpointFolder, dtype: torch.dtype | None, device: torch.device) -> Any:
+    """The transformers model of config.json with the folder's weights. transformers renames the tensors itself, and
+    copies those that its layout merges (experts). dtype: None keeps the checkpoint's."""
+    transformers = library()
+    if not is_known(folder.config):
+        raise UnsupportedArchitectureError(
+            f"transformers {transformers.__version__} has no causal language model for architectures "
+            f"{folder.config.get('architectures')} and model_type {folder.config.get('model_type')!r} in config.json"
+        )
+    if methods_of(folder.config) is not None:
+        raise ConfigError(f"{folder.path}: quantized weights cannot be read for models that run through transformers")
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder.path, local_files_only=True, trust_remote_code=False)
+    except Exception as error:
+        raise ConfigError(f"{folder.path}: transformers cannot read config.json: {one_line(error)}") from error
+    classes = library("models.auto.modeling_auto").MODEL_FOR_CAUSAL_LM_MAPPING
+    tensors = SafetensorsFolder(folder.path, dtype, device).all()
+    if dtype is None:
+        dtype = next((tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()), torch.float32)
+    with _quiet():
+        module, report = classes[type(config)].from_pretrained(
+            None, config=config, state_dict=tensors, dtype=dtype, output_loading_info=True
+        )
+    for kind, message in _REPORTS:
+        if names := sorted(map(str, report[kind])):
+            raise CheckpointError(f"{folder.path}: {message.format(count=len(names))}, such as {names[0]}")
+    return module.to(device)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence transformers' progress bars and reports: errors are raised here instead."""
+    logging = library("utils.logging")
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity(logging.CRITICAL)
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()

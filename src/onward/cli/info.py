@@ -183,7 +183,7 @@ class CheckpointSummary:
         import torch
 
         from onward.checkpoint import GgufCheckpoint, open_checkpoint, read_weights
-        from onward.checkpoint.quantized_folder import read_manifest, read_quantized
+        from onward.checkpoint.quantized_folder import read_manifest
         from onward.models import build_model
 
         self._folder = folder = open_checkpoint(path)
@@ -199,18 +199,14 @@ class CheckpointSummary:
             manifest = read_manifest(path, folder.config)
             self._format = None if manifest is None else manifest.format
             files = [file for kind in ("safetensors", "distcp") for file in path.glob(f"*.{kind}")]
-            params = (
-                read_weights(path, self._config, dtype=None, device=cpu, keeps_bits=True)
-                if manifest is None
-                else read_quantized(path, manifest, self._config, dtype=None, device=cpu)
-            )
+            params = read_weights(path, self._config, dtype=None, device=cpu, manifest=manifest, keeps_bits=True)
         self._disk_bytes = sum(file.stat().st_size for file in files)
         self._dtype = params.embed_tokens.weight.dtype
         self._model = build_model(self._config, params)
 
     def _read_config(self) -> "Architecture":
         from onward.checkpoint import CheckpointFolder
-        from onward.checkpoint.module import is_known
+        from onward.checkpoint.weights import is_known
         from onward.models import read_config
 
         try:

@@ -15,9 +15,8 @@ from torch import Tensor
 from onward.cache import KVCache, KVPool, LayerShape
 from onward.cache.kinds import lazy_zeros
 from onward.cache.slot import Slot
-from onward.distributed.launchers import HeartbeatMonitor
+from onward.distributed.launchers import HeartbeatMonitor, RankHandles
 from onward.distributed.links import Kind, Links
-from onward.distributed.ray import RankHandles
 from onward.errors import RankError
 from onward.ops.heads import BLOCK
 

@@ -6,8 +6,7 @@ from onward.language_model.generation_config import generation_defaults, within_
 from onward.language_model.language_model import LanguageModel, Messages
 from onward.language_model.options import ChatOptionsDict, Draft, GenerateOptions, split_chat_options
 from onward.language_model.options_dict import GenerateOptionsDict
-from onward.language_model.quantize_mixed import Calibration, calibration_ids
-from onward.language_model.quantize_model import quantize, quantize_folder
+from onward.language_model.quantize_model import Calibration, calibration_ids, quantize, quantize_folder
 from onward.language_model.request import Ids, Prompt, Request, RequestReader, SpeculatorCache
 from onward.language_model.runner import Runner, drained
 from onward.language_model.scoring import Score, score_continuations, score_texts

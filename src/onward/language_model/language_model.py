@@ -128,7 +128,7 @@ class LanguageModel:
             SourceError: no such folder or repository. CheckpointError: it is damaged, or for another model.
             RequestError: the name is taken; it changes shared weights (norms, experts); the model has no family.
         """
-        folder = find_adapter(source if isinstance(source, str) else Path(source))
+        folder = find_adapter(source)
         return self.adapters.load(name, read_adapter(folder), folder)
 
     def drop_adapter(self, name: str) -> None:

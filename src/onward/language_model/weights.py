@@ -10,7 +10,7 @@ import torch
 from onward.checkpoint import Checkpoint, GgufCheckpoint, page_releaser, read_weights
 from onward.checkpoint.dcp import NameMapSource, is_distributed
 from onward.checkpoint.formats import methods_of
-from onward.checkpoint.quantized_folder import Manifest, read_manifest, read_quantized
+from onward.checkpoint.quantized_folder import read_manifest
 from onward.errors import RequestError, warn
 from onward.models import Architecture, pack_layer, pack_params, stack_params
 from onward.models.adapters import Adapter, merged_params
@@ -66,29 +66,20 @@ class WeightsReader:
 
     def read(self) -> Any:
         """The params: quantized if the checkpoint or the caller says so, else packed for the kernels on a CPU."""
-        if isinstance(self.checkpoint, GgufCheckpoint):
-            return self._read_gguf(self.checkpoint)
-        manifest = read_manifest(self.checkpoint.path, self.checkpoint.config)
-        return self._read_stock() if manifest is None else self._read_quantized(manifest)
-
-    def _read_gguf(self, checkpoint: GgufCheckpoint) -> Any:
-        """Each layer is packed, and its pages are released, before the next is read."""
-        self._reject_name_map("GGUF")
-        if blocks := [name for name in checkpoint.types if name not in ("F32", "F16", "BF16")]:
-            self._reject_format(blocks[0])
-        release = checkpoint.page_releaser()
-        params = checkpoint.read_weights(
-            self.architecture, dtype=self.dtype, device=self.device, each_layer=self._layer_by_layer(release)
-        )
-        return self._finished(params, self.format, release)
-
-    def _read_quantized(self, manifest: Manifest) -> Any:
-        """Quantized matrices stay in the mapped file; unquantized ones are packed."""
-        self._reject_name_map("quantized")
-        if self.format != manifest.format:
-            self._reject_format(manifest.format)
-        params = read_quantized(self.checkpoint.path, manifest, self.architecture, dtype=self.dtype, device=self.device)
-        return self._finished(params, None, lambda: None)
+        checkpoint, path = self.checkpoint, self.checkpoint.path
+        common: dict[str, Any] = {"dtype": self.dtype, "device": self.device}
+        if isinstance(checkpoint, GgufCheckpoint):
+            self._reject("GGUF", next((name for name in checkpoint.types if name not in ("F32", "F16", "BF16")), None))
+            # Each layer is packed, and its pages are released, before the next is read.
+            release = checkpoint.page_releaser()
+            each_layer = self._layer_by_layer(release)
+            return self._finished(
+                checkpoint.read_weights(self.architecture, each_layer=each_layer, **common), self.format, release
+            )
+        if (manifest := read_manifest(path, checkpoint.config)) is None:
+            return self._read_stock()
+        self._reject("quantized", None if self.format == manifest.format else manifest.format)
+        return self._finished(read_weights(path, self.architecture, manifest=manifest, **common), None, lambda: None)
 
     def _read_stock(self) -> Any:
         path, config = self.checkpoint.path, self.checkpoint.config
@@ -163,15 +154,13 @@ class WeightsReader:
 
         return after_matrix
 
-    def _reject_name_map(self, kind: str) -> None:
+    def _reject(self, kind: str, own_format: str | None) -> None:
+        """Raise `RequestError` for options that another kind of checkpoint does not have."""
+        path = self.checkpoint.path
         if self.name_map is not None:
             raise RequestError(
-                f"a name map is for a folder of safetensors or of torch.distributed.checkpoint in floats, but "
-                f"{self.checkpoint.path} is {kind}"
+                f"a name map is for a folder of safetensors or of torch.distributed.checkpoint in floats, but {path} "
+                f"is {kind}"
             )
-
-    def _reject_format(self, own: str) -> None:
-        if self.format is not None:
-            raise RequestError(
-                f"{self.checkpoint.path} is already quantized ({own}): load it without quantize={self.format!r}"
-            )
+        if self.format is not None and own_format is not None:
+            raise RequestError(f"{path} is already quantized ({own_format}): load it without quantize={self.format!r}")

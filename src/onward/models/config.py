@@ -9,8 +9,7 @@ from onward.models.blocks import Attention, Decoder, DecoderLayer, DecoderNames,
 from onward.models.blocks.feed_forward import Activation
 from onward.models.blocks.layer import Mixer, TokenBlock
 from onward.models.fields import Config, FieldOverlay, TrackedFields, flag, json_object, positive_int, positive_number
-from onward.models.rope import RotarySchedule
-from onward.models.rope_config import rotary_schedule
+from onward.models.rope import RotarySchedule, rotary_schedule
 
 # Far more than any model has, but a tuple of this size still fits in memory.
 MAX_LAYERS = 10_000

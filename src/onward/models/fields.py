@@ -1,7 +1,7 @@
 """Typed fields of a config.json; a value of another type raises an error that names the field."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from typing import Any
 
@@ -58,29 +58,20 @@ def positive_int(
     fields: Config, name: str, default: Any = REQUIRED, *, where: str = "config.json", most: int = LARGEST
 ) -> int:
     """A whole number from 1 to `most`, required without a default. null counts as absent."""
-    value = _value_or_default(fields, name, default, where)
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= most:
-        raise ConfigError(f"{where}: {name!r} must be a whole number from 1 to {most}; got {value!r}")
-    return value
+    kind = f"a whole number from 1 to {most}"
+    return int(_checked(fields, name, default, where, int, lambda value: 0 < value <= most, kind))
 
 
 def positive_number(fields: Config, name: str, default: Any = REQUIRED, *, where: str = "config.json") -> float:
     """A positive number within the range of float32, required without a default. null counts as absent."""
-    value = _value_or_default(fields, name, default, where)
-    if not isinstance(value, int | float) or isinstance(value, bool) or not _FLOAT.tiny <= value <= _FLOAT.max:
-        raise ConfigError(
-            f"{where}: {name!r} must be a positive number within the range of float32 ({_FLOAT.tiny:.3g} to "
-            f"{_FLOAT.max:.3g}); got {value!r}"
-        )
-    return float(value)
+    kind = f"a positive number within the range of float32 ({_FLOAT.tiny:.3g} to {_FLOAT.max:.3g})"
+    return float(_checked(fields, name, default, where, int | float, lambda x: _FLOAT.tiny <= x <= _FLOAT.max, kind))
 
 
 def number(fields: Config, name: str, default: Any = REQUIRED, *, where: str = "config.json") -> float:
     """A number within the range of float32, required without a default. null counts as absent."""
-    value = _value_or_default(fields, name, default, where)
-    if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) <= _FLOAT.max:
-        raise ConfigError(f"{where}: {name!r} must be a number within the range of float32; got {value!r}")
-    return float(value)
+    kind = "a number within the range of float32"
+    return float(_checked(fields, name, default, where, int | float, lambda value: abs(value) <= _FLOAT.max, kind))
 
 
 def number_or_infinity(value: Any, name: str) -> float:
@@ -116,13 +107,17 @@ def softcap(fields: Config, name: str, default: float | None = None) -> float | 
     return default
 
 
-def _value_or_default(fields: Config, name: str, default: Any, where: str) -> Any:
+def _checked(
+    fields: Config, name: str, default: Any, where: str, types: Any, fits: Callable[[Any], bool], kind: str
+) -> Any:
     value = fields.get(name)
-    if value is not None:
-        return value
-    if default is REQUIRED:
-        raise ConfigError(f"{where}: {name!r} is missing")
-    return default
+    if value is None:
+        if default is REQUIRED:
+            raise ConfigError(f"{where}: {name!r} is missing")
+        value = default
+    if not isinstance(value, types) or isinstance(value, bool) or not fits(value):
+        raise ConfigError(f"{where}: {name!r} must be {kind}; got {value!r}")
+    return value
 
 
 # Fields without effect on the model: training, files, defaults of other libraries, token ids, generation settings, and
@@ -168,7 +163,7 @@ class FieldOverlay(Mapping[str, Any]):
 
 
 class TrackedFields(Mapping[str, Any]):
-    """A config.json that records which of its fields are read."""
+    """A mapping, such as a config.json, that records which of its fields are read. `in` reads nothing."""
 
     def __init__(self, fields: Mapping[str, Any]) -> None:
         self._fields = fields
@@ -178,17 +173,24 @@ class TrackedFields(Mapping[str, Any]):
         self._read.add(name)
         return self._fields[name]
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._fields
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._fields)
 
     def __len__(self) -> int:
         return len(self._fields)
 
+    @property
+    def unread(self) -> dict[str, Any]:
+        return {name: value for name, value in self._fields.items() if name not in self._read}
+
     def check_unread(self, architecture: str) -> None:
         """Raise `ConfigError` for an unread field that may change the result. null, false, 0 and empty values change
         nothing; names with a leading underscore are metadata."""
-        for name, value in self._fields.items():
-            if value and name not in self._read and name not in _NO_EFFECT and not name.startswith("_"):
+        for name, value in self.unread.items():
+            if value and name not in _NO_EFFECT and not name.startswith("_"):
                 raise ConfigError(
                     f"config.json: {name!r} is {value!r}, and Onward does not know what it means for {architecture}: "
                     "remove it if the model computes the same without it"

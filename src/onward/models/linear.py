@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 from onward import ops
 from onward.ops.expert_weights import NativeExperts, pack_experts, stack_experts
+from onward.ops.linear import stock_weight
 
 
 class LatentWeight(NamedTuple):
@@ -203,7 +204,11 @@ def pack_params(params: Any, release: Callable[[], None] = lambda: None) -> Any:
 def pack_layer(layer: Any) -> Any:
     """The layer with every matrix packed."""
     mixed = _mixed_experts(layer)
-    return map_marked(lambda path, part: _packed(_in_floats(part) if path[:-1] in mixed else part), layer)
+
+    def convert(path: tuple[Any, ...], part: Any) -> Any:
+        return _packed(part._replace(weight=tuple(map(float_weight, part.matrices))) if path[:-1] in mixed else part)
+
+    return map_marked(convert, layer)
 
 
 def _mixed_experts(layer: Any) -> set[tuple[Any, ...]]:
@@ -226,9 +231,9 @@ def _format(weight: ops.Weight) -> str | None:
     return weight.format if weight.order is None else "ordered"
 
 
-def _in_floats(part: ExpertLinear) -> ExpertLinear:
-    weights = (weight.dequantize() if isinstance(weight, ops.QuantizedWeight) else weight for weight in part.matrices)
-    return part._replace(weight=tuple(weights))
+def float_weight(weight: ops.Weight) -> Tensor:
+    """[N, K]: a stock weight, or the values of a packed or quantized one."""
+    return weight.dequantize() if isinstance(weight, ops.QuantizedWeight) else stock_weight(weight)
 
 
 def stack_params(params: Any) -> Any:

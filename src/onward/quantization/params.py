@@ -9,8 +9,8 @@ from torch.utils import _pytree as pytree
 
 from onward.errors import RequestError
 from onward.models import ExpertLinear, LatentLinear, Router, ShortConv, map_marked, marked_parts, parameter_name
+from onward.models.linear import float_weight
 from onward.ops import QuantizedExperts, QuantizedWeight, Weight
-from onward.ops.linear import stock_weight
 from onward.ops.quantized import ROUNDED_FORMATS
 from onward.quantization.gptq import quantize_with_feedback
 from onward.quantization.rounding import check_format, quantize_and_measure
@@ -133,7 +133,7 @@ class ParamsQuantizer:
         self, name: str, weight: Weight, choice: FormatChoice, hessian: Tensor | None = None
     ) -> QuantizedWeight:
         output_error = None
-        floats = weight.dequantize() if isinstance(weight, QuantizedWeight) else stock_weight(weight)
+        floats = float_weight(weight)
         try:
             if hessian is None:
                 quantized, error = quantize_and_measure(floats, choice.format)

@@ -8,15 +8,14 @@ rows are in order.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from onward.checkpoint.formats import repack
-from onward.checkpoint.formats.settings import Fields, Read, Shape, words
-from onward.ops import QuantizedWeight
+from onward.checkpoint.formats.settings import Fields, QuantizationMethod, Read, words
+from onward.checkpoint.formats.stored import Integers, Shape, StoredWeight, Table
 
 _IGNORED = """
 load_in_8bit load_in_4bit bnb_4bit_compute_dtype bnb_4bit_quant_storage bnb_4bit_quant_type bnb_4bit_use_double_quant
@@ -35,39 +34,27 @@ _TENSORS = {
 }
 
 
-class BitsAndBytes:
-    def parts(self, names: set[str]) -> set[str]:
-        return names & _TENSORS if names & {"SCB", "weight.absmax"} else set()
-
-    def weight(self, read: Read, names: set[str], shape: Shape) -> Tensor:
-        if "SCB" in names:
-            codes, scale = _rows(read, names, shape)
-            return codes.float() * scale.unsqueeze(1)
-        codes, values, absmax, block = _blocks(read, names, shape)
-        return (values[codes.long()] * absmax.repeat_interleave(block)[: codes.numel()]).view(shape)
-
-    def as_quantized(self, read: Read, names: set[str], shape: Shape, dtype: torch.dtype) -> QuantizedWeight | None:
-        if "SCB" in names:
-            codes, scale = _rows(read, names, shape)
-            return repack.integers(codes.to(torch.int16) + 128, scale.unsqueeze(1), 128, shape[1], dtype)
-        codes, values, absmax, block = _blocks(read, names, shape)
-        if shape[1] % block:
-            return None  # blocks span rows
-        return repack.nf4(codes.view(shape), values, absmax.view(shape[0], -1), block, dtype)
+def read_method(settings: Mapping[str, Any]) -> QuantizationMethod:
+    FIELDS.check(settings)
+    return QuantizationMethod(_TENSORS, {"SCB", "weight.absmax"}, _decode)
 
 
-def _rows(read: Read, names: set[str], shape: Shape) -> tuple[Tensor, Tensor]:
-    """8 bits: codes int8 [N, K] and float32 scales [N]."""
+def _decode(read: Read, names: Set[str], shape: Shape) -> StoredWeight:
+    return (_rows if "SCB" in names else _blocks)(read, names, shape)
+
+
+def _rows(read: Read, names: Set[str], shape: Shape) -> Integers:
+    """8 bits."""
     if "weight_format" in names and bool(read("weight_format").any()):
         raise ValueError("weight_format is a GPU tile layout, and only row order is supported: save the model again")
     codes, scale = read("weight"), read("SCB").float()
     if codes.dtype != torch.int8 or tuple(codes.shape) != shape or scale.shape != shape[:1]:
         raise ValueError(f"weight is {codes.dtype} {list(codes.shape)} with {list(scale.shape)} scales")
-    return codes, scale / 127
+    return Integers(codes.to(torch.int16) + 128, (scale / 127).unsqueeze(1), 128, shape[1])
 
 
-def _blocks(read: Read, names: set[str], shape: Shape) -> tuple[Tensor, Tensor, Tensor, int]:
-    """4 bits: codes uint8 [N * K], the 16 values, the float32 absmax of each run, and the length of a run."""
+def _blocks(read: Read, names: Set[str], shape: Shape) -> Table:
+    """4 bits."""
     codes = read("weight")
     count = shape[0] * shape[1]
     if codes.dtype not in _STORAGES or codes.nbytes * 2 != count:
@@ -79,10 +66,11 @@ def _blocks(read: Read, names: set[str], shape: Shape) -> tuple[Tensor, Tensor, 
     block, absmax = int(state["blocksize"]), _absmax(read, names, state)
     if len(absmax) != -(-count // block):
         raise ValueError(f"{count} weights in runs of {block} do not match {len(absmax)} absmax")
-    return torch.stack((codes >> 4, codes & 15), dim=-1).flatten(), _table(read, "weight.quant_map", 16), absmax, block
+    codes = torch.stack((codes >> 4, codes & 15), dim=-1).view(shape)
+    return Table(codes, _table(read, "weight.quant_map", 16), absmax, block)
 
 
-def _absmax(read: Read, names: set[str], state: Mapping[str, Any]) -> Tensor:
+def _absmax(read: Read, names: Set[str], state: Mapping[str, Any]) -> Tensor:
     absmax = read("weight.absmax")
     if "weight.nested_absmax" not in names:
         return absmax.float()
@@ -96,8 +84,3 @@ def _table(read: Read, name: str, count: int) -> Tensor:
     if table.shape != (count,):
         raise ValueError(f"{name} must hold {count} values; got {list(table.shape)}")
     return table
-
-
-def read_method(settings: Mapping[str, Any]) -> BitsAndBytes:
-    FIELDS.check(settings)
-    return BitsAndBytes()

@@ -10,17 +10,25 @@ Tensors of a module:
     mxfp4            weight_packed uint8 [N, K / 2]; weight_scale uint8 [N, K / 32], exponents of 2 plus 127
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from onward.checkpoint.formats import repack
-from onward.checkpoint.formats.bits import E2M1, by_group, check_blocks, nibbles, unpacked
-from onward.checkpoint.formats.settings import Fields, Read, Shape, words
-from onward.ops import QuantizedWeight
+from onward.checkpoint.formats.settings import Fields, QuantizationMethod, Read, words
+from onward.checkpoint.formats.stored import (
+    Float8,
+    Integers,
+    Mxfp4,
+    Nvfp4,
+    Shape,
+    StoredWeight,
+    nibbles,
+    rows_of_blocks,
+    unpacked,
+)
 
 FIELDS = Fields(
     read=frozenset({"config_groups", "sparsity_config"}),
@@ -28,7 +36,6 @@ FIELDS = Fields(
     ignored=words("format kv_cache_scheme global_compression_ratio version use_optimized_inference"),
     refused={"transform_config": ({"config_groups": {}},)},
 )
-_SCALED = {"weight_scale", "weight_packed"}
 _TENSORS = {
     *("weight", "weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx"),
     *("weight_global_scale", "input_scale", "input_global_scale", "input_zero_point", "output_scale"),
@@ -37,70 +44,35 @@ _TENSORS = {
 
 
 @dataclass(frozen=True)
-class CompressedTensors:
+class _Scheme:
     """block, groups: sizes of the blocks and groups that share a scale, if known. bits: widths of packed weights."""
 
     block: Shape | None
     bits: tuple[int, ...]
     groups: tuple[int, ...] = ()
 
-    def parts(self, names: set[str]) -> set[str]:
-        return names & _TENSORS if names & _SCALED else set()
-
-    def weight(self, read: Read, names: set[str], shape: Shape) -> Tensor:
+    def decode(self, read: Read, names: Set[str], shape: Shape) -> StoredWeight:
         if "weight_packed" in names:
             packed = read("weight_packed")
-            if packed.dtype == torch.uint8:
-                return _fp4_values(*_fp4(read, packed, shape), read, shape)
-            codes, zeros, scale, groups = self._packed(read, names, packed, shape)
-            return (codes.float() - zeros.float()[:, groups]) * scale.float()[:, groups]
-        values, scale = self._plain(read, shape)
-        values = values.float()
-        if "weight_zero_point" in names:
-            values = values - self._spread(read("weight_zero_point").float(), shape)
-        return values * self._spread(scale, shape)
-
-    def as_quantized(self, read: Read, names: set[str], shape: Shape, dtype: torch.dtype) -> QuantizedWeight | None:
-        if "weight_packed" in names:
-            packed = read("weight_packed")
-            if packed.dtype == torch.uint8:
-                codes, scale = _fp4(read, packed, shape)
-                if scale.dtype == torch.uint8:
-                    return repack.mxfp4(codes, scale, dtype)
-                return repack.fp4(codes, scale, read("weight_global_scale"), dtype)
-            codes, zeros, scale, groups = self._packed(read, names, packed, shape)
-            return repack.integers_of_groups(codes, scale, zeros, groups, dtype)
-        codes, scale = self._plain(read, shape)
-        by_rows, group = self._by_rows(scale, shape)
-        if codes.dtype == torch.float8_e4m3fn:
-            return repack.e4m3(codes, by_rows, group, dtype)
-        zeros = torch.full_like(by_rows, 128)
-        if "weight_zero_point" in names:
-            zeros = zeros + self._by_rows(read("weight_zero_point").float(), shape)[0]
-        return repack.integers(codes.to(torch.int16) + 128, by_rows, zeros, group, dtype)
-
-    def _plain(self, read: Read, shape: Shape) -> tuple[Tensor, Tensor]:
-        """Unpacked codes [N, K], and float32 scales of any form."""
+            return _fp4(read, packed, shape) if packed.dtype == torch.uint8 else self._packed(read, names, shape)
         codes, scale = read("weight"), read("weight_scale").float()
         if codes.dtype not in (torch.int8, torch.float8_e4m3fn) or tuple(codes.shape) != shape:
             got = f"{codes.dtype} {list(codes.shape)}"
             raise ValueError(f"weight must be int8 or float8_e4m3fn {list(shape)}; got {got}")
-        return codes, scale
-
-    def _spread(self, scale: Tensor, shape: Shape) -> Tensor:
-        """One number for each weight, [N, K] or [1, 1]."""
-        if scale.numel() == 1:
-            return scale.view(1, 1)
         by_rows, group = self._by_rows(scale, shape)
-        return by_group(by_rows, group, shape[1])
+        if codes.dtype == torch.float8_e4m3fn:
+            return Float8(codes, by_rows, group)
+        zeros = torch.full_like(by_rows, 128)
+        if "weight_zero_point" in names:
+            zeros = zeros + self._by_rows(read("weight_zero_point").float(), shape)[0]
+        return Integers(codes.to(torch.int16) + 128, by_rows, zeros, group)
 
     def _by_rows(self, scale: Tensor, shape: Shape) -> tuple[Tensor, int]:
         """One number for each row and group, [N, ⌈K / group⌉], and the group size."""
         if scale.numel() == 1:
             return scale.view(1, 1).expand(shape[0], 1), shape[1]
         if scale.dim() == 2 and self.block is not None and scale.shape[0] != shape[0]:
-            check_blocks(scale, self.block, shape)
-            return scale.repeat_interleave(self.block[0], dim=0)[: shape[0]], self.block[1]
+            return rows_of_blocks(scale, self.block, shape), self.block[1]
         scale = scale.view(len(scale), -1)
         if scale.shape[0] != shape[0]:
             raise ValueError(f"scales {list(scale.shape)} do not match a weight {list(shape)}")
@@ -118,11 +90,8 @@ class CompressedTensors:
             raise ValueError(f"{inputs} inputs{grouped} do not match {count} scales")
         return group
 
-    def _packed(
-        self, read: Read, names: set[str], packed: Tensor, shape: Shape
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Codes [N, K], zeros and scales [N, ⌈K / g⌉], and the group of each input, int64 [K]."""
-        outputs, inputs = shape
+    def _packed(self, read: Read, names: Set[str], shape: Shape) -> Integers:
+        packed, (outputs, inputs) = read("weight_packed"), shape
         bits = next((bits for bits in self.bits if packed.shape == (outputs, -(-inputs // (32 // bits)))), None)
         if bits is None:
             widths = " or ".join(map(str, self.bits))
@@ -137,10 +106,10 @@ class CompressedTensors:
             raise ValueError(f"weight_g_idx {list(order.shape)} does not assign a group to each of {inputs} inputs")
         # compressed-tensors marks an unset order with -1: inputs are then in order.
         groups = groups if int(order.min()) < 0 else order
-        return codes, _zeros(read, names, scale, bits), scale, groups
+        return Integers(codes, scale, _zeros(read, names, scale, bits), groups)
 
 
-def _zeros(read: Read, names: set[str], scale: Tensor, bits: int) -> Tensor:
+def _zeros(read: Read, names: Set[str], scale: Tensor, bits: int) -> Tensor:
     """Zero points of packed codes in the shape of the scales, offset by 2^(bits - 1) like the codes."""
     middle = 2 ** (bits - 1)
     if "weight_zero_point" not in names:
@@ -154,24 +123,18 @@ def _zeros(read: Read, names: set[str], scale: Tensor, bits: int) -> Tensor:
     return zeros
 
 
-def _fp4(read: Read, packed: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
-    """Codes int64 [N, K], and the stored scales [N, K / g]."""
+def _fp4(read: Read, packed: Tensor, shape: Shape) -> StoredWeight:
     codes, scale = nibbles(packed), read("weight_scale")
-    if tuple(codes.shape) != shape or scale.shape[0] != shape[0] or shape[1] % scale.shape[1]:
+    fits = shape[1] == 32 * scale.shape[1] if scale.dtype == torch.uint8 else shape[1] % scale.shape[1] == 0
+    if tuple(codes.shape) != shape or scale.shape[0] != shape[0] or not fits:
         sizes = f"weight_packed {list(packed.shape)} and weight_scale {list(scale.shape)}"
         raise ValueError(f"{sizes} do not hold a weight {list(shape)}")
-    return codes, scale
-
-
-def _fp4_values(codes: Tensor, scale: Tensor, read: Read, shape: Shape) -> Tensor:
     if scale.dtype == torch.uint8:
-        factors = torch.exp2(scale.float() - 127)
-    else:
-        factors = scale.float() / read("weight_global_scale").float()
-    return E2M1[codes] * by_group(factors, shape[1] // scale.shape[1], shape[1])
+        return Mxfp4(packed, scale)
+    return Nvfp4(codes, scale, read("weight_global_scale"))
 
 
-def read_method(settings: Mapping[str, Any]) -> CompressedTensors:
+def read_method(settings: Mapping[str, Any]) -> QuantizationMethod:
     FIELDS.check(settings)
     if (settings.get("sparsity_config") or {}).get("format", "dense") != "dense":
         raise ValueError(f"sparse weights are not supported; got sparsity_config {settings['sparsity_config']!r}")
@@ -185,9 +148,10 @@ def read_method(settings: Mapping[str, Any]) -> CompressedTensors:
     sizes = tuple(dict.fromkeys(group["group_size"] for group in groups if group.get("group_size") not in (None, -1)))
     if wrong := [each for each in sizes if type(each) is not int or each < 1]:
         raise ValueError(f"group_size must be a positive integer; got {wrong[0]!r}")
+    scheme = _Scheme(_block(block), packed or (4, 8, 2), sizes)
     if not complete:
-        return CompressedTensors(_block(block), tuple(dict.fromkeys((*packed, 4, 8, 2))))
-    return CompressedTensors(_block(block), packed or (4, 8, 2), sizes)
+        scheme = _Scheme(_block(block), tuple(dict.fromkeys((*packed, 4, 8, 2))))
+    return QuantizationMethod(_TENSORS, {"weight_scale", "weight_packed"}, scheme.decode)
 
 
 def _schemes(config_groups: Any) -> tuple[list[Mapping[str, Any]], bool]:

@@ -1,19 +1,34 @@
-"""The fields of a quantization_config, and rules for per-module settings."""
+"""A method of quantization, the fields of its quantization_config, and rules for per-module settings."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from onward.checkpoint.formats.stored import Shape, StoredWeight
 from onward.errors import warn_once
 
-Shape = tuple[int, int]  # (N, K) of a weight
 # The name of a tensor below the module, such as "qweight" -> the stored tensor.
 Read = Callable[[str], Tensor]
 # Module -> its own settings, which override the checkpoint's.
 Overrides = Callable[[str], Mapping[str, Any]]
+
+
+class QuantizationMethod(NamedTuple):
+    """How a module's weight is stored. tensors: the names below a module of those that may be part of it. marks: a
+    module with one of these is quantized. decode: (read, the present tensors, shape) -> the weight; raises ValueError
+    for invalid tensors."""
+
+    tensors: Set[str]
+    marks: Set[str]
+    decode: Callable[[Read, Set[str], Shape], StoredWeight]
+
+    def parts(self, names: Set[str]) -> Set[str]:
+        """The tensors below a module that make up its weight; empty if the weight is not quantized."""
+        return names & self.tensors if names & self.marks else set()
+
 
 # Fields of every method. Lists of modules have no effect: modules without quantized tensors are read unchanged.
 COMMON_FIELDS = {
@@ -28,28 +43,30 @@ def words(text: str) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class Fields:
-    """The fields of a method's quantization_config. read: they determine how tensors are read. refused: they would
-    change the weights in unsupported ways, except with these values. ignored: they have no effect here."""
+    """The fields of a method's quantization_config, or of an adapter_config.json. read: they determine how tensors are
+    read. refused: they would change the weights in unsupported ways, except with these values. ignored: they have no
+    effect here."""
 
     read: frozenset[str]
     ignored: frozenset[str] = frozenset()
     refused: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
-    def check(self, settings: Mapping[str, Any]) -> None:
+    @property
+    def known(self) -> frozenset[str]:
+        """All fields that the method knows, including those of every method."""
+        return self.read | self.ignored | self.refused.keys() | COMMON_FIELDS
+
+    def check(self, settings: Mapping[str, Any], where: str = "quantization_config") -> None:
         """Raise ValueError for refused fields, and warn about unknown ones. null, false and empty values are absent."""
         for name, harmless in self.refused.items():
             value = settings.get(name)
             if value and value not in harmless:
                 raise ValueError(f"{name} is {value!r}, which Onward does not support")
-        known = known_fields(self)
-        unknown = sorted(name for name, value in settings.items() if value and name not in known and name[:1] != "_")
+        unknown = sorted(
+            name for name, value in settings.items() if value and name not in self.known and name[:1] != "_"
+        )
         if unknown:
-            warn_once(f"quantization_config has unknown fields, which are ignored: {', '.join(unknown)}")
-
-
-def known_fields(fields: Fields) -> frozenset[str]:
-    """All fields that a method knows, including those of every method."""
-    return fields.read | fields.ignored | fields.refused.keys() | COMMON_FIELDS
+            warn_once(f"{where} has unknown fields, which are ignored: {', '.join(unknown)}")
 
 
 def group_size(settings: Mapping[str, Any], name: str) -> int | None:

@@ -12,16 +12,23 @@ Everything else in the file's header follows from shapes and dtypes. Matrices in
 (Int4TilePackedTo4dTensor, Int4PlainInt32Tensor) or with scaled inputs (_weight_act_pre_scale) are errors.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from onward.checkpoint.formats import repack
-from onward.checkpoint.formats.bits import by_block, by_group, nibbles
-from onward.checkpoint.formats.settings import Fields, Read, Shape, words
-from onward.ops import QuantizedWeight
+from onward.checkpoint.formats.settings import Fields, QuantizationMethod, Read, words
+from onward.checkpoint.formats.stored import (
+    Float8,
+    Floats,
+    Integers,
+    Shape,
+    StoredWeight,
+    by_group,
+    nibbles,
+    rows_of_blocks,
+)
 
 # The tensors show their own type.
 FIELDS = Fields(
@@ -33,40 +40,32 @@ _ACTIVATIONS = {"_weight_act_quant_scale", "_weight_act_quant_zero_point"}
 _OTHERS = {"_weight_scale_and_zero", "_weight_per_tensor_scale"}  # of GPU tiles, and of NVFP4
 
 
-class Torchao:
-    def parts(self, names: set[str]) -> set[str]:
-        return names & {_QDATA, _SCALE, _ZERO, _PRE_SCALE, *_ACTIVATIONS, *_OTHERS} if _QDATA in names else set()
+def read_method(settings: Mapping[str, Any]) -> QuantizationMethod:
+    FIELDS.check(settings)
+    return QuantizationMethod({_QDATA, _SCALE, _ZERO, _PRE_SCALE, *_ACTIVATIONS, *_OTHERS}, {_QDATA}, _decode)
 
-    def weight(self, read: Read, names: set[str], shape: Shape) -> Tensor:
-        codes = _codes(read, names, shape)
-        if codes.shape[1] != shape[1]:
-            signed = _fours(codes).float() - 8
-            scale, zero = (_by_rows(read(name)).float() for name in (_SCALE, _ZERO))
-            group = _group(scale, shape)
-            return signed * by_group(scale, group, shape[1]) + by_group(zero, group, shape[1])
-        scale = read(_SCALE).float()
-        if codes.dtype == torch.float8_e4m3fn:
-            return codes.float() * by_block(scale, _block(scale, shape), shape)
+
+def _decode(read: Read, names: Set[str], shape: Shape) -> StoredWeight:
+    codes, scale = _codes(read, names, shape), read(_SCALE)
+    if codes.shape[1] != shape[1]:
+        shifted, scale, zero = nibbles(codes.view(torch.uint8)) ^ 8, _by_rows(scale), _by_rows(read(_ZERO))
         group = _group(scale, shape)
-        zeros = by_group(_zeros(read, names, scale), group, shape[1])
-        return (codes.float() - zeros) * by_group(scale, group, shape[1])
-
-    def as_quantized(self, read: Read, names: set[str], shape: Shape, dtype: torch.dtype) -> QuantizedWeight | None:
-        codes, scale = _codes(read, names, shape), read(_SCALE)
-        if codes.shape[1] != shape[1]:
-            if bool((read(_ZERO) != 0).any()):
-                return None  # none of Onward's formats combines integer codes with a float zero
-            scale = _by_rows(scale)
-            return repack.integers(_fours(codes), scale, 8, _group(scale, shape), dtype)
-        if codes.dtype == torch.float8_e4m3fn:
-            rows, group = _block(scale, shape)
-            return repack.e4m3(codes, scale.repeat_interleave(rows, dim=0)[: shape[0]], group, dtype)
-        zeros = _zeros(read, names, scale)
-        offset = 8 if int(codes.min()) >= -8 and int(codes.max()) < 8 else 128
-        return repack.integers(codes.to(torch.int16) + offset, scale, zeros + offset, _group(scale, shape), dtype)
+        if not bool((zero != 0).any()):
+            return Integers(shifted, scale, 8, group)
+        # None of Onward's formats combines integer codes with a float zero.
+        scaled = (shifted.float() - 8) * by_group(scale.float(), group, shape[1])
+        return Floats(scaled + by_group(zero.float(), group, shape[1]))
+    if codes.dtype == torch.float8_e4m3fn:
+        block = _block(scale, shape)
+        return Float8(codes, rows_of_blocks(scale.float(), block, shape), block[1])
+    zeros = torch.zeros_like(scale, dtype=torch.float32) if _ZERO not in names else read(_ZERO).float()
+    if zeros.shape != scale.shape:
+        raise ValueError(f"{_ZERO} {list(zeros.shape)} does not match {_SCALE} {list(scale.shape)}")
+    offset = 8 if int(codes.min()) >= -8 and int(codes.max()) < 8 else 128
+    return Integers(codes.to(torch.int16) + offset, scale, zeros + offset, _group(scale, shape))
 
 
-def _codes(read: Read, names: set[str], shape: Shape) -> Tensor:
+def _codes(read: Read, names: Set[str], shape: Shape) -> Tensor:
     codes = read(_QDATA)
     whole = codes.dtype in (torch.int8, torch.float8_e4m3fn) and tuple(codes.shape) == shape
     fours = codes.dtype in (torch.int8, torch.uint8) and tuple(codes.shape) == (shape[0], shape[1] // 2)
@@ -82,23 +81,11 @@ def _codes(read: Read, names: set[str], shape: Shape) -> Tensor:
     return codes
 
 
-def _fours(codes: Tensor) -> Tensor:
-    """Packed codes [N, K / 2] -> each plus 8, int64 [N, K]."""
-    return nibbles(codes.view(torch.uint8)) ^ 8
-
-
 def _by_rows(levels: Tensor) -> Tensor:
     """[K / g, N] -> [N, K / g]."""
     if levels.dim() != 2:
         raise ValueError(f"scales and zero points of 4-bit codes must be [K / g, N]; got {list(levels.shape)}")
     return levels.T
-
-
-def _zeros(read: Read, names: set[str], scale: Tensor) -> Tensor:
-    zeros = read(_ZERO).float() if _ZERO in names else torch.zeros_like(scale, dtype=torch.float32)
-    if zeros.shape != scale.shape:
-        raise ValueError(f"{_ZERO} {list(zeros.shape)} does not match {_SCALE} {list(scale.shape)}")
-    return zeros
 
 
 def _group(scale: Tensor, shape: Shape) -> int:
@@ -114,8 +101,3 @@ def _block(scale: Tensor, shape: Shape) -> tuple[int, int]:
         raise ValueError(f"{_SCALE} {list(scale.shape)} does not match a weight {list(shape)}")
     rows, inputs = (size // count if size % count == 0 else 128 for size, count in zip(shape, scale.shape, strict=True))
     return rows, inputs
-
-
-def read_method(settings: Mapping[str, Any]) -> Torchao:
-    FIELDS.check(settings)
-    return Torchao()

@@ -3,117 +3,197 @@
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
+from torch import Tensor
 
 from onward.chat.template import ChatTemplate
-from onward.checkpoint.gguf.families import FAMILIES, WITH_KEY, WITH_TENSOR
-from onward.checkpoint.gguf.family import GgufFamily
-from onward.checkpoint.gguf.keys import NUMBERS, SAMPLING, ZERO_IS_OFF, check_unread, unknown_keys
-from onward.checkpoint.gguf.names import gguf_name, with_fused_experts
-from onward.checkpoint.gguf.reader import GgufFile, GgufTensor, Keys, list_of, number, same_everywhere, whole_numbers
-from onward.checkpoint.gguf.rope import rope_parameters
+from onward.checkpoint.gguf import blocks
+from onward.checkpoint.gguf.config import config_and_keys, family_of, head_dim_of
+from onward.checkpoint.gguf.family import GgufFamily, GgufName, RowOrder, blocks_of, gguf_name
+from onward.checkpoint.gguf.keys import SAMPLING, unknown_keys
+from onward.checkpoint.gguf.reader import GgufFile, GgufTensor, whole_numbers
 from onward.checkpoint.gguf.vocabulary import NAMED_ENDS, Vocabulary
-from onward.checkpoint.gguf.weights import GgufTensors
-from onward.checkpoint.shards import releaser_of
-from onward.errors import CheckpointError, ConfigError, TokenizerError, UnsupportedArchitectureError
+from onward.checkpoint.shards import placed, releaser_of
+from onward.errors import CheckpointError, TokenizerError
 from onward.models import Architecture, WeightScope
 from onward.models.architecture import PartOfCheckpoint
+from onward.ops import QuantizedWeight
+from onward.ops.quantized_layout import data_shape
 from onward.tokenizer.tokenizer import JsonTokenizer
 
+# Tensors that become fields of config.json.
+_CONFIG_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+# Weights converted at a time, so that temporaries stay in the CPU cache.
+_AT_ONCE = 2**20
 
-def family_of(metadata: Mapping[str, Any], tensors: Collection[str], where: object) -> GgufFamily:
-    """The family of a file, by its architecture, keys and tensors."""
-    architecture = metadata.get("general.architecture")
-    if not isinstance(architecture, str):
-        raise ConfigError(f"{where}: general.architecture must be a name; got {architecture!r}")
-    if architecture not in FAMILIES:
-        raise UnsupportedArchitectureError(
-            f"{where}: architecture {architecture!r} is not supported in GGUF; supported are {', '.join(FAMILIES)}"
+
+def _default_dtype(tensors: Mapping[str, GgufTensor]) -> torch.dtype:
+    kinds = {tensor.type.name for tensor in tensors.values() if len(tensor.shape) > 1}
+    if kinds == {"F32"}:
+        return torch.float32
+    return torch.float16 if kinds <= {"F16", "F32"} else torch.bfloat16
+
+
+class GgufTensors:
+    """The weights of a model by stock name; tracks which were read.
+
+    path: the file, for errors. tensors: by GGUF name. fields: of config.json. dtype: of norms, biases and activations;
+    None uses bfloat16 if there are blocks, or else the embedding's. device: on "meta" no weight is read. exact: return
+    floats that the dtype cannot hold as float32.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        tensors: Mapping[str, GgufTensor],
+        family: GgufFamily,
+        fields: Mapping[str, Any],
+        dtype: torch.dtype | None,
+        device: torch.device,
+        exact: bool,
+    ) -> None:
+        self._path, self._tensors, self._family, self._fields = path, tensors, family, fields
+        self._dtype, self._device, self._exact = dtype or _default_dtype(tensors), device, exact
+        # The experts that were read from each tensor; None: the whole tensor.
+        self._consumed: dict[str, set[int | None]] = {name: {None} for name in _CONFIG_TENSORS}
+
+    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Any:
+        place = gguf_name(name, self._family)
+        if len(place.tensors) > 1:
+            return self._joined(name, place, shape, dtype)
+        stored = self._find(place.tensors[0], name, shape)
+        if math.prod(stored.shape) < math.prod(shape):  # checked before an order of rows takes memory
+            raise self._shape_error(stored, shape)
+        order = self._family.order(name, self._fields, shape[0])
+        return self._ordered(name, self._part(stored, place.expert, shape, order.stored_rows), order, dtype)
+
+    def _ordered(self, name: str, stored: GgufTensor, order: RowOrder, dtype: torch.dtype | None) -> Any:
+        block_order = None if order.columns is None else blocks_of(order.columns, stored.type.weights)
+        packed = dtype is None and self._packs(stored) and (order.columns is None or block_order is not None)
+        if self._device.type == "meta":
+            return self._empty(stored, packed)
+        rows = stored.rows if len(stored.shape) > 1 else stored.rows.reshape(-1, stored.type.size)
+        rows = rows if order.rows is None else rows[order.rows]
+        if packed:
+            if block_order is not None:
+                rows = rows.view(len(rows), -1, stored.type.size)[:, block_order].flatten(1)
+            try:
+                return blocks.pack_blocks(stored.type, rows, self._dtype)
+            except CheckpointError as error:
+                raise CheckpointError(f"{self._path}: tensor {stored.name!r}: {error}") from error
+        values = self._values(stored, rows)
+        if order.columns is not None:
+            values = values[:, order.columns]
+        values = self._family.stock_values(name, values).reshape(stored.shape)
+        return placed(self._path, stored.name, values, dtype or self._dtype_of(values), self._device)
+
+    def _joined(self, name: str, place: GgufName, shape: tuple[int, ...], dtype: torch.dtype | None) -> Any:
+        """A weight that the file splits into several tensors; it stays packed if they are stacked and of one type."""
+        parts = [self._find(tensor, name, shape) for tensor in place.tensors]
+        if _joined_shape(place, parts) != shape:
+            shapes = " and ".join(str(list(part.shape)) for part in parts)
+            raise CheckpointError(f"{self._path}: {name!r} is {shapes}, but the metadata expects {list(shape)}")
+        for part in parts:
+            self._consumed[part.name] = {None}
+        if place.by is torch.cat and len({part.type for part in parts}) == 1:
+            rows = torch.cat([part.rows for part in parts])
+            return self._ordered(name, parts[0]._replace(shape=shape, rows=rows), RowOrder(), dtype)
+        if self._device.type == "meta":
+            return torch.empty(shape, dtype=dtype or self._dtype, device=self._device)
+        values = place.by([self._values(part, part.rows).view(part.shape) for part in parts])
+        values = self._family.stock_values(name, values)
+        return placed(self._path, name, values, dtype or self._dtype_of(values), self._device)
+
+    def _dtype_of(self, values: Tensor) -> torch.dtype:
+        """The model's dtype, or with `exact` one that holds the values."""
+        if not self._exact or torch.equal(values.to(self._dtype).to(values.dtype), values):
+            return self._dtype
+        return torch.float32
+
+    def _find(self, tensor: str, name: str, shape: tuple[int, ...]) -> GgufTensor:
+        if tensor not in self._tensors:
+            raise CheckpointError(f"{self._path}: tensor {tensor!r} ({name!r}) of shape {list(shape)} is missing")
+        return self._tensors[tensor]
+
+    def _shape_error(self, stored: GgufTensor, shape: tuple[int, ...]) -> CheckpointError:
+        return CheckpointError(
+            f"{self._path}: tensor {stored.name!r} has shape {list(stored.shape)}, but the metadata expects "
+            f"{list(shape)}"
         )
-    keys = Keys(metadata)
-    families = [family for (name, key), family in WITH_KEY.items() if name == architecture and _is_set(keys.get(key))]
-    families += [family for (name, end), family in WITH_TENSOR.items() if name == architecture and _has(tensors, end)]
-    family = [*families, FAMILIES[architecture]][0]
-    return with_fused_experts(family) if _has(tensors, ".ffn_gate_up_exps.weight") else family
+
+    def _part(
+        self, stored: GgufTensor, expert: int | None, shape: tuple[int, ...], stored_rows: int | None
+    ) -> GgufTensor:
+        """A tensor, or one expert's part, in the weight's shape, with all rows that the weight is selected from."""
+        rows = stored_rows or shape[0]
+        whole = (rows, *shape[1:]) if expert is None else (max(stored.shape[0], expert + 1), rows, *shape[1:])
+        if not _matches(stored.shape, whole):
+            raise self._shape_error(stored, whole)
+        self._consumed.setdefault(stored.name, set()).add(expert)
+        if expert is None:
+            return stored._replace(shape=shape)
+        return stored._replace(shape=shape, rows=stored.rows[expert * rows : (expert + 1) * rows])
+
+    def _packs(self, stored: GgufTensor) -> bool:
+        """float32 requires exact products, and only the CPU has kernels for packed weights."""
+        packable = len(stored.shape) == 2 and blocks.packed_format(stored.type, stored.shape[1]) is not None
+        return packable and self._dtype != torch.float32 and self._device.type in ("cpu", "meta")
+
+    def _empty(self, stored: GgufTensor, packed: bool) -> Any:
+        if not packed:
+            return torch.empty(stored.shape, dtype=self._dtype, device=self._device)
+        shape = stored.shape[0], stored.shape[1]
+        format = blocks.packed_format(stored.type, shape[1])
+        assert format is not None
+        data = torch.empty(data_shape(format, shape), dtype=torch.uint8, device=self._device)
+        return QuantizedWeight(data, format, shape, self._dtype)
+
+    def check_all_read(self, unread: Sequence[str]) -> None:
+        """Raise if a tensor was not read. unread: prefixes of tensors that are not part of the model."""
+        left = sorted(name for name in set(self._tensors) - set(self._consumed) if not name.startswith(tuple(unread)))
+        if left:
+            raise CheckpointError(f"{self._path}: {len(left)} tensors do not belong to the model, such as {left[0]!r}")
+        for name, experts in self._consumed.items():
+            stored = self._tensors.get(name)
+            if stored is not None and None not in experts and stored.shape[0] != len(experts):
+                experts_of = f"{stored.shape[0]} experts, but the metadata says {len(experts)}"
+                raise CheckpointError(f"{self._path}: tensor {name!r} has {experts_of}")
+
+    def _values(self, stored: GgufTensor, rows: Tensor) -> Tensor:
+        """Rows as floats [N, K]: stored floats unchanged, or blocks in the model's dtype."""
+        floats = blocks.float_rows(stored.type, rows)
+        if floats is not None:
+            return floats
+        inputs = rows.shape[1] // stored.type.size * stored.type.weights
+        values = torch.empty((len(rows), inputs), dtype=self._dtype)
+        step = max(1, _AT_ONCE // inputs)
+        for first in range(0, len(rows), step):
+            part = rows[first : first + step]
+            if not blocks.scales_are_finite(stored.type, blocks.read_parts(stored.type, part)):
+                raise CheckpointError(f"{self._path}: tensor {stored.name!r} has scales that are not finite")
+            values[first : first + step] = blocks.dequantized(stored.type, part)
+        return values
 
 
-def _is_set(value: Any) -> bool:
-    return any(isinstance(each, int | np.integer) and each for each in list_of(value) or [value])
+def _matches(stored: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    """Whether a tensor may hold weights of this shape: the converter adds, removes and splits dimensions."""
+    if len(shape) == 1:
+        return math.prod(stored) == shape[0]
+    return [size for size in stored if size > 1] == [size for size in shape if size > 1]
 
 
-def _has(tensors: Collection[str], end: str) -> bool:
-    return any(name.endswith(end) for name in tensors)
-
-
-def config_and_keys(
-    metadata: Mapping[str, Any], tensors: Mapping[str, GgufTensor], where: object
-) -> tuple[dict[str, Any], Keys]:
-    """The fields of config.json, and the keys they were read from; `ConfigError` if no field can express them."""
-    family, keys = family_of(metadata, tensors, where), Keys(metadata)
-    config: dict[str, Any] = {"architectures": [family.architecture], "hidden_act": "silu", **family.config}
-    config |= _numbers(keys, family, where)
-    head_dim = head_dim_of(config)
-    value_length = same_everywhere(keys.get("attention.value_length"), f"{where}: value_length")
-    has_one_width = family.numbers.get("head_dim", NUMBERS["head_dim"]) == NUMBERS["head_dim"]
-    if has_one_width and value_length is not None and value_length != head_dim:
-        raise ConfigError(f"{where}: key length {head_dim} and value length {value_length} must be equal")
-    if has_one_width and head_dim is not None:
-        config["head_dim"] = head_dim
-    if "token_embd.weight" in tensors:
-        config["vocab_size"] = tensors["token_embd.weight"].shape[0]
-    config["tie_word_embeddings"] = "output.weight" not in tensors
-    for field, part in family.parts.items():
-        config[field] = _has(tensors, f".{part}") if isinstance(part, str) else part(tensors)
-    config["rope_parameters"] = rope_parameters(keys, tensors, head_dim, where)
+def _joined_shape(place: GgufName, parts: Sequence[GgufTensor]) -> tuple[int, ...] | None:
+    """The shape of a weight's joined tensors; None if they do not match."""
     try:
-        config |= family.derived(keys, config)
-        check_unread(keys, family, config)
-    except ConfigError as error:
-        raise ConfigError(f"{where}: {metadata['general.architecture']}: {error}") from error
-    return config, keys
-
-
-def _numbers(keys: Keys, family: GgufFamily, where: object) -> dict[str, Any]:
-    numbers = {field: key for field, key in {**NUMBERS, **family.numbers}.items() if key is not None}
-    fields: dict[str, Any] = {}
-    for field, key in numbers.items():
-        if (value := keys.get(key)) is None:
-            continue
-        value = same_everywhere(value, f"{where}: {keys.prefix}{key}", ignore_zeros=key.startswith("expert_"))
-        if value == 0 and key in ZERO_IS_OFF:
-            fields |= {field: None} if key.endswith("softcapping") else {}
-        else:
-            fields[field] = value
-    # config.json has defaults for these, but llama.cpp requires them.
-    required = {numbers.get("rms_norm_eps")}
-    if "expert_used_count" in numbers.values() and number(keys, "expert_count"):
-        required.add("expert_used_count")
-    for name in required:
-        if name is not None and name not in keys:
-            raise ConfigError(f"{where}: {keys.prefix}{name} is missing")
-    if NUMBERS["num_key_value_heads"] in numbers.values() and "num_attention_heads" in fields:
-        fields.setdefault("num_key_value_heads", fields["num_attention_heads"])
-    ahead, layers = number(keys, "nextn_predict_layers", 0), fields.get("num_hidden_layers")
-    if ahead and isinstance(layers, int):
-        if not isinstance(ahead, int) or not 0 < ahead < layers:
-            raise ConfigError(f"{where}: nextn_predict_layers must be less than the {layers} layers; got {ahead}")
-        fields["num_hidden_layers"] = layers - ahead
-    return fields
-
-
-def head_dim_of(config: Mapping[str, Any]) -> int | None:
-    """The config's head_dim, explicit or implied; None if it is invalid, which the config's reader reports."""
-    head_dim, hidden, heads = (config.get(name) for name in ("head_dim", "hidden_size", "num_attention_heads"))
-    if head_dim is None and type(hidden) is int and type(heads) is int and heads > 0:
-        return hidden // heads
-    return head_dim if type(head_dim) is int and head_dim > 0 else None
+        return tuple(place.by([torch.empty(part.shape, device="meta") for part in parts]).shape)
+    except (IndexError, RuntimeError):  # too few dimensions, or sizes that differ
+        return None
 
 
 _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)

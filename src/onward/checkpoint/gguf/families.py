@@ -1,13 +1,13 @@
 """The table of GGUF architectures, with their config.json and weight names in the Hugging Face layout. To support
-another family, add an entry; its names, keys and functions are in `names`, `keys`, `fields` and `family`."""
+another family, add an entry; its names, keys and functions are in `family`, `keys` and `fields`."""
 
-from onward.checkpoint.gguf import family, fields, keys, names
+from onward.checkpoint.gguf import family, fields, keys
 from onward.checkpoint.gguf.family import GgufFamily
 
 _QWEN35 = GgufFamily(
     "Qwen3_5ForCausalLM",
     order=family.value_heads,
-    names=names.QWEN35,
+    names=family.QWEN35,
     numbers=keys.DELTA,
     transforms=(family.NORMS_EXCEPT_DELTA, family.RATES),
     derived=fields.qwen35,
@@ -25,7 +25,7 @@ _GRANITE = GgufFamily(
 _GEMMA2 = GgufFamily(
     "Gemma2ForCausalLM",
     config={"hidden_activation": "gelu_pytorch_tanh"},
-    names=names.FOUR_NORMS,
+    names=family.FOUR_NORMS,
     numbers=keys.WINDOW | {name: name for name in ("attn_logit_softcapping", "final_logit_softcapping")},
     transforms=(family.NORMS,),
     derived=fields.gemma2,
@@ -48,7 +48,7 @@ FAMILIES = {
     "qwen35": _QWEN35,
     "qwen35moe": _QWEN35_MOE,
     # Read as Qwen3.5, which has the same forward pass with the projections that the converter splits already apart.
-    "qwen3next": _QWEN35_MOE._replace(order=family.beta_and_decay, names=names.QWEN3NEXT),
+    "qwen3next": _QWEN35_MOE._replace(order=family.beta_and_decay, names=family.QWEN3NEXT),
     "gemma2": _GEMMA2,
     "gemma3": _GEMMA2._replace(
         architecture="Gemma3ForCausalLM",
@@ -60,13 +60,13 @@ FAMILIES = {
         fixed=keys.SOFTMAX_ROUTING,
         config={"hidden_activation": "gelu_pytorch_tanh"},
         parts={"attention_k_eq_v": fields.keys_are_values},
-        names=names.GEMMA4,
+        names=family.GEMMA4,
         numbers=keys.GEMMA4,
         derived=fields.gemma4,
     ),
     "phi3": GgufFamily("Phi3ForCausalLM", numbers=keys.WINDOW, derived=fields.phi3),
-    "olmo2": GgufFamily("Olmo2ForCausalLM", names=names.AFTER_BOTH),
-    "exaone4": GgufFamily("Exaone4ForCausalLM", names=names.AFTER_BOTH, numbers=keys.WINDOW, derived=fields.exaone4),
+    "olmo2": GgufFamily("Olmo2ForCausalLM", names=family.AFTER_BOTH),
+    "exaone4": GgufFamily("Exaone4ForCausalLM", names=family.AFTER_BOTH, numbers=keys.WINDOW, derived=fields.exaone4),
     "glm4": GgufFamily(
         "Glm4ForCausalLM",
         parts={"attention_bias": "attn_q.bias"},
@@ -76,7 +76,7 @@ FAMILIES = {
     "granitemoe": _GRANITE._replace(
         architecture="GraniteMoeForCausalLM",
         fixed=keys.SOFTMAX_ROUTING | keys.WITH_ROPE,
-        names=names.GRANITE_EXPERTS,
+        names=family.GRANITE_EXPERTS,
         numbers=keys.GRANITE | keys.EXPERTS | {"num_local_experts": "expert_count"},
     ),
     "granitehybrid": GgufFamily(
@@ -85,7 +85,7 @@ FAMILIES = {
         order=family.pairs_to_halves,
         config={"num_local_experts": 0},
         parts={"attention_bias": "attn_q.bias", "mamba_conv_bias": "ssm_conv1d.bias"},
-        names=names.GRANITE_HYBRID,
+        names=family.GRANITE_HYBRID,
         numbers=keys.GRANITE_HYBRID,
         transforms=(family.RATES,),
         derived=fields.granite_hybrid,
@@ -99,7 +99,7 @@ FAMILIES = {
             "mamba_conv_bias": "ssm_conv1d.bias",
             "mamba_rms_norm": "ssm_norm.weight",
         },
-        names=names.FALCON_H1,
+        names=family.FALCON_H1,
         numbers=keys.MAMBA | {"mamba_d_ssm": "ssm.inner_size"},
         transforms=(family.RATES,),
         derived=fields.falcon_h1,
@@ -112,7 +112,7 @@ FAMILIES = {
             fixed={"expert_gating_func": keys.SIGMOID},
             order=family.pairs_to_halves,
             parts={"mlp_bias": "ffn_up.bias", "use_conv_bias": "ssm_conv1d.bias"},
-            names=names.NEMOTRON_H,
+            names=family.NEMOTRON_H,
             numbers=keys.NEMOTRON_H,
             transforms=(family.RATES,),
             derived=fields.nemotron_h,
@@ -122,11 +122,11 @@ FAMILIES = {
     "seed_oss": GgufFamily(
         "SeedOssForCausalLM",
         parts={"attention_bias": "attn_q.bias", "attention_out_bias": "attn_output.bias"},
-        names=names.AFTER_ATTENTION,
+        names=family.AFTER_ATTENTION,
     ),
     "lfm2": GgufFamily(
         "Lfm2ForCausalLM",
-        names=names.LFM2,
+        names=family.LFM2,
         numbers={"num_key_value_heads": None, "conv_L_cache": "shortconv.l_cache"},
         derived=fields.lfm2,
     ),
@@ -135,14 +135,14 @@ FAMILIES = {
         config=keys.EXPERT_DEFAULTS | {"first_k_dense_replace": 0},
         fixed={"expert_gating_func": keys.SIGMOID},
         parts={"attention_bias": "attn_q.bias", "use_qk_norm": "attn_q_norm.weight"},
-        names=names.AFTER_ATTENTION,
+        names=family.AFTER_ATTENTION,
         numbers=keys.DEEPSEEK_EXPERTS,
         derived=fields.without_ahead,
     ),
     "deepseek2": GgufFamily(
         "DeepseekV3ForCausalLM",
         config=keys.EXPERT_DEFAULTS | {"first_k_dense_replace": 0},
-        names=names.LATENT,
+        names=family.LATENT,
         numbers=keys.DEEPSEEK_EXPERTS
         | {
             "head_dim": None,
@@ -158,7 +158,7 @@ FAMILIES = {
     "gpt-oss": GgufFamily(
         "GptOssForCausalLM",
         fixed={"expert_gating_func": keys.SOFTMAX_OF_CHOSEN},
-        names=names.AFTER_ATTENTION,
+        names=family.AFTER_ATTENTION,
         numbers=keys.EXPERTS
         | keys.WINDOW
         | {"num_local_experts": "expert_count", "intermediate_size": "expert_feed_forward_length"},
@@ -174,21 +174,21 @@ WITH_KEY = {
         numbers=keys.EXPERTS | {"num_local_experts": "expert_count"},
     ),
     ("granitemoe", "expert_shared_feed_forward_length"): FAMILIES["granitemoe"]._replace(
-        architecture="GraniteMoeSharedForCausalLM", names=names.SHARED_GRANITE, numbers=keys.GRANITE_EXPERTS
+        architecture="GraniteMoeSharedForCausalLM", names=family.SHARED_GRANITE, numbers=keys.GRANITE_EXPERTS
     ),
     ("granitehybrid", "expert_count"): FAMILIES["granitehybrid"]._replace(
-        names={**names.GRANITE_HYBRID, **names.SHARED_GRANITE}
+        names={**family.GRANITE_HYBRID, **family.SHARED_GRANITE}
     ),
     # Image positions, in the text part of a multimodal model: llama.cpp then rotates halves of heads.
     ("glm4", "rope.dimension_sections"): FAMILIES["glm4"]._replace(order=family.halves_to_pairs),
     ("olmo2", "attention.sliding_window"): GgufFamily(
-        "Olmo3ForCausalLM", names=names.AFTER_BOTH, numbers=keys.WINDOW, derived=fields.olmo3
+        "Olmo3ForCausalLM", names=family.AFTER_BOTH, numbers=keys.WINDOW, derived=fields.olmo3
     ),
 }
 # (architecture, the end of a tensor's name) -> the family of files with such a tensor.
 WITH_TENSOR = {
     ("qwen3next", ".ssm_in.weight"): FAMILIES["qwen3next"]._replace(
-        order=family.fused_delta, names=names.FUSED_QWEN3NEXT
+        order=family.fused_delta, names=family.FUSED_QWEN3NEXT
     ),
-    ("deepseek2", ".attn_k_b.weight"): FAMILIES["deepseek2"]._replace(names=names.CUT_LATENT),
+    ("deepseek2", ".attn_k_b.weight"): FAMILIES["deepseek2"]._replace(names=family.CUT_LATENT),
 }

@@ -165,21 +165,12 @@ def _equals(other: str) -> _Test:
     return lambda value, keys, config: isinstance(value, int | float) and bool(value == number(keys, other, value))
 
 
-def _never_counts(value: Any, keys: Keys, config: Mapping[str, Any]) -> bool:
-    return True
-
-
 def _is_off(value: Any, keys: Keys, config: Mapping[str, Any]) -> bool:
     return isinstance(value, int | float) and value == 0
 
 
 def _is_one(value: Any, keys: Keys, config: Mapping[str, Any]) -> bool:
     return _is_off(value, keys, config) or (isinstance(value, int | float) and value == 1)
-
-
-def _spans_the_context(value: Any, keys: Keys, config: Mapping[str, Any]) -> bool:
-    context = keys.get("context_length")
-    return _is_off(value, keys, config) or (isinstance(value, int) and isinstance(context, int) and value >= context)
 
 
 def _is_the_scale(value: Any, keys: Keys, config: Mapping[str, Any]) -> bool:
@@ -203,20 +194,6 @@ def _is_the_embedding_scale(value: Any, keys: Keys, config: Mapping[str, Any]) -
     return _is_one(value, keys, config)
 
 
-def _is_the_activation(value: Any, keys: Keys, config: Mapping[str, Any]) -> bool:
-    own = config.get("hidden_activation", config["hidden_act"])
-    return isinstance(value, str) and value in (own, own.partition("_")[0])
-
-
-def _not_yarn(value: Any, keys: Keys, config: Mapping[str, Any]) -> bool:
-    return not isinstance(kind := keys.get("rope.scaling.type"), str) or kind != "yarn" or _is_off(value, keys, config)
-
-
-def _has_shared(value: Any, keys: Keys, config: Mapping[str, Any]) -> bool:
-    """One shared expert, in families that have it."""
-    return _is_off(value, keys, config) or (value == 1 and "expert_shared_feed_forward_length" in keys)
-
-
 # Shapes, which the tensors determine; keys for images, embedding models and classifiers; and keys without a reader.
 _UNREAD = """
 vocab_size attention.head_count_kv tensor_data_layout pooling_type classifier.output_labels classifier.pooling_type
@@ -232,16 +209,27 @@ expert_group_scale moe_every_n_layers interleave_moe_layer_step attention.rope_p
 # For keys that llama.cpp knows: whether a value has no effect in a family that does not read the key. All others must
 # be off: 0, false or empty.
 HARMLESS: dict[str, _Test] = {
-    **dict.fromkeys(_UNREAD.split(), _never_counts),
+    **dict.fromkeys(_UNREAD.split(), lambda value, keys, config: True),
     "attention.causal": lambda value, keys, config: value is True,
-    "attention.sliding_window": _spans_the_context,
+    "attention.sliding_window": lambda value, keys, config: (
+        _is_off(value, keys, config)
+        or (isinstance(value, int) and isinstance(most := keys.get("context_length"), int) and value >= most)
+    ),
     "attention.scale": _is_the_scale,
     "embedding_scale": _is_the_embedding_scale,
-    "hidden_activation": _is_the_activation,
-    "expert_shared_count": _has_shared,
+    "hidden_activation": lambda value, keys, config: (
+        isinstance(value, str)
+        and value in (own := config.get("hidden_activation", config["hidden_act"]), own.partition("_")[0])
+    ),
+    # One shared expert, in families that have it.
+    "expert_shared_count": lambda value, keys, config: (
+        _is_off(value, keys, config) or (value == 1 and "expert_shared_feed_forward_length" in keys)
+    ),
     **dict.fromkeys(_FACTORS.split(), _is_one),
-    **dict.fromkeys((f"rope.scaling.yarn_{key}" for key in ("attn_factor", "beta_fast", "beta_slow")), _not_yarn),
-    "rope.scaling.yarn_log_multiplier": _not_yarn,
+    **dict.fromkeys(
+        (f"rope.scaling.yarn_{key}" for key in ("attn_factor", "beta_fast", "beta_slow", "log_multiplier")),
+        lambda value, keys, config: str(keys.get("rope.scaling.type")) != "yarn" or _is_off(value, keys, config),
+    ),
     "embedding_length_out": _equals("embedding_length"),
     "attention.key_length_swa": _equals("attention.key_length"),
     "attention.value_length_swa": _equals("attention.value_length"),

@@ -9,7 +9,7 @@ import math
 import mmap
 import os
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from onward.errors import CheckpointError, ConfigError
+from onward.models.fields import TrackedFields
 
 
 class BlockType(NamedTuple):
@@ -214,37 +215,14 @@ FRACTIONS = (
 _FLAGS = ("expert_weights_norm", "rope.scaling.finetuned", "attention.causal", "use_parallel_residual")
 
 
-class Keys(Mapping[str, Any]):
+class Keys(TrackedFields):
     """The metadata below "{architecture}.", which tracks the keys that were read. Values do not depend on their stored
     numeric type: a count is an int, a fraction a float, and a flag a bool."""
 
     def __init__(self, metadata: Mapping[str, Any]) -> None:
         self.prefix = prefix = f"{metadata['general.architecture']}."
         names = [key.removeprefix(prefix) for key in metadata if key.startswith(prefix)]
-        self._values = {name: _plain(name, metadata[prefix + name]) for name in names}
-        self._read: set[str] = set()
-
-    def __getitem__(self, key: str) -> Any:
-        self._read.add(key)
-        return self._values[key]
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._values
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._values)
-
-    def __len__(self) -> int:
-        return len(self._values)
-
-    @property
-    def read(self) -> frozenset[str]:
-        """The keys that were looked up, including absent ones."""
-        return frozenset(self._read)
-
-    @property
-    def unread(self) -> dict[str, Any]:
-        return {key: value for key, value in self._values.items() if key not in self._read}
+        super().__init__({name: _plain(name, metadata[prefix + name]) for name in names})
 
 
 def _plain(key: str, value: Any) -> Any:

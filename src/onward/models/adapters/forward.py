@@ -9,14 +9,20 @@ from torch.utils import _pytree as pytree
 
 from onward import ops
 from onward.errors import RequestError
-from onward.models.adapters.adapter import Adapter
-from onward.models.adapters.merge import adaptable, check_modules, fitting, fitting_bias, fitting_update, part_names
+from onward.models.adapters.merge import (
+    Adapter,
+    adaptable,
+    check_modules,
+    fitting,
+    fitting_bias,
+    fitting_update,
+    part_names,
+)
 from onward.models.architecture import Architecture
 from onward.models.blocks.layer import LayerCache
-from onward.models.linear import Embedding, Linear, is_marked
+from onward.models.linear import Embedding, Linear, float_weight, is_marked
 from onward.models.model import Model
-from onward.ops import QuantizedWeight, Weight
-from onward.ops.linear import stock_weight, weight_shape
+from onward.ops.linear import weight_shape
 
 
 class Updates(NamedTuple):
@@ -131,7 +137,7 @@ def _linear_update(module: str, part: Linear, adapter: Adapter) -> LoraUpdate | 
     parts = [(torch.zeros(1, inputs), torch.zeros(1, outputs))]  # for a bias alone
     total = torch.zeros(())
     if own is not None or (update is not None and update.magnitude is not None):
-        total = _floats(part.weight)
+        total = float_weight(part.weight).to(device="cpu", dtype=torch.float32)
     if own is not None:
         own = fitting(f"{module}.weight", own, part.weight).to(torch.float32)
         parts, total = [_factors(own - total)], own
@@ -164,7 +170,7 @@ def _table_update(module: str, part: Embedding, adapter: Adapter) -> LoraUpdate 
     parts = []
     if own is not None:
         own = fitting(f"{module}.weight", own, part.weight).to(torch.float32)
-        parts.append(((own - _floats(part.weight)).T, torch.eye(width)))
+        parts.append(((own - float_weight(part.weight).to(device="cpu", dtype=torch.float32)).T, torch.eye(width)))
     if update is not None:
         fitting_update(module, update, (width, rows))
         parts.append((update.a, update.b.T))
@@ -175,9 +181,3 @@ def _factors(change: Tensor) -> tuple[Tensor, Tensor]:
     """a [R, K] and b [R, N] of a change [N, K] of any rank: R is the smaller dimension."""
     outputs, inputs = change.shape
     return (torch.eye(inputs), change.T) if inputs <= outputs else (change, torch.eye(outputs))
-
-
-def _floats(weight: Weight) -> Tensor:
-    """float32 [N, K]: the values of a weight."""
-    floats = weight.dequantize() if isinstance(weight, QuantizedWeight) else stock_weight(weight)
-    return floats.to(device="cpu", dtype=torch.float32)

@@ -1,7 +1,12 @@
-"""Merge an adapter into the weights: W becomes W + B A."""
+"""Adapters: low-rank updates of weights by their module names in the checkpoint, and their merging: W becomes W + B A.
 
-from collections.abc import Sequence
-from dataclasses import replace
+Shapes: R rank, K inputs, N outputs of a linear layer.
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -9,7 +14,6 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from onward.errors import CheckpointError, RequestError
-from onward.models.adapters.adapter import Adapter, Update
 from onward.models.architecture import Architecture, architecture_of, named_params
 from onward.models.blocks import Decoder, DecoderNames
 from onward.models.linear import Embedding, ExpertLinear, LatentLinear, Linear, Router, ShortConv, is_marked
@@ -17,6 +21,46 @@ from onward.models.model import Model
 from onward.ops import NativeWeight, QuantizedWeight, Weight, pack
 from onward.ops.linear import stock_weight, weight_shape
 from onward.ops.quantized import ROUNDED_FORMATS
+
+
+@dataclass(frozen=True)
+class Update:
+    """W + B A of one linear layer; all float32. a: [R, K]. b: [N, R], scaled. magnitude: [N], the row norms of W + B A
+    in DoRA; None without it."""
+
+    a: Tensor
+    b: Tensor
+    magnitude: Tensor | None = None
+
+    @property
+    def product(self) -> Tensor:
+        """B A, [N, K]."""
+        return self.b @ self.a
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """The changes of an adapter, by module names such as "model.layers.0.self_attn.q_proj".
+
+    updates: of linear layers. embeddings: of tables [V, D], each as an update of the transposed table [D, V]. replaced:
+    replacement tensors by full name (modules_to_save, biases).
+    """
+
+    updates: Mapping[str, Update]
+    embeddings: Mapping[str, Update] = field(default_factory=dict)
+    replaced: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @cached_property
+    def digest(self) -> str:
+        """A hash of the contents: adapters with the same digest compute the same."""
+        digest = hashlib.blake2b(digest_size=16)
+        parts = dict(self.replaced)
+        for name, update in [*self.updates.items(), *self.embeddings.items()]:
+            parts |= {f"{name}.{part}": tensor for part, tensor in vars(update).items() if tensor is not None}
+        for name, tensor in sorted(parts.items()):
+            digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+            digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
+        return digest.hexdigest()
 
 
 def grown(architecture: Architecture, adapter: Adapter) -> Architecture:

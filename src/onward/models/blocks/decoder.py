@@ -13,10 +13,9 @@ from torch import Tensor
 
 from onward.cache import LayerShape, StateShape
 from onward.models.architecture import WeightScope
-from onward.models.blocks.layer import AttentionAndState, Cached, DecoderLayer, LayerCache, LayerParams
+from onward.models.blocks.feed_forward import PerLayerEmbeddings, PerLayerEmbeddingsParams
+from onward.models.blocks.layer import AttentionAndState, Cached, DecoderLayer, LayerCache, LayerParams, Positions
 from onward.models.blocks.norm import RMSNorm, rounded
-from onward.models.blocks.per_layer_embeddings import PerLayerEmbeddings, PerLayerEmbeddingsParams
-from onward.models.blocks.positions import Positions
 from onward.models.contract import take_positions
 from onward.models.linear import Embedding, Linear
 from onward.models.rope import RotarySchedule

@@ -1,14 +1,73 @@
-"""The table of model families: one file per family or group, which lists its architectures and reads their configs."""
+"""The table of model families: one file per family or group, which lists its architectures and reads their configs; and
+the models by the names that people know, for errors and docs/supported-models.md."""
 
 import re
 from collections.abc import Callable
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 from onward.errors import ConfigError, UnsupportedArchitectureError
 from onward.models.architecture import Architecture
-from onward.models.families.catalog import KNOWN_MODELS
 from onward.models.fields import Config, TrackedFields, words
+
+
+class KnownModels(NamedTuple):
+    """Models with the same architecture.
+
+    names: of models, for readers. architectures: their names in config.json (`FAMILIES`), the first of the text model.
+    gguf: values of `general.architecture` in GGUF files that `onward.checkpoint.gguf` reads.
+    """
+
+    names: str
+    architectures: tuple[str, ...]
+    gguf: tuple[str, ...] = ()
+
+
+# In alphabetical order. Mistral3ForConditionalGeneration wraps several text models.
+KNOWN_MODELS = (
+    KnownModels("Bamba", ("BambaForCausalLM",)),
+    KnownModels("DeepSeek-V2", ("DeepseekV2ForCausalLM",), ("deepseek2",)),
+    KnownModels("DeepSeek-V3, DeepSeek-R1, Kimi K2", ("DeepseekV3ForCausalLM",), ("deepseek2",)),
+    KnownModels("EXAONE 4", ("Exaone4ForCausalLM",), ("exaone4",)),
+    KnownModels("Falcon-H1", ("FalconH1ForCausalLM",), ("falcon-h1",)),
+    KnownModels("Gemma 2", ("Gemma2ForCausalLM",), ("gemma2",)),
+    KnownModels("Gemma 3", ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"), ("gemma3",)),
+    KnownModels("Gemma 4", ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"), ("gemma4",)),
+    KnownModels("GLM-4 (2024)", ("GlmForCausalLM",)),
+    KnownModels("GLM-4-0414", ("Glm4ForCausalLM",), ("glm4",)),
+    KnownModels("GLM-4.5, GLM-4.6", ("Glm4MoeForCausalLM",), ("glm4moe",)),
+    KnownModels("GLM-4.7-Flash", ("Glm4MoeLiteForCausalLM",), ("deepseek2",)),
+    KnownModels("gpt-oss", ("GptOssForCausalLM",), ("gpt-oss",)),
+    KnownModels("Granite 3", ("GraniteForCausalLM",), ("granite",)),
+    KnownModels("Granite 3 (MoE)", ("GraniteMoeForCausalLM",), ("granitemoe",)),
+    KnownModels("Granite 3 (MoE with a shared expert)", ("GraniteMoeSharedForCausalLM",), ("granitemoe",)),
+    KnownModels("Granite 4", ("GraniteMoeHybridForCausalLM",), ("granitehybrid", "granite", "granitemoe")),
+    KnownModels("LFM2", ("Lfm2ForCausalLM",), ("lfm2",)),
+    KnownModels("LFM2 (MoE)", ("Lfm2MoeForCausalLM",)),
+    KnownModels("Llama 2, Llama 3", ("LlamaForCausalLM",), ("llama",)),
+    KnownModels("Ministral", ("MinistralForCausalLM",)),
+    KnownModels("Ministral 3", ("Ministral3ForCausalLM", "Mistral3ForConditionalGeneration")),
+    KnownModels("Mistral, Mistral Small", ("MistralForCausalLM", "Mistral3ForConditionalGeneration"), ("llama",)),
+    KnownModels("Mistral Small 4", ("Mistral4ForCausalLM", "Mistral3ForConditionalGeneration")),
+    KnownModels("Mixtral", ("MixtralForCausalLM",), ("llama",)),
+    KnownModels("Nemotron-H, Nemotron 3", ("NemotronHForCausalLM",), ("nemotron_h", "nemotron_h_moe")),
+    KnownModels("OLMo 2", ("Olmo2ForCausalLM",), ("olmo2",)),
+    KnownModels("OLMo 3", ("Olmo3ForCausalLM",), ("olmo2",)),
+    KnownModels("Phi-3, Phi-3.5, Phi-4", ("Phi3ForCausalLM",), ("phi3",)),
+    KnownModels("Qwen2, Qwen2.5", ("Qwen2ForCausalLM",), ("qwen2",)),
+    KnownModels("Qwen3", ("Qwen3ForCausalLM",), ("qwen3",)),
+    KnownModels("Qwen3 (MoE), Qwen3-Coder", ("Qwen3MoeForCausalLM",), ("qwen3moe",)),
+    KnownModels("Qwen3-Next, Qwen3-Coder-Next", ("Qwen3NextForCausalLM",), ("qwen3next",)),
+    KnownModels("Qwen3.5, Qwen3.6", ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"), ("qwen35",)),
+    KnownModels(
+        "Qwen3.5 (MoE), Qwen3.6 (MoE)",
+        ("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"),
+        ("qwen35moe",),
+    ),
+    KnownModels("Seed-OSS", ("SeedOssForCausalLM",), ("seed_oss",)),
+    KnownModels("SmolLM3", ("SmolLM3ForCausalLM",), ("smollm3",)),
+)
+
 
 _FAMILIES = words("deepseek gemma gemma4 glm gpt_oss granite hybrids lfm2 llama mistral olmo qwen")  # their files
 
@@ -46,7 +105,8 @@ _UNLIKE = {
 }
 
 
-def _model_type(architecture: str) -> str:
+def model_type(architecture: str) -> str:
+    """transformers' model_type of an architecture."""
     base, _, head = architecture.partition("For")
     kind = _UNLIKE.get(base) or re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", base).lower()
     is_text_part = head == "CausalLM" and f"{base}ForConditionalGeneration" in FAMILIES
@@ -54,7 +114,7 @@ def _model_type(architecture: str) -> str:
 
 
 _OF_MODEL_TYPES = dict.fromkeys(("internlm3", "iquestcoder"), "LlamaForCausalLM")
-_OF_MODEL_TYPES |= {_model_type(name): name for name in FAMILIES}
+_OF_MODEL_TYPES |= {model_type(name): name for name in FAMILIES}
 
 
 def with_architecture(config: Config) -> dict[str, Any]:

@@ -11,8 +11,7 @@ from onward.models.blocks.layer import Mixer
 from onward.models.config import CommonFields, common_fields, only
 from onward.models.family_fields import grouped_experts, layers_ahead, num_dense_layers, routed_experts
 from onward.models.fields import Config, FieldOverlay, flag, positive_int, positive_number
-from onward.models.rope import Yarn, yarn_magnitude
-from onward.models.rope_config import rope_fields
+from onward.models.rope import Yarn, rope_fields, yarn_magnitude
 
 _LATENT = {
     "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,

@@ -21,7 +21,7 @@ from onward.models.config import (
     sliding_window,
 )
 from onward.models.fields import Config, FieldOverlay, flag, positive_int, positive_number, softcap, words
-from onward.models.rope_config import rotary_schedule
+from onward.models.rope import rotary_schedule
 
 # The defaults of fields, which most files on the hub omit.
 DEFAULTS = {

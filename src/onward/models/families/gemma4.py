@@ -33,7 +33,7 @@ from onward.models.config import (
 )
 from onward.models.families.gemma import ACTIVATION, DEFAULTS, NAMES
 from onward.models.fields import Config, FieldOverlay, flag, json_object, positive_int, softcap, words
-from onward.models.rope_config import rotary_schedule
+from onward.models.rope import rotary_schedule
 from onward.ops.experts import ExpertActivation
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"

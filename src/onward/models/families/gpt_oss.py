@@ -1,6 +1,6 @@
 """gpt-oss (arXiv 2508.10925): attention sinks, a window in every other layer, experts with a clamped SwiGLU.
 
-Checkpoints have all experts of a layer in one MXFP4 tensor (`onward.checkpoint.stacked_experts`).
+Checkpoints have all experts of a layer in one MXFP4 tensor (`onward.checkpoint.stored_names`).
 """
 
 from dataclasses import replace

@@ -10,8 +10,7 @@ from onward.models.config import common_fields, layer_types, layer_windows, read
 from onward.models.families.deepseek import deepseek_experts, dense_then_sparse, latent_attention
 from onward.models.family_fields import routed_experts
 from onward.models.fields import Config, FieldOverlay, json_object, positive_int, positive_number, words
-from onward.models.rope import RotarySchedule
-from onward.models.rope_config import rope_fields
+from onward.models.rope import RotarySchedule, rope_fields
 
 _IMAGES = words("""
     vision_config image_token_index image_token_id projector_hidden_act vision_feature_layer

@@ -15,7 +15,7 @@ from onward.models.config import (
     sliding_window,
 )
 from onward.models.fields import Config, FieldOverlay, flag, positive_int
-from onward.models.rope_config import rotary_schedule
+from onward.models.rope import rotary_schedule
 
 _DEFAULTS = {"rms_norm_eps": 1e-5}
 _BASE = 500_000.0  # of OLMo 3

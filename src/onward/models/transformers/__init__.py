@@ -4,6 +4,6 @@ transformers is an optional extra, imported when a model is first loaded through
 """
 
 from onward.models.transformers.host import host
-from onward.models.transformers.step import library
+from onward.models.transformers.linears import library
 
 __all__ = ["host", "library"]

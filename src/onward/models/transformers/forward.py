@@ -12,8 +12,7 @@ from onward.cache import LayerShape
 from onward.models.blocks.layer import LayerCache
 from onward.models.linear import Embedding, Linear
 from onward.models.module import CacheLayer, transformers_cache
-from onward.models.transformers.linears import Hosted
-from onward.models.transformers.step import CacheSurvey, Step, UnsupportedModuleError, current_step, running
+from onward.models.transformers.linears import CacheSurvey, Hosted, Step, UnsupportedModuleError, current_step, running
 from onward.util.process import renew_in_forks
 
 

@@ -15,8 +15,16 @@ from onward.models.architecture import new_blocks, new_cache
 from onward.models.model import Model
 from onward.models.module import CausalLM, ModuleForward
 from onward.models.transformers.forward import TransformersForward, TransformersParams, attend, mask
-from onward.models.transformers.linears import TransformersEmbedding, TransformersHead, replace_linears, run_experts
-from onward.models.transformers.step import NAME, CacheSurvey, UnsupportedModuleError, library
+from onward.models.transformers.linears import (
+    NAME,
+    CacheSurvey,
+    TransformersEmbedding,
+    TransformersHead,
+    UnsupportedModuleError,
+    library,
+    replace_linears,
+    run_experts,
+)
 
 Prepare = Callable[[TransformersParams], TransformersParams]
 

@@ -1,18 +1,114 @@
-"""The keys "{architecture}.rope.…" and the tensors of divisors -> `rope_parameters` in config.json."""
+"""The metadata of a GGUF file -> its family, and the fields of config.json. RoPE is described by the keys
+"{architecture}.rope.…" and by tensors of divisors."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from onward.checkpoint.gguf.blocks import dequantized
-from onward.checkpoint.gguf.keys import LENGTHS, YARN
-from onward.checkpoint.gguf.reader import GgufTensor, Keys, same_everywhere
-from onward.errors import ConfigError
+from onward.checkpoint.gguf.families import FAMILIES, WITH_KEY, WITH_TENSOR
+from onward.checkpoint.gguf.family import GgufFamily, with_fused_experts
+from onward.checkpoint.gguf.keys import LENGTHS, NUMBERS, YARN, ZERO_IS_OFF, check_unread
+from onward.checkpoint.gguf.reader import GgufTensor, Keys, list_of, number, same_everywhere
+from onward.errors import ConfigError, UnsupportedArchitectureError
 from onward.models.fields import positive_number
 from onward.models.rope import Llama3, Unscaled, yarn_magnitude
+
+
+def family_of(metadata: Mapping[str, Any], tensors: Collection[str], where: object) -> GgufFamily:
+    """The family of a file, by its architecture, keys and tensors."""
+    architecture = metadata.get("general.architecture")
+    if not isinstance(architecture, str):
+        raise ConfigError(f"{where}: general.architecture must be a name; got {architecture!r}")
+    if architecture not in FAMILIES:
+        raise UnsupportedArchitectureError(
+            f"{where}: architecture {architecture!r} is not supported in GGUF; supported are {', '.join(FAMILIES)}"
+        )
+    keys = Keys(metadata)
+
+    def is_set(key: str) -> bool:
+        value = keys.get(key)
+        return any(isinstance(each, int | np.integer) and each for each in list_of(value) or [value])
+
+    families = [family for (name, key), family in WITH_KEY.items() if name == architecture and is_set(key)]
+    families += [family for (name, end), family in WITH_TENSOR.items() if name == architecture and _has(tensors, end)]
+    family = [*families, FAMILIES[architecture]][0]
+    return with_fused_experts(family) if _has(tensors, ".ffn_gate_up_exps.weight") else family
+
+
+def _has(tensors: Collection[str], end: str) -> bool:
+    return any(name.endswith(end) for name in tensors)
+
+
+def config_and_keys(
+    metadata: Mapping[str, Any], tensors: Mapping[str, GgufTensor], where: object
+) -> tuple[dict[str, Any], Keys]:
+    """The fields of config.json, and the keys they were read from; `ConfigError` if no field can express them."""
+    family, keys = family_of(metadata, tensors, where), Keys(metadata)
+    config: dict[str, Any] = {"architectures": [family.architecture], "hidden_act": "silu", **family.config}
+    config |= _numbers(keys, family, where)
+    head_dim = head_dim_of(config)
+    value_length = same_everywhere(keys.get("attention.value_length"), f"{where}: value_length")
+    has_one_width = family.numbers.get("head_dim", NUMBERS["head_dim"]) == NUMBERS["head_dim"]
+    if has_one_width and value_length is not None and value_length != head_dim:
+        raise ConfigError(f"{where}: key length {head_dim} and value length {value_length} must be equal")
+    if has_one_width and head_dim is not None:
+        config["head_dim"] = head_dim
+    if "token_embd.weight" in tensors:
+        config["vocab_size"] = tensors["token_embd.weight"].shape[0]
+    config["tie_word_embeddings"] = "output.weight" not in tensors
+    for field, part in family.parts.items():
+        config[field] = _has(tensors, f".{part}") if isinstance(part, str) else part(tensors)
+    config["rope_parameters"] = rope_parameters(keys, tensors, head_dim, where)
+    try:
+        config |= family.derived(keys, config)
+        check_unread(keys, family, config)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {metadata['general.architecture']}: {error}") from error
+    return config, keys
+
+
+def _numbers(keys: Keys, family: GgufFamily, where: object) -> dict[str, Any]:
+    numbers = {field: key for field, key in {**NUMBERS, **family.numbers}.items() if key is not None}
+    fields: dict[str, Any] = {}
+    for field, key in numbers.items():
+        if (value := keys.get(key)) is None:
+            continue
+        value = same_everywhere(value, f"{where}: {keys.prefix}{key}", ignore_zeros=key.startswith("expert_"))
+        if value == 0 and key in ZERO_IS_OFF:
+            fields |= {field: None} if key.endswith("softcapping") else {}
+        else:
+            fields[field] = value
+    # config.json has defaults for these, but llama.cpp requires them.
+    required = {numbers.get("rms_norm_eps")}
+    if "expert_used_count" in numbers.values() and number(keys, "expert_count"):
+        required.add("expert_used_count")
+    for name in required:
+        if name is not None and name not in keys:
+            raise ConfigError(f"{where}: {keys.prefix}{name} is missing")
+    if NUMBERS["num_key_value_heads"] in numbers.values() and "num_attention_heads" in fields:
+        fields.setdefault("num_key_value_heads", fields["num_attention_heads"])
+    ahead, layers = number(keys, "nextn_predict_layers", 0), fields.get("num_hidden_layers")
+    if ahead and isinstance(layers, int):
+        if not isinstance(ahead, int) or not 0 < ahead < layers:
+            raise ConfigError(f"{where}: nextn_predict_layers must be less than the {layers} layers; got {ahead}")
+        fields["num_hidden_layers"] = layers - ahead
+    return fields
+
+
+def head_dim_of(config: Mapping[str, Any]) -> int | None:
+    """The config's head_dim, explicit or implied; None if it is invalid, which the config's reader reports."""
+    head_dim, hidden, heads = (config.get(name) for name in ("head_dim", "hidden_size", "num_attention_heads"))
+    if head_dim is None and type(hidden) is int and type(heads) is int and heads > 0:
+        return hidden // heads
+    return head_dim if type(head_dim) is int and head_dim > 0 else None
+
+
+# ── RoPE ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 # These are the same in every published model with `rope_freqs` (Llama 3.1 to 3.3); the file does not contain them.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -58,7 +154,7 @@ def rope_parameters(
     if "rope_freqs.weight" in tensors:
         if kind not in (None, "none", "linear") or magnitude not in (None, 1):
             raise ConfigError(f"{where}: rope_freqs with {keys.prefix}rope.scaling is not supported")
-        divisors = _numbers(tensors["rope_freqs.weight"])
+        divisors = _floats(tensors["rope_freqs.weight"])
         divisors = divisors if factor == 1 else divisors * factor
         base = positive_number(rope, "rope_theta", BASE)
         return rope | (
@@ -114,7 +210,7 @@ def _longrope(
 ) -> dict[str, Any]:
     """LongRoPE's two lists. A factor further divides every frequency."""
     scale = factor if isinstance(factor, int | float) else 1
-    lists = {f"{length}_factor": _numbers(tensors[f"rope_factors_{length}.weight"]) * scale for length in LENGTHS}
+    lists = {f"{length}_factor": _floats(tensors[f"rope_factors_{length}.weight"]) * scale for length in LENGTHS}
     rope: dict[str, Any] = {name: values.tolist() for name, values in lists.items()}
     rope |= {"rope_type": "longrope", "original_max_position_embeddings": original}
     usual = 1.0
@@ -131,7 +227,7 @@ def _uniform_longrope(divisors: list[Any], magnitude: Any) -> dict[str, Any]:
     return {"rope_type": "longrope", "factor": 1.0, "attention_factor": magnitude, **lists}
 
 
-def _numbers(stored: GgufTensor) -> Tensor:
+def _floats(stored: GgufTensor) -> Tensor:
     return dequantized(stored.type, stored.rows).flatten()
 
 

@@ -31,7 +31,7 @@ from onward.errors import RequestError  # noqa: E402
 from onward.language_model.options import option_names  # noqa: E402
 from onward.models import read_config  # noqa: E402
 from onward.models.families import KNOWN_MODELS, KnownModels  # noqa: E402
-from onward.protocols.limits import Limits  # noqa: E402
+from onward.protocols import Limits  # noqa: E402
 from onward.sampling.transforms import Adjustment, Filter, transforms_of  # noqa: E402
 from onward.testing.tiny import tiny_config  # noqa: E402
 from onward.util.options import LENGTH, OUTPUT, REPETITION, SAMPLING, STRUCTURE, TEXTS, Option, options_of  # noqa: E402
@@ -159,7 +159,7 @@ def flags(*kinds: tuple[str, str, Mapping[str, Option]]) -> str:
     source = "\n\n\n".join(blocks)
     groups = sorted(name for name in GROUPS if f"group={name}" in source)
     imports = ["from dataclasses import dataclass", *(["from pathlib import Path"] if "Path" in source else []), ""]
-    imports += ["from onward.cli.declarations import flag", f"from onward.util.options import {', '.join(groups)}"]
+    imports += ["from onward.cli.flags import flag", f"from onward.util.options import {', '.join(groups)}"]
     return "\n".join([f'"""{HEADER}"""', "", *imports]) + f"\n\n\n{source}\n"
 
 

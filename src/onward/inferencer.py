@@ -174,9 +174,8 @@ class ModelInferencer:
         return [sequence.token_ids for sequence in sequences], torch.cat(recorded.logits, 1)
 
     def _check_query(self, query: Tensor, kv_cache: FilledCache) -> int:
-        whole = not (query.is_floating_point() or query.dtype == torch.bool)
         batch = len(kv_cache.lengths)
-        if query.dim() != 2 or query.shape[0] != batch or not query.numel() or not whole:
+        if not _are_ids(query) or query.shape[0] != batch:
             raise RequestError(
                 f"a query must be whole numbers [{batch}, T], as many rows as the cache has; got {query.dtype} "
                 f"{list(query.shape)}"
@@ -210,6 +209,11 @@ class _RecordedRun:
         self.logits.append(result.logits)
         at = batch.logits_at
         return result if at is None else result._replace(logits=take_positions(result.logits, at))
+
+
+def _are_ids(query: Tensor) -> bool:
+    """Whether a tensor is of whole numbers [B, T], and not empty."""
+    return query.dim() == 2 and not (query.is_floating_point() or query.dtype == torch.bool) and query.numel() > 0
 
 
 def _padded(token_ids: abc.Sequence[list[int]], device: torch.device) -> Tensor:
@@ -254,7 +258,7 @@ def speculate(
     """
     check_whole("max_new_tokens", max_new_tokens, low=1)
     query = query_token_ids
-    if query.dim() != 2 or query.is_floating_point() or query.dtype == torch.bool or not query.numel():
+    if not _are_ids(query):
         raise RequestError(
             f"speculate takes prompts as whole numbers [B, T], T of 1 or more; got {query.dtype} {list(query.shape)}"
         )

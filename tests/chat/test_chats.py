@@ -19,11 +19,11 @@ from onward.chat import (
     TextReader,
     ToolCall,
 )
-from onward.chat.formats.hermes import Hermes
+from onward.chat.formats.json_calls import Hermes
 from onward.errors import RequestError
 from onward.protocols import BodyReader
-from onward.protocols.answers import answer_body, delta_body, finish_reason
-from onward.protocols.chunks import ChunkStream
+from onward.protocols.chat import delta_body
+from onward.protocols.choices import finish_reason
 
 TOOLS = [WEATHER, CLOCK]
 OSLO = '{"city": "Oslo"}'
@@ -74,7 +74,7 @@ def test_streamed_is_whole_is_the_engines_is_openais(format: str, tokenizer: Mar
     assert fold(list(onward.Session(chat.lm).stream_chat(ASKED, tools=TOOLS))) == said(whole)
     body = BodyReader(chat.lm, "m").read("/v1/chat/completions", {"messages": ASKED, "tools": TOOLS})
     assert body.requests == (chat.lm.chat_request(ASKED, tools=TOOLS),)
-    (choice,) = answer_body(body, [whole], chat.lm.tokenizer or MarkTokenizer(), "0")["choices"]
+    (choice,) = body.protocol.answer(body, [whole], chat.lm.tokenizer or MarkTokenizer(), "0")["choices"]
     assert choice["finish_reason"] == "tool_calls"
     (call,) = said(whole).tool_calls
     function = {"name": "weather", "arguments": OSLO}
@@ -321,11 +321,11 @@ def test_chunks_add_up_to_the_answer(together: int) -> None:
         "/v1/chat/completions", {"messages": ASKED, "tools": TOOLS, "stream": True}
     )
     pieces = list(chat.lm.stream(body.requests[0]))
-    stream = ChunkStream(body, chat.lm.tokenizer or MarkTokenizer(), "0")
+    stream = body.protocol.events(body, chat.lm.tokenizer or MarkTokenizer(), "0")
     runs = [pieces[at : at + together] for at in range(0, len(pieces), together)]
     chunks = [chunk for run in runs for _, chunk in stream.pieces(0, run)]
     chunks += stream.end(0, chat.lm.generate(body.requests[0]))
-    choices = [json.loads(chunk)["choices"][0] for chunk in chunks]
+    choices = [json.loads(chunk.removeprefix("data: "))["choices"][0] for chunk in chunks]
     deltas = [choice["delta"] for choice in choices]
     assert "".join(delta.get("content", "") for delta in deltas) == "I look."
     assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "Oslo?"

@@ -9,9 +9,7 @@ from test_harmony import TEMPLATE as HARMONY
 import onward
 from onward.batches import BatchLine
 from onward.protocols import BodyReader
-from onward.protocols.answers import answer_body
-from onward.protocols.chunks import ChunkStream
-from onward.protocols.responses_events import ResponseStream, response_body
+from onward.protocols.responses_events import response_body
 from onward.testing import ByteTokenizer
 
 CHAT = "/v1/chat/completions"
@@ -93,14 +91,14 @@ def test_usage_reports_them(name: str) -> None:
         expected = sum(text.reasoning_tokens or 0 for text in completion.choices)
         if "max_tokens" not in fields:
             assert expected == count * request.options.n
-        answer = answer_body(read, [completion], chat.lm.tokenizer, "0")
+        answer = read.protocol.answer(read, [completion], chat.lm.tokenizer, "0")
         details = {"completion_tokens_details": {"reasoning_tokens": expected}} if expected else {}
         assert {
             key: value for key, value in answer["usage"].items() if key.startswith("completion_tokens_d")
         } == details
-        stream = ChunkStream(read, chat.lm.tokenizer, "0")
+        stream = read.protocol.events(read, chat.lm.tokenizer, "0")
         stream.begin(0), stream.end(0, completion)
-        assert json.loads(stream.usage()[0])["usage"] == answer["usage"]
+        assert json.loads(stream.finish()[0].removeprefix("data: "))["usage"] == answer["usage"]
         line = BatchLine(1, "a", CHAT, {}).served("batch_req_0", answer)
         assert line["response"]["body"]["usage"].get("completion_tokens_details") == details.get(
             "completion_tokens_details"
@@ -110,5 +108,5 @@ def test_usage_reports_them(name: str) -> None:
     completion = chat.lm.generate(response.requests[0])
     usage = response_body(response, completion, chat.lm.tokenizer, "0")["usage"]
     assert usage["output_tokens_details"] == {"reasoning_tokens": count}
-    events = ResponseStream(response, chat.lm.tokenizer, "0").end(completion)
-    assert events[-1]["response"]["usage"] == usage
+    events = response.protocol.events(response, chat.lm.tokenizer, "0").end(0, completion)
+    assert json.loads(events[-1].partition("data: ")[2])["response"]["usage"] == usage

@@ -13,9 +13,7 @@ import onward
 from onward.decoding.speculation import PredictedOutput, Speculator
 from onward.language_model import Completion, Piece
 from onward.protocols import BodyReader
-from onward.protocols.answers import answer_body
-from onward.protocols.chunks import ChunkStream
-from onward.protocols.responses_events import ResponseStream, response_body
+from onward.protocols.responses_events import response_body
 
 CHAT = "/v1/chat/completions"
 TOOLS = [WEATHER, CLOCK]
@@ -52,6 +50,11 @@ def joined(chunks: list[dict[str, Any]]) -> dict[str, Any]:
     return said
 
 
+def data(event: str) -> Any:
+    """The JSON of a server-sent event."""
+    return json.loads(event.partition("data: ")[2])
+
+
 def is_json(text: str) -> bool:
     try:
         json.loads(text)
@@ -79,10 +82,10 @@ def test_a_stop_anywhere_leaves_a_consistent_answer(format: str) -> None:
         assert (drafted.message, drafted.token_ids) == (completion.message, completion.token_ids)
         assert (drafted.stopped_by, drafted.reasoning_tokens) == (completion.stopped_by, completion.reasoning_tokens)
 
-        (choice,) = answer_body(body, [completion], chat.lm.tokenizer, "0")["choices"]
-        stream = ChunkStream(body, chat.lm.tokenizer, "0")
+        (choice,) = body.protocol.answer(body, [completion], chat.lm.tokenizer, "0")["choices"]
+        stream = body.protocol.events(body, chat.lm.tokenizer, "0")
         events = [*stream.begin(0), *(chunk for piece in pieces for _, chunk in stream.pieces(0, [piece]))]
-        chunks = [json.loads(event)["choices"][0] for event in [*events, *stream.end(0, completion)]]
+        chunks = [data(event)["choices"][0] for event in [*events, *stream.end(0, completion)]]
         said, message = joined(chunks), choice["message"]
         assert said["content"] == (message["content"] or "")
         assert said["reasoning"] == (message.get("reasoning") or "")
@@ -104,7 +107,7 @@ def test_a_call_that_the_model_ends_itself_is_to_be_run_whatever_its_arguments_a
     body = BodyReader(chat.lm, "m").read(CHAT, {"messages": ASKED, "tools": TOOLS})
     chat.answers.prompt_length = len(body.requests[0].prompt)
     assert chat.lm.tokenizer is not None
-    (choice,) = answer_body(body, [chat.lm.generate(body.requests[0])], chat.lm.tokenizer, "0")["choices"]
+    (choice,) = body.protocol.answer(body, [chat.lm.generate(body.requests[0])], chat.lm.tokenizer, "0")["choices"]
     assert choice["finish_reason"] == "tool_calls"
 
 
@@ -140,9 +143,9 @@ def test_a_response_cut_anywhere_is_what_its_events_add_up_to(format: str) -> No
             generation = engine.submit(body.requests[0])
             pieces += generation
             completion = generation.result()
-        stream = ResponseStream(body, chat.lm.tokenizer, "0")
-        events = [*stream.begin(), *(event for piece in pieces for event in stream.pieces([piece]))]
-        events += stream.end(completion)
+        stream = body.protocol.events(body, chat.lm.tokenizer, "0")
+        sent = [*stream.begin(0), *(event for piece in pieces for _, event in stream.pieces(0, [piece]))]
+        events = [data(event) for event in [*sent, *stream.end(0, completion)]]
         whole = events[-1]["response"]
         assert whole == response_body(body, completion, chat.lm.tokenizer, "0")
         assert [event["sequence_number"] for event in events] == list(range(len(events)))

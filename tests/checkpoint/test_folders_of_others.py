@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import onward
-from onward.chat.answer import special_token
+from onward.chat.format import special_token
 from onward.checkpoint import CheckpointFolder
 from onward.constraints import symbol
 from onward.errors import CheckpointError, ConfigError, RequestError

@@ -8,7 +8,7 @@ import pytest
 from command_line import Cli
 
 import onward
-from onward.cli.flags import options_of
+from onward.cli.inputs import generate_options
 from onward.cli.option_flags import SamplingFlags
 
 PROMPT = "Once upon a time"
@@ -128,12 +128,12 @@ def test_every_sampling_option_is_a_flag() -> None:
     for_code = {"logit_bias", "dry_sequence_breakers"}
     of_texts = {"max_new_tokens", "stop"}
     assert set(flags) | for_code == {field.name for field in dataclasses.fields(onward.SamplingParams)} | of_texts
-    assert options_of(SamplingFlags()) == {}
+    assert generate_options(SamplingFlags()) == {}
 
 
 def test_a_zero_is_given_and_stop_strings_are_literal() -> None:
     given = SamplingFlags(temperature=0.0, top_k=0, seed=0, max_new_tokens=0, stop=["\\n"], eos=[0])
-    assert options_of(given) == {
+    assert generate_options(given) == {
         "temperature": 0.0,
         "top_k": 0,
         "seed": 0,

@@ -9,8 +9,7 @@ from command_line import Cli
 from typer.main import get_command
 
 import onward
-from onward.cli.declarations import GROUPS
-from onward.cli.flags import EngineFlags
+from onward.cli.flags import GROUPS, EngineFlags
 from onward.cli.main import app
 from onward.cli.serve import ReplicaFlags, ServerFlags
 from onward.server import Settings

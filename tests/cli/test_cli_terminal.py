@@ -11,7 +11,7 @@ from prompt_toolkit.history import FileHistory, InMemoryHistory
 from onward import MessageDelta, Piece
 from onward.cli import repl
 from onward.cli.chat import AnswerWriter
-from onward.cli.terminal import TextWriter, end_line, note, report, waiting, write
+from onward.cli.terminal import TextWriter, note, report, waiting
 from onward.errors import OnwardWarning
 
 
@@ -36,18 +36,21 @@ WILD = "a\tb\nc\x1b]0;owned\x07\r\x7f\x9b2Jé✓"
 
 def test_a_pipe_gets_the_text_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     out = stream(monkeypatch, "stdout", is_terminal=False)
-    write(WILD)
-    end_line(WILD)
+    writer = TextWriter()
+    writer.write(WILD)
+    writer.end_line()
     assert out.getvalue() == WILD
 
 
 def test_a_terminal_gets_pictures_of_control_characters(monkeypatch: pytest.MonkeyPatch) -> None:
     out = stream(monkeypatch, "stdout", is_terminal=True)
-    write(WILD)
+    writer = TextWriter()
+    writer.write(WILD)
     assert out.getvalue() == "a\tb\nc␛]0;owned␇␍␡�2Jé✓"
-    end_line(WILD)
-    end_line("ends\n")
-    assert out.getvalue().endswith("✓\n")
+    writer.end_line()
+    writer.write("ends\n")
+    writer.end_line()
+    assert out.getvalue().endswith("✓\nends\n")
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 from command_line import Cli
 
 import onward
-from onward.cli.flags import options_of
+from onward.cli.inputs import generate_options
 from onward.cli.option_flags import GenerateFlags, SamplingFlags
 
 PROMPT = "Once upon a time"
@@ -53,7 +53,7 @@ def test_json_holds_logprobs_as_objects(cli: Cli, loaded: onward.LanguageModel) 
 
 
 def test_an_impossible_token_is_null_in_json() -> None:
-    from onward.cli.inputs import json_fields
+    from onward.cli.generate import json_fields
     from onward.sampling import TokenLogprobs
 
     timing = onward.Timing(0.0, [], 0.0, 0.0)
@@ -64,7 +64,7 @@ def test_an_impossible_token_is_null_in_json() -> None:
 
 
 def test_a_character_of_several_tokens_is_in_the_last_of_them(lm: onward.LanguageModel) -> None:
-    from onward.cli.inputs import json_fields
+    from onward.cli.generate import json_fields
 
     ids = lm.encode("a ✓ 🙂", add_special_tokens=False)
     timing = onward.Timing(0.0, [], 0.0, 0.0)
@@ -107,7 +107,7 @@ def test_every_option_of_a_call_is_a_flag_or_for_code() -> None:
     for_code = {"early_stopping", "stop_when", "cancel", "logit_bias", "dry_sequence_breakers", "constraint"}
     spoken_for = {"draft", "adapter"}  # flags of their own, for they load something
     assert flags | for_code == {field.name for field in dataclasses.fields(onward.GenerateOptions)} - spoken_for
-    assert options_of(SamplingFlags(), GenerateFlags()) == {}
+    assert generate_options(SamplingFlags(), GenerateFlags()) == {}
 
 
 def test_a_score_is_printed_for_people_and_for_programs(cli: Cli, loaded: onward.LanguageModel) -> None:

@@ -13,7 +13,6 @@ import onward
 from onward.chat import ChatTemplate
 from onward.errors import ContextOverflowError, DraftError, EngineBusyError, EngineError, OnwardError, RequestError
 from onward.protocols import BodyError, BodyReader, error_fields, status_of
-from onward.protocols.answers import answer_body
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 URLS = (CHAT, TEXT)
@@ -251,7 +250,9 @@ def test_an_error_has_a_status_that_clients_know() -> None:
 def answered(reader: BodyReader, url: str, **fields: Any) -> dict[str, Any]:
     body = reader.read(url, of(url, **fields))
     assert reader.lm.tokenizer is not None
-    return answer_body(body, [reader.lm.generate(request) for request in body.requests], reader.lm.tokenizer, "9")
+    return body.protocol.answer(
+        body, [reader.lm.generate(request) for request in body.requests], reader.lm.tokenizer, "9"
+    )
 
 
 def test_an_answer_is_a_chat_completion(reader: BodyReader) -> None:
@@ -348,14 +349,14 @@ def test_prompt_logprobs_are_those_of_generate(reader: BodyReader) -> None:
     assert tokenizer is not None
     for fields in ({}, {"n": 2, "temperature": 1, "seed": 1}, {"echo": True, "logprobs": 2}):
         body = reader.read(TEXT, of(TEXT, prompt=["The fox é", "An owl"], max_tokens=2, prompt_logprobs=2, **fields))
-        answer = answer_body(body, [reader.lm.generate(request) for request in body.requests], tokenizer, "9")
+        answer = body.protocol.answer(body, [reader.lm.generate(request) for request in body.requests], tokenizer, "9")
         for choice in answer["choices"]:
             prompt = body.requests[choice["index"] // body.requests[0].options.n].prompt
             wanted = reader.lm.score(prompt, logprobs=2).logprobs
             check_prompt_logprobs(choice["prompt_logprobs"], prompt, wanted, tokenizer)
     body = reader.read(CHAT, of(CHAT, max_tokens=2, prompt_logprobs=2))
     (request,) = body.requests
-    answer = answer_body(body, [reader.lm.generate(request)], tokenizer, "9")
+    answer = body.protocol.answer(body, [reader.lm.generate(request)], tokenizer, "9")
     check_prompt_logprobs(
         answer["prompt_logprobs"], request.prompt, reader.lm.score(request.prompt, logprobs=2).logprobs, tokenizer
     )

@@ -14,8 +14,7 @@ from onward.errors import OnwardError
 from onward.language_model import Completion, Piece
 from onward.protocols import PROTOCOLS, BodyReader, ParsedBody, Protocol
 from onward.protocols.body import AtMost
-from onward.protocols.openai import Length
-from onward.protocols.options import OptionsBody, body_with_options
+from onward.protocols.options import Length, OptionsBody, body_with_options
 from onward.protocols.protocol import ModelContext, Prompts
 from onward.server import create_app
 from onward.tokenizer import Tokenizer

@@ -19,7 +19,7 @@ from live_server import MESSAGES, SECONDS, LiveServer
 from test_operations import LONG, leave, opened, until
 
 import onward
-from onward.protocols.chunks import as_json
+from onward.protocols.choices import as_json
 from onward.server.errors import WholeResponse, rendered
 from onward.server.memory import MemoryBudget, MemoryFullError, Reservation
 from onward.server.submission import StoredResponse

@@ -11,7 +11,7 @@ from onward import LanguageModel
 from onward.chat import ChatTemplate
 from onward.engine import Engine
 from onward.protocols import PROTOCOLS
-from onward.protocols.chunks import ChunkEvents
+from onward.protocols.choices import ChunkEvents
 from onward.protocols.responses_events import ResponseEventStream
 from onward.server import Settings, create_app
 from onward.server.submission import Subscriber

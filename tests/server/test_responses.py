@@ -13,8 +13,7 @@ from onward.chat import AnswerFormat, AssistantMessage, ToolCall
 from onward.chat.formats import FORMATS
 from onward.language_model import Piece
 from onward.protocols import BodyError, BodyReader
-from onward.protocols.answers import ContentLogprobs
-from onward.protocols.responses_events import ResponseStream
+from onward.protocols.logprobs import ContentLogprobs
 from onward.sampling import TokenLogprobs
 from onward.tokenizer.text_stream import token_texts
 
@@ -203,8 +202,9 @@ def test_reasoning_and_calls_are_items(lm: onward.LanguageModel) -> None:
     completion = lm.generate(body.requests[0], max_new_tokens=3)
     said = AssistantMessage("Well.", "Hm.", (ToolCall("c1", "weather", '{"at":1}'), ToolCall("c2", "weather", "{}")))
     object.__setattr__(completion, "message", said)
-    stream = ResponseStream(body, lm.tokenizer, "9")
-    events = [*stream.begin(), *stream.end(completion)]
+    assert lm.tokenizer is not None
+    stream = body.protocol.events(body, lm.tokenizer, "9")
+    events = [json.loads(event.partition("data: ")[2]) for event in [*stream.begin(0), *stream.end(0, completion)]]
     kinds = [event["type"].removeprefix("response.") for event in events]
     assert kinds.count("function_call_arguments.done") == 2
     assert kinds.index("reasoning_text.done") < kinds.index("output_text.delta")

@@ -165,7 +165,7 @@ def test_a_model_of_plain_functions_is_drafted():
 def test_speculation_is_part_of_the_json(tmp_path):
     lm = LanguageModel(tiny_model(), ByteTokenizer())
     completion = lm.generate("ab", draft="lookup", max_new_tokens=4)
-    from onward.cli.inputs import json_fields
+    from onward.cli.generate import json_fields
 
     fields = json_fields(completion, lm.encode("ab"), lm.tokenizer)
     assert json.loads(json.dumps(fields))["choices"][0]["speculation"]["rounds"] >= 0

@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 from typer.testing import CliRunner
 
 from onward import GenerateOptions, SamplingParams
-from onward.cli.declarations import with_flags
+from onward.cli.flags import with_flags
 from onward.errors import OptionError, RequestError
 from onward.protocols.options import type_of
 from onward.sampling.transforms import Filter

@@ -1,12 +1,11 @@
 """Batches of requests in OpenAI's format, on an engine of this process or replicas on Ray.
 
-job.py      distributes chunks of lines over replicas, and retries them if a replica dies; an engine is a replica
+job.py      distributes chunks of lines over replicas, and retries them if a replica dies: an engine, or Ray actors
 line.py     reads input lines and formats output lines
 results.py  stores results in journals, and finally writes the output
-ray.py      replicas as Ray actors
 """
 
-from onward.batches.job import BatchJob, EngineReplica, Progress, Replica, ReplicaDiedError, fingerprint_of
+from onward.batches.job import BatchJob, EngineReplica, Progress, RayReplica, Replica, ReplicaDiedError, fingerprint_of
 from onward.batches.line import BatchInput, BatchLine
 from onward.batches.results import BatchResults, LineResult
 
@@ -18,6 +17,7 @@ __all__ = [
     "EngineReplica",
     "LineResult",
     "Progress",
+    "RayReplica",
     "Replica",
     "ReplicaDiedError",
     "fingerprint_of",

@@ -1,4 +1,4 @@
-"""Run a batch over replicas: an engine of this process, or Ray actors.
+"""Run a batch over replicas: an engine of this process, or Ray actors (extra `onward[cluster]`).
 
 Every replica has a few chunks at a time, so that its engine never runs out of lines. A result counts once it is on
 disk. A replica that dies is replaced, and its chunks are retried on any free replica. After two deaths, a chunk is set
@@ -10,10 +10,10 @@ import asyncio
 import hashlib
 import json
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import onward
 from onward.batches.line import BatchInput, BatchLine, result_line
@@ -28,6 +28,8 @@ from onward.protocols import BodyReader, ResponseKey
 _CHUNK, _AHEAD = 32, 3
 # Replica deaths after which a chunk's lines are suspects, a line alone is to blame, and loading is given up.
 _MAX_CHUNK_DEATHS, _MAX_LINE_DEATHS, _MAX_LOAD_DEATHS = 2, 3, 3
+# Seconds between checks that an actor is alive, and for it to respond.
+_CHECK_INTERVAL, _CHECK_TIMEOUT = 10.0, 60.0
 
 
 class ReplicaDiedError(Exception):
@@ -113,6 +115,69 @@ def _failure(line: BatchLine, id: str, error: Exception) -> LineResult:
     if not isinstance(error, OnwardError):
         error = OnwardError(f"the request failed: {type(error).__name__}: {one_line(error)}")
     return LineResult(id, result_line(line.failed(id, error)), True)
+
+
+class _Actor:
+    """Runs in the replica's process. make: loads the model. limits: of the engine."""
+
+    def __init__(self, make: Callable[[], BodyReader], limits: Mapping[str, Any]) -> None:
+        self._make, self._limits = make, limits
+
+    async def load(self) -> str | OnwardError:
+        try:
+            reader = self._make()
+            self._engine = Engine(reader.lm, **self._limits)
+            self._replica = EngineReplica(self._engine, reader)
+        except OnwardError as error:
+            return error
+        return await self._replica.load()
+
+    async def serve(self, lines: Sequence[BatchLine]) -> list[LineResult]:
+        return await self._replica.serve(lines)
+
+    async def step_seconds(self) -> float:
+        return self._engine.seconds_since_step
+
+
+class RayReplica:
+    """The job's side of an actor."""
+
+    def __init__(self, make: Callable[[], BodyReader], limits: Mapping[str, Any]) -> None:
+        import ray
+
+        # Ray doesn't restart it: the job starts another one, which has to load first.
+        options = {"num_cpus": 1, "max_restarts": 0, "max_concurrency": 64, "scheduling_strategy": "SPREAD"}
+        self._actor: Any = ray.remote(_Actor).options(**options).remote(make, dict(limits))
+
+    async def load(self) -> str:
+        loaded = await self._result(self._actor.load.remote())
+        if isinstance(loaded, OnwardError):
+            raise loaded
+        return str(loaded)
+
+    async def serve(self, lines: Sequence[BatchLine]) -> list[LineResult]:
+        result = asyncio.ensure_future(self._result(self._actor.serve.remote(list(lines))))
+        while not (await asyncio.wait([result], timeout=_CHECK_INTERVAL))[0]:
+            try:
+                await asyncio.wait_for(self._result(self._actor.step_seconds.remote()), _CHECK_TIMEOUT)
+            except (TimeoutError, ReplicaDiedError) as error:
+                result.cancel()
+                raise ReplicaDiedError(f"it does not respond: {error}") from error
+        return await result  # type: ignore[no-any-return]
+
+    def close(self) -> None:
+        import ray
+
+        ray.kill(self._actor)
+
+    async def _result(self, reference: Any) -> Any:
+        """Raises `ReplicaDiedError`, however the process or its engine died."""
+        from ray.exceptions import RayError
+
+        try:
+            return await reference
+        except RayError as error:
+            raise ReplicaDiedError(one_line(error)) from error
 
 
 def fingerprint_of(reader: BodyReader) -> str:

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from onward.errors import OnwardError, RequestError, one_line
-from onward.protocols.errors import error_fields, status_of
-from onward.protocols.reader import PROTOCOLS
+from onward.protocols import PROTOCOLS, error_fields, status_of
 from onward.util.text import brief
 from onward.util.text_input import LONGEST_LINE, TextError, check_value, parse_json, parse_request_json, read_lines
 

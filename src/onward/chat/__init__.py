@@ -1,11 +1,9 @@
 """Chats: templates, tools, and streaming parsers for the reasoning and tool calls of each model family."""
 
-from onward.chat.answer import AnswerFormat, MessageParser
-from onward.chat.conversation import template_messages
-from onward.chat.format import ArgumentSyntax, CallSyntax, MessageFormat
+from onward.chat.format import AnswerFormat, ArgumentSyntax, CallSyntax, MessageFormat, MessageParser
 from onward.chat.formats import FORMATS, checked_format, format_of
 from onward.chat.grammar import Content, answer_grammar, arguments_schema, content_beginning
-from onward.chat.message import AssistantMessage, MessageDelta, ToolCall, ToolCallDelta
+from onward.chat.message import AssistantMessage, MessageDelta, ToolCall, ToolCallDelta, template_messages
 from onward.chat.source import MessageBuilder, Reading, TextReader, read_string, read_value
 from onward.chat.template import ChatTemplate, Message
 from onward.chat.tools import Tool, ToolChoice, ToolLike, ToolUse, read_tool_use

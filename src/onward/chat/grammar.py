@@ -5,8 +5,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from onward.chat.answer import AnswerFormat
-from onward.chat.format import ArgumentSyntax, CallSyntax, MessageFormat
+from onward.chat.format import AnswerFormat, ArgumentSyntax, CallSyntax, MessageFormat
 from onward.chat.tools import Tool, ToolUse
 from onward.errors import OptionError, RequestError
 from onward.schemas import SPACED, Spacing, alternatives, json_rules, kinds_of, lark_string, values_of

@@ -11,11 +11,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import onward
-from onward.cli.declarations import REPLICAS, REQUESTS, flag
-from onward.cli.flags import RAY_ADDRESS, AdapterFlags, BodyFlags, DraftFlags, EngineFlags, ModelFlags, TemplateFlags
+from onward.cli.flags import (
+    RAY_ADDRESS,
+    REPLICAS,
+    REQUESTS,
+    AdapterFlags,
+    BodyFlags,
+    DraftFlags,
+    EngineFlags,
+    ModelFlags,
+    TemplateFlags,
+    flag,
+)
 from onward.cli.info import usable_cores
-from onward.cli.inputs import expanded
-from onward.cli.loading import find, load_model, template_variables
+from onward.cli.inputs import expanded, find, load_model, template_variables
 from onward.cli.terminal import count, note, waiting
 from onward.errors import RequestError
 
@@ -91,7 +100,7 @@ def batch(
                 replica = EngineReplica(engine_here, reader)
                 progress = serve(lambda: replica, chunk=1, ahead=3 * chunk)
         else:
-            from onward.batches.ray import RayReplica
+            from onward.batches import RayReplica
             from onward.cluster.ray_session import connected
 
             find(model.model)  # download it once, before the replicas start

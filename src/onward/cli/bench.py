@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from onward.cli.declarations import MEASUREMENT, flag
-from onward.cli.flags import AS_JSON, ModelFlags, SourceArgument, with_source
+from onward.cli.flags import AS_JSON, MEASUREMENT, ModelFlags, SourceArgument, flag, with_source
 from onward.cli.info import Fact, as_object, kernel_facts, machine_facts, print_sections
-from onward.cli.loading import load_model
+from onward.cli.inputs import load_model
 from onward.cli.terminal import waiting
 from onward.native import last_level_cache_bytes
 from onward.util.options import OUTPUT

@@ -9,18 +9,17 @@ from typing import TYPE_CHECKING
 import typer
 
 from onward.cli.chat_session import ChatAnswer, ChatSession, Conversation
-from onward.cli.declarations import CHAT, flag
 from onward.cli.flags import (
+    CHAT,
     AppliedAdapterFlags,
     DraftFlags,
     ModelFlags,
     SourceArgument,
     TemplateFlags,
-    options_of,
+    flag,
     with_source,
 )
-from onward.cli.inputs import expanded
-from onward.cli.loading import load_model, template_variables
+from onward.cli.inputs import expanded, generate_options, load_model, template_variables
 from onward.cli.option_flags import SamplingFlags
 from onward.cli.repl import Retry, piped_input, run_command, terminal_input
 from onward.cli.terminal import TextWriter, columns, count, fitted, is_terminal, note, report, shortened, write
@@ -52,7 +51,7 @@ def chat(
     --session FILE saves the chat and its KV cache, and resumes both next
     time.
     """
-    options = options_of(sampling) | adapting.first()
+    options = generate_options(sampling) | adapting.first()
     model = with_source(model, source)
     lm = load_model(model, drafting, adapting)
     variables = template_variables(template, lm, model.model)

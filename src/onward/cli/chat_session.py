@@ -46,13 +46,10 @@ class Conversation:
         system, turns = content["system"], content["turns"]
         if not (system is None or isinstance(system, str)):
             raise RequestError("the system message of a conversation must be a string or null")
-        if not (isinstance(turns, list) and all(map(_is_turn, turns))):
+        pairs = turns if isinstance(turns, list) else [None]
+        if not all(isinstance(pair, list) and [type(text) for text in pair] == [str, str] for pair in pairs):
             raise RequestError("the turns of a conversation must be a list of pairs of strings")
         return cls(system, [(asked, answered) for asked, answered in turns])
-
-
-def _is_turn(value: object) -> bool:
-    return isinstance(value, list) and len(value) == 2 and all(isinstance(text, str) for text in value)
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from onward.cli.declarations import QUANTIZATION, flag
-from onward.cli.flags import DTYPES
+from onward.cli.flags import DTYPES, QUANTIZATION, flag
 from onward.cli.inputs import expanded, expanded_source
 from onward.cli.terminal import is_terminal, waiting
 from onward.errors import RequestError

@@ -10,10 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
-from onward.cli.declarations import INPUT, TASKS, flag
-from onward.cli.flags import AS_JSON, TEXT_FILE, AppliedAdapterFlags, ModelFlags
-from onward.cli.inputs import expanded, finite, parse_ids, read_prompt
-from onward.cli.loading import importing, load_model
+from onward.cli.flags import AS_JSON, INPUT, TASKS, TEXT_FILE, AppliedAdapterFlags, ModelFlags, flag
+from onward.cli.inputs import expanded, finite, importing, load_model, parse_ids, read_prompt
 from onward.cli.terminal import count, is_terminal, waiting
 from onward.errors import RequestError
 from onward.util.options import OUTPUT

@@ -1,23 +1,149 @@
-"""The options that several commands have.
+"""Options of commands: their declaration as `flag`s, their Typer parameters, and those that several commands have.
 
-Those of `generate` are in option_flags.py, which is made from their declarations: a command's help must not import
-torch, as these do.
+The options of `generate` are in option_flags.py, which is made from their declarations: a command's help must not
+import torch, as these do.
 """
 
 import dataclasses
-from dataclasses import dataclass
-from functools import partial
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import Field, dataclass, field, fields
+from functools import partial, wraps
 from pathlib import Path
-from typing import Annotated, Any
+from types import UnionType
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
-from typer import Argument
+from typer import Argument, Option
 
-from onward.cli.declarations import BATCHING, CHAT, INPUT, LIMITS, MODEL, REPLICAS, REQUESTS, flag
-from onward.cli.inputs import read_text
-from onward.cli.terminal import waiting
-from onward.errors import RequestError
-from onward.util.options import OUTPUT
-from onward.util.text_input import TextError, parse_request_json
+from onward.errors import OnwardError, RequestError
+from onward.util.options import LENGTH, OUTPUT, REPETITION, SAMPLING, STRUCTURE, TEXTS
+
+INPUT = "Input"
+NETWORK = "Network"
+AUTHENTICATION = "Authentication"
+REPLICAS = "Replicas"
+TASKS = "Tasks"
+QUANTIZATION = "Quantization"
+MEASUREMENT = "Measurement"
+MODEL = "Model"
+MEMORY = "Memory"
+CHAT = "Chat"
+BATCHING = "Batching and memory"
+REQUESTS = "Requests"
+LIMITS = "Limits"
+LOGGING = "Logging"
+# In the order of the help.
+GROUPS = (
+    *(INPUT, NETWORK, AUTHENTICATION, REPLICAS, TASKS, QUANTIZATION, MEASUREMENT, MODEL, MEMORY, CHAT),
+    *(BATCHING, REQUESTS, LIMITS, LOGGING),
+    *(LENGTH, SAMPLING, REPETITION, STRUCTURE, TEXTS, OUTPUT),
+)
+
+# The placeholder in the help for a value of each type.
+_METAVARS = {int: "N", float: "X", Path: "FILE", str: "TEXT"}
+
+
+def flag(
+    help: str,
+    *names: str,
+    group: str,
+    default: Any = None,
+    show_default: str | None = None,
+    choices: Sequence[str] = (),
+    low: float | None = None,
+    high: float | None = None,
+    is_secret: bool = False,
+    **settings: Any,
+) -> Any:
+    """Declare an option, as a field of a dataclass or as the default of a command's parameter.
+
+    names: a long name that replaces the field's, or a short one in addition. group: its section in the help.
+    show_default: the default in words. choices: for shell completion. low, high: inclusive bounds of a number.
+    is_secret: leave it out of reprs. settings: for `typer.Option`.
+    """
+    if choices:
+        settings |= {"metavar": "NAME", "autocompletion": lambda: list(choices)}
+    shown = _shown(default) if show_default is None else show_default
+    metadata = {"help": help, "names": names, "rich_help_panel": group, **settings}
+    return field(default=default, repr=not is_secret, metadata=metadata | {"shown": shown, "bounds": (low, high)})
+
+
+def _shown(default: Any) -> str:
+    """A default in the help; "" for none."""
+    if default is True:
+        return "on"
+    if default is None or default is False or default is ...:
+        return ""
+    return f"{default:g}" if isinstance(default, int | float) else str(default)
+
+
+def with_flags(command: Callable[..., None]) -> Callable[..., None]:
+    """Expose each `flag` of a command to Typer, including the fields of parameters that are dataclasses."""
+    parameters = inspect.signature(command).parameters.values()
+    groups: dict[str, Any] = {p.name: p.annotation for p in parameters if dataclasses.is_dataclass(p.annotation)}
+
+    @wraps(command)
+    def flattened(**arguments: Any) -> None:
+        for name, group in groups.items():
+            arguments[name] = group(**{each.name: arguments.pop(each.name) for each in fields(group)})
+        command(**arguments)
+
+    flat: list[inspect.Parameter] = []
+    for parameter in parameters:
+        if parameter.name in groups:
+            group = groups[parameter.name]
+            hints, bases = get_type_hints(group), filter(dataclasses.is_dataclass, group.__bases__)
+            inherited = {each.name for base in bases for each in fields(base)}
+            ordered = sorted(fields(group), key=lambda each: each.name in inherited)  # its own first
+            flat += [_parameter(each.name, hints[each.name], each) for each in ordered]
+        elif isinstance(parameter.default, Field):
+            flat.append(_parameter(parameter.name, parameter.annotation, parameter.default))
+        else:
+            flat.append(parameter.replace(kind=parameter.KEYWORD_ONLY))
+    vars(flattened)["__signature__"] = inspect.Signature(flat)
+    flattened.__annotations__ = {parameter.name: parameter.annotation for parameter in flat}
+    return flattened
+
+
+def _parameter(name: str, annotation: Any, declared: "Field[Any]") -> inspect.Parameter:
+    """A parameter for Typer; the flag is named after the parameter unless `declared` names it."""
+    settings = dict(declared.metadata)
+    names, bounds, shown = list(settings.pop("names")), settings.pop("bounds"), settings.pop("shown")
+    kind = get_args(annotation)[0] if isinstance(annotation, UnionType) else annotation
+    long = next((each for each in names if each.startswith("--")), f"--{name.replace('_', '-')}")
+    if long not in names:
+        names.append(f"{long}/--no-{long[2:]}" if kind is bool and declared.default is not False else long)
+    if get_origin(kind) is list:
+        (kind,) = get_args(kind)
+        settings["help"] += " Repeatable."
+    if shown:
+        settings["help"] += f" [default: {shown}]"
+    if kind in (int, float):
+        settings["parser"] = _number_parser(long, kind, *bounds)
+    settings.setdefault("metavar", _METAVARS.get(kind))
+    option = Option(*names, show_default=False, show_envvar=False, **settings)
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=declared.default, annotation=Annotated[annotation, option]
+    )
+
+
+def _number_parser(flag: str, kind: type[Any], low: float | None, high: float | None) -> Callable[[Any], Any]:
+    """Return a parser of a number within inclusive bounds. Its errors don't depend on the version of Typer."""
+    bounds = "" if low is None else f" of {low:g} or more" if high is None else f" from {low:g} to {high:g}"
+    noun = {int: "whole number", float: "number"}[kind]
+
+    def parse(value: Any) -> Any:
+        try:
+            number = kind(value)
+        except (ValueError, OverflowError):
+            number = None
+        if number is None or (low is not None and not number >= low) or (high is not None and not number <= high):
+            # Not a ValueError, which Typer would catch and print in its own words.
+            raise OnwardError(f"{flag} must be a {noun}{bounds}; got {repr(value) if number is None else number}")
+        return number
+
+    return parse
+
 
 DTYPES = ("bfloat16", "float16", "float32")
 _FORMATS = ("int8", "int4", "iq4_nl")
@@ -30,28 +156,6 @@ TEXT_FILE = flag("Read the text from FILE.", "-f", group=INPUT)
 RAY_ADDRESS = flag(
     "Ray cluster to join; auto: this machine's.", group=REPLICAS, metavar="HOST:PORT", show_default="a new one here"
 )
-
-
-def options_of(*flags: Any) -> dict[str, Any]:
-    """Return the flags in use as keyword arguments of `LanguageModel.generate`, checked before a model is loaded.
-
-    flags: `SamplingFlags` and `GenerateFlags`.
-    """
-    with waiting("starting …"):  # the first import of torch takes a second
-        from onward.language_model import GenerateOptions
-    values = [pair for group in flags for pair in vars(group).items()]
-    options = {name: value for name, value in values if not (value is None or value is False or value == [])}
-    if "grammar" in options:
-        options["grammar"] = read_text(options["grammar"])
-    if file := options.get("json_schema"):
-        text = read_text(file)
-        try:
-            options["json_schema"] = parse_request_json(text)
-        except TextError as error:
-            raise RequestError(f"{str(file)!r} is not a JSON Schema: {error}") from error
-    # The checkpoint's defaults, not known yet, may sample.
-    GenerateOptions(**({} if options.get("beams", 1) > 1 else {"temperature": 1.0}) | options)
-    return options
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,24 +1,36 @@
 """`onward generate`: continue a prompt."""
 
+import dataclasses
 import datetime
 import json
+import statistics
 import sys
 from collections.abc import Generator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from onward.cli.declarations import CHAT, INPUT, flag
-from onward.cli.flags import AS_JSON, TEXT_FILE, AppliedAdapterFlags, DraftFlags, ModelFlags, TemplateFlags, options_of
-from onward.cli.inputs import json_fields, parse_ids, read_prompt
-from onward.cli.loading import load_model, template_variables
+from onward.cli.flags import (
+    AS_JSON,
+    CHAT,
+    INPUT,
+    TEXT_FILE,
+    AppliedAdapterFlags,
+    DraftFlags,
+    ModelFlags,
+    TemplateFlags,
+    flag,
+)
+from onward.cli.inputs import finite, generate_options, load_model, parse_ids, read_prompt, template_variables
 from onward.cli.option_flags import GenerateFlags, SamplingFlags
 from onward.cli.terminal import TextWriter, follow, is_terminal, note, summary, waiting, write
 from onward.errors import OnwardError, RequestError
 
 if TYPE_CHECKING:
     from onward.language_model import Completion, Piece
+    from onward.sampling import TokenLogprobs
+    from onward.tokenizer import Tokenizer
 
 
 def generate(
@@ -55,7 +67,7 @@ def generate(
         raise RequestError("--chat takes text and --ids takes token ids: use one of them")
     text = read_prompt(prompt, file, example='onward generate "Once upon a time"')
     ids_or_text = parse_ids(text) if ids else text
-    options = options_of(sampling, texts) | adapting.first()
+    options = generate_options(sampling, texts) | adapting.first()
     if not as_json and (texts.logprobs is not None or texts.prompt_logprobs is not None):
         raise RequestError("--logprobs and --prompt-logprobs need --json: add it")
     if drafting.draft is not None and (texts.beams or 1) > 1:
@@ -116,3 +128,56 @@ def _print_texts(completions: "Sequence[Completion]", *, as_ids: bool) -> None:
 def _note_summary(completion: "Completion") -> None:
     if is_terminal(sys.stdout) and is_terminal(sys.stderr):
         note(summary(completion))
+
+
+def json_fields(completion: "Completion", prompt: Sequence[int], tokenizer: "Tokenizer | None") -> dict[str, Any]:
+    """Return a completion as a JSON object: the first text, and `choices` with all texts and their tokens.
+
+    Only a chat has a `message`. With logprobs, tokens have `logprob` and `top`, and `prompt` has the prompt's tokens.
+    Without a tokenizer, tokens have no text.
+    """
+    fields: dict[str, Any] = {name: getattr(completion, name) for name in ("text", "prompt_tokens", "cached_tokens")}
+    if completion.prompt_logprobs is not None:
+        fields["prompt"] = _tokens(prompt, completion.prompt_logprobs, (), tokenizer)
+    return fields | {"choices": [_choice(one, prompt, tokenizer) for one in completion.choices]}
+
+
+def _choice(completion: "Completion", prompt: Sequence[int], tokenizer: "Tokenizer | None") -> dict[str, Any]:
+    draft, timing = completion.speculation, completion.timing
+    steps = timing.per_token_ms
+    return {
+        "text": completion.text,
+        **({} if completion.message is None else {"message": completion.message.to_dict()}),
+        "tokens": _tokens(completion.token_ids, completion.logprobs, prompt, tokenizer),
+        **{name: getattr(completion, name) for name in ("finish_reason", "stopped_by", "seed", "score")},
+        "timing": {
+            **{name: getattr(timing, name) for name in ("prefill_ms", "total_ms", "tokens_per_second")},
+            "median_ms_per_token": statistics.median(steps) if steps else None,
+            "worst_ms_per_token": max(steps, default=None),
+        },
+        "speculation": None if draft is None else dataclasses.asdict(draft),
+    }
+
+
+def _tokens(
+    ids: Sequence[int],
+    logprobs: "Sequence[TokenLogprobs | None] | None",
+    before: Sequence[int],
+    tokenizer: "Tokenizer | None",
+) -> list[dict[str, Any]]:
+    """Return ids with their texts, which concatenate to the whole: the last token of a character has all of it."""
+    from onward.tokenizer.text_stream import token_texts
+
+    texts = None if tokenizer is None else token_texts(ids, logprobs, before, tokenizer)
+    tokens = []
+    for at, token in enumerate(ids):
+        fields: dict[str, Any] = {"id": token} if texts is None else {"id": token, "text": texts[at].text}
+        if logprobs is not None:
+            entry = logprobs[at]
+            top = []
+            for place, (one, value) in enumerate(() if entry is None else entry.top):
+                text = {} if texts is None else {"text": texts[at].top[place].text}
+                top.append({"id": one} | text | {"logprob": finite(value)})
+            fields |= {"logprob": None if entry is None else finite(entry.chosen), "top": top}
+        tokens.append(fields)
+    return tokens

@@ -7,7 +7,6 @@ import platform
 import re
 import shutil
 import sys
-import textwrap
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,10 +15,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import typer
 
 from onward import __version__
-from onward.cli.declarations import MEMORY, MODEL, flag
-from onward.cli.flags import AS_JSON, SourceArgument
-from onward.cli.loading import find
-from onward.cli.terminal import is_terminal, waiting
+from onward.cli.flags import AS_JSON, MEMORY, MODEL, SourceArgument, flag
+from onward.cli.inputs import find
+from onward.cli.terminal import is_terminal, waiting, wrapped
 from onward.errors import RequestError, UnsupportedArchitectureError
 from onward.util.text import in_bytes
 
@@ -100,16 +98,8 @@ def as_lines(sections: Sections, width: int | None) -> list[str]:
         lines += [*([""] if lines else []), section]
         for fact in facts:
             name = re.sub(_UNITS, "", fact.name).replace("_", " ")
-            label = f"  {name:<{_LABEL_WIDTH - 2}}"
-            # Paths stay whole, so that they can be copied.
-            lines += textwrap.wrap(
-                _shown(fact),
-                width or sys.maxsize,
-                initial_indent=label,
-                subsequent_indent=" " * len(label),
-                break_long_words=False,
-                break_on_hyphens=False,
-            ) or [label]
+            line = f"  {name:<{_LABEL_WIDTH - 2}}{_shown(fact)}"
+            lines += wrapped(line, width or sys.maxsize).split("\n")
     return lines
 
 

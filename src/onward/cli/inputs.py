@@ -1,25 +1,27 @@
-"""Prompts from an argument, a file or standard input, and completions as JSON."""
+"""The inputs of commands: prompts, options of `generate`, models, and variables of chat templates."""
 
-import dataclasses
+import json
 import math
 import os
 import re
-import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from onward.cli.terminal import is_terminal, note
-from onward.errors import RequestError
-from onward.util.text_input import TextError, decode_text
+import onward
+from onward.cli.flags import AdapterFlags, DraftFlags, LoadFlags, ModelFlags, TemplateFlags
+from onward.cli.terminal import is_terminal, note, waiting
+from onward.errors import RequestError, TokenizerError
+from onward.util.text import brief
+from onward.util.text_input import TextError, decode_text, parse_request_json
 
 if TYPE_CHECKING:
-    from onward.language_model import Completion
-    from onward.sampling import TokenLogprobs
-    from onward.tokenizer import Tokenizer
+    from onward.language_model import LanguageModel
 
-
+# Names of the variable that turns reasoning on, in chat templates that have one.
+_THINKING = ("enable_thinking", "thinking")
 _WAYS = "pass it as an argument ({}), with --file FILE or through a pipe"
 
 
@@ -92,59 +94,109 @@ def _decoded(content: bytes, where: str) -> str:
         raise RequestError(f"{where} is not UTF-8 text: {error}") from error
 
 
-def json_fields(completion: "Completion", prompt: Sequence[int], tokenizer: "Tokenizer | None") -> dict[str, Any]:
-    """Return a completion as a JSON object: the first text, and `choices` with all texts and their tokens.
-
-    Only a chat has a `message`. With logprobs, tokens have `logprob` and `top`, and `prompt` has the prompt's tokens.
-    Without a tokenizer, tokens have no text.
-    """
-    fields: dict[str, Any] = {name: getattr(completion, name) for name in ("text", "prompt_tokens", "cached_tokens")}
-    if completion.prompt_logprobs is not None:
-        fields["prompt"] = _tokens(prompt, completion.prompt_logprobs, (), tokenizer)
-    return fields | {"choices": [_choice(one, prompt, tokenizer) for one in completion.choices]}
-
-
-def _choice(completion: "Completion", prompt: Sequence[int], tokenizer: "Tokenizer | None") -> dict[str, Any]:
-    draft, timing = completion.speculation, completion.timing
-    steps = timing.per_token_ms
-    return {
-        "text": completion.text,
-        **({} if completion.message is None else {"message": completion.message.to_dict()}),
-        "tokens": _tokens(completion.token_ids, completion.logprobs, prompt, tokenizer),
-        **{name: getattr(completion, name) for name in ("finish_reason", "stopped_by", "seed", "score")},
-        "timing": {
-            **{name: getattr(timing, name) for name in ("prefill_ms", "total_ms", "tokens_per_second")},
-            "median_ms_per_token": statistics.median(steps) if steps else None,
-            "worst_ms_per_token": max(steps, default=None),
-        },
-        "speculation": None if draft is None else dataclasses.asdict(draft),
-    }
-
-
-def _tokens(
-    ids: Sequence[int],
-    logprobs: "Sequence[TokenLogprobs | None] | None",
-    before: Sequence[int],
-    tokenizer: "Tokenizer | None",
-) -> list[dict[str, Any]]:
-    """Return ids with their texts, which concatenate to the whole: the last token of a character has all of it."""
-    from onward.tokenizer.text_stream import token_texts
-
-    texts = None if tokenizer is None else token_texts(ids, logprobs, before, tokenizer)
-    tokens = []
-    for at, token in enumerate(ids):
-        fields: dict[str, Any] = {"id": token} if texts is None else {"id": token, "text": texts[at].text}
-        if logprobs is not None:
-            entry = logprobs[at]
-            top = []
-            for place, (one, value) in enumerate(() if entry is None else entry.top):
-                text = {} if texts is None else {"text": texts[at].top[place].text}
-                top.append({"id": one} | text | {"logprob": finite(value)})
-            fields |= {"logprob": None if entry is None else finite(entry.chosen), "top": top}
-        tokens.append(fields)
-    return tokens
-
-
 def finite(value: float) -> float | None:
     """Return None for NaN and infinities, which JSON does not have."""
     return value if math.isfinite(value) else None
+
+
+def generate_options(*flags: Any) -> dict[str, Any]:
+    """Return the flags in use as keyword arguments of `LanguageModel.generate`, checked before a model is loaded.
+
+    flags: `SamplingFlags` and `GenerateFlags`.
+    """
+    with waiting("starting …"):  # the first import of torch takes a second
+        from onward.language_model import GenerateOptions
+    values = [pair for group in flags for pair in vars(group).items()]
+    options = {name: value for name, value in values if not (value is None or value is False or value == [])}
+    if "grammar" in options:
+        options["grammar"] = read_text(options["grammar"])
+    if file := options.get("json_schema"):
+        text = read_text(file)
+        try:
+            options["json_schema"] = parse_request_json(text)
+        except TextError as error:
+            raise RequestError(f"{str(file)!r} is not a JSON Schema: {error}") from error
+    # The checkpoint's defaults, not known yet, may sample.
+    GenerateOptions(**({} if options.get("beams", 1) > 1 else {"temperature": 1.0}) | options)
+    return options
+
+
+def load_model(
+    flags: ModelFlags, drafting: DraftFlags | None = None, adapting: AdapterFlags | None = None
+) -> "LanguageModel":
+    """Call `onward.load` with the flags, and show a progress bar."""
+    options = load_options(flags, drafting, adapting)
+    if flags.threads is not None:
+        onward.set_num_threads(flags.threads)
+        with waiting("starting …"):
+            import torch
+        torch.set_num_threads(flags.threads)  # for operators that run in torch
+    folder = find(flags.model)
+    with waiting(f"loading {flags.model} …") as show:
+        return onward.load(folder, progress=show, **options)
+
+
+def load_options(flags: LoadFlags, drafting: DraftFlags | None, adapting: AdapterFlags | None) -> dict[str, Any]:
+    """Return the flags in use as keyword arguments of `onward.load`."""
+    options = {name: value for name, value in vars(flags).items() if value is not None}
+    for name in ("model", "threads"):
+        options.pop(name, None)
+    if drafting is not None and drafting.draft is not None:
+        options["draft"] = drafting.draft
+    options |= {name: expanded_source(str(options[name])) for name in ("name_map", "merge", "draft") if name in options}
+    if adapting is not None and (sources := adapting.sources()):
+        options["adapters"] = {name: expanded_source(source) for name, source in sources.items()}
+    return options
+
+
+@contextmanager
+def importing(needs: str, extra: str) -> Iterator[None]:
+    """Import the packages of an extra within the block; raise `RequestError` if one is missing."""
+    with waiting("starting …"):
+        try:
+            yield
+        except ModuleNotFoundError as error:
+            if error.name is not None and error.name.startswith("onward"):
+                raise
+            raise RequestError(f"{needs} the package {error.name}: pip install 'onward[{extra}]'") from error
+
+
+def find(source: str) -> Path:
+    """Return the folder of a model source; download it if needed."""
+    with waiting("starting …"):
+        from onward.checkpoint import find_folder
+    # Outside the spinner: the hub client shows its own progress bars.
+    return find_folder(expanded_source(source), progress=is_terminal(sys.stderr))
+
+
+def template_variables(flags: TemplateFlags, lm: "LanguageModel", model: str) -> dict[str, Any]:
+    """Return the chat template variables that the flags set. model: its name, for errors."""
+    if lm.chat_template is None:
+        raise TokenizerError(f"{model} has no chat template: use `onward generate` with a plain prompt")
+    names = lm.chat_template.variables
+    known = f"it reads {', '.join(sorted(names))}" if names else "it reads none"
+    variables: dict[str, Any] = {}
+    for text in flags.template_option or ():
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise RequestError(f"--template-option takes NAME=VALUE, such as enable_thinking=false; got {text!r}")
+        if name not in names:
+            raise RequestError(f"the chat template of {model} has no variable {name!r}: {known}")
+        variables[name] = as_json_or_text(name, value)
+    if flags.thinking is not None:
+        switch = next((name for name in _THINKING if name in names), None)
+        if switch is None:
+            flag = "--thinking" if flags.thinking else "--no-thinking"
+            raise RequestError(f"{flag}: the chat template of {model} has no switch for thinking; {known}")
+        variables[switch] = flags.thinking
+    return variables
+
+
+def as_json_or_text(name: str, value: str) -> Any:
+    """Parse a value as JSON, or return it as text if it is not JSON; raise for JSON that is not allowed in requests."""
+    try:
+        return parse_request_json(value)
+    except TextError as error:
+        if isinstance(error.__cause__, json.JSONDecodeError):
+            return value
+        raise RequestError(f"{name} cannot be {brief(value)}: {error}") from error

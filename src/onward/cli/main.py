@@ -10,7 +10,7 @@ from io import TextIOWrapper
 from typing import Annotated, Any, NoReturn
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
 from onward import __version__
@@ -18,8 +18,8 @@ from onward.cli.batch import batch
 from onward.cli.bench import bench
 from onward.cli.chat import chat
 from onward.cli.convert import convert, quantize
-from onward.cli.declarations import GroupedCommand, with_flags
 from onward.cli.evaluate import evaluate, score
+from onward.cli.flags import GROUPS, with_flags
 from onward.cli.generate import generate
 from onward.cli.info import info
 from onward.cli.serve import deploy, serve
@@ -31,6 +31,7 @@ from onward.errors import OnwardError, OnwardWarning, OptionError, RequestError
 _UsageError: Any = typer.BadParameter.__base__
 
 _INTERRUPTED = 130
+_HELP = "Help"  # the section of options without a group
 
 # Errors from printing to a full disk, a lost terminal or a closed descriptor.
 _NOT_WRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF}
@@ -45,13 +46,49 @@ class Commands(TyperGroup):
         return super().resolve_command(ctx, args)
 
 
-class Command(GroupedCommand):
-    """A command with its options in groups, and a suggestion for short options of other programs."""
+class Command(TyperCommand):
+    """A command with a section of its help for each group of options, in plain text, and a suggestion for short options
+    of other programs."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if not ctx.resilient_parsing:
             check_short_options(args, ctx)
         return super().parse_args(ctx, args)
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        return ["[OPTIONS]", *(_usage(param) for param in self.get_params(ctx) if param.param_type_name == "argument")]
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        sections: dict[str, list[tuple[str, str]]] = {name: [] for name in ("Arguments", *GROUPS, _HELP)}
+        parameters: list[Any] = self.get_params(ctx)
+        for param in parameters:
+            if param.param_type_name == "argument":
+                sections["Arguments"].append((_argument_name(param), param.help))
+            else:
+                section = getattr(param, "rich_help_panel", None) or _HELP
+                sections[section].append((_option_names(param), param.help))
+        width = max(len(name) for rows in sections.values() for name, _ in rows)
+        for name, rows in sections.items():
+            if rows:
+                with formatter.section(name):
+                    formatter.write_dl([(f"{names:<{width}}", text) for names, text in rows])
+
+
+def _argument_name(param: Any) -> str:
+    return str(param.metavar or param.name.upper())
+
+
+def _usage(param: Any) -> str:
+    name = _argument_name(param)
+    return (name if param.required else f"[{name}]") + ("..." if param.nargs == -1 else "")
+
+
+def _option_names(param: Any) -> str:
+    """'-f, --file FILE', or '--thinking / --no-thinking'."""
+    names = ", ".join(sorted(param.opts, key=lambda name: len(re.findall("^-*", name)[0])))
+    if param.secondary_opts:
+        return f"{names} / {', '.join(param.secondary_opts)}"
+    return names if param.is_flag or not param.metavar else f"{names} {param.metavar}"
 
 
 app = typer.Typer(

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from onward.cli.declarations import flag
+from onward.cli.flags import flag
 from onward.util.options import LENGTH, OUTPUT, REPETITION, SAMPLING, STRUCTURE, TEXTS
 
 

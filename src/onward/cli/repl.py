@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from onward.cli.chat_session import ChatSession, Conversation
-from onward.cli.loading import as_json_or_text
+from onward.cli.inputs import as_json_or_text
 from onward.cli.terminal import count, shortened, summary
 from onward.errors import RequestError, warn
 from onward.util.option_names import check_option_names

@@ -9,9 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import onward
-from onward.cli.declarations import AUTHENTICATION, LIMITS, LOGGING, MODEL, NETWORK, REPLICAS, REQUESTS, flag
 from onward.cli.flags import (
+    AUTHENTICATION,
+    LIMITS,
+    LOGGING,
+    MODEL,
+    NETWORK,
     RAY_ADDRESS,
+    REPLICAS,
+    REQUESTS,
     AdapterFlags,
     BodyFlags,
     DraftFlags,
@@ -20,10 +26,10 @@ from onward.cli.flags import (
     ServerEngineFlags,
     SourceArgument,
     TemplateFlags,
+    flag,
     with_source,
 )
-from onward.cli.inputs import expanded
-from onward.cli.loading import find, importing, load_model, load_options, template_variables
+from onward.cli.inputs import expanded, find, importing, load_model, load_options, template_variables
 from onward.cli.terminal import count, note, waiting
 from onward.errors import RequestError, warn
 from onward.util.api_keys import ApiKeys

@@ -8,7 +8,7 @@ import textwrap
 import threading
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
-from typing import IO, TYPE_CHECKING, Any, Protocol
+from typing import IO, TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from onward.language_model import Completion, Piece
@@ -56,7 +56,9 @@ class TextWriter:
         return self._last == "\n"
 
     def end_line(self) -> None:
-        end_line(self._last)
+        """On a terminal, end the last line."""
+        if sys.stdout.isatty() and not self.at_line_start:
+            write("\n")
 
 
 def columns() -> int:
@@ -68,21 +70,18 @@ def columns() -> int:
 
 
 def fitted(text: str) -> str:
-    """Wrap lines to the terminal's width; table rows continue below their second column."""
+    """Wrap lines to the terminal's width."""
     if not is_terminal(sys.stdout):
         return text
-    lines = []
-    for line in text.split("\n"):
-        label = _LABEL.match(line)
-        indent = " " * (label.end() if label else len(line) - len(line.lstrip()))
-        lines.append(_filled(line, columns(), indent))
-    return "\n".join(lines)
+    return "\n".join(wrapped(line, columns()) for line in text.split("\n"))
 
 
-def _filled(line: str, width: int, indent: str = "") -> str:
+def wrapped(line: str, width: int) -> str:
+    """Wrap a line; a table row continues below its second column. Paths stay whole, so that they can be copied."""
     if len(line) <= width:
         return line
-    # Paths stay whole, so that they can be copied.
+    label = _LABEL.match(line)
+    indent = " " * (label.end() if label else len(line) - len(line.lstrip()))
     options: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False, "replace_whitespace": False}
     return textwrap.fill(line, width, subsequent_indent=indent, **options)
 
@@ -99,20 +98,13 @@ def shortened(text: str, width: int) -> str:
     return f"{line.rstrip()}…"
 
 
-def end_line(shown: str) -> None:
-    """On a terminal, end the line of the text `shown`."""
-    if sys.stdout.isatty() and not shown.endswith("\n"):
-        sys.stdout.write("\n")
-        sys.stdout.flush()
-
-
 def report(kind: str, text: str) -> None:
     """Print an "error" or a "warning" as one line to stderr."""
     if sys.stderr is not None:  # print would fall back to standard output
         with suppress(OSError):
             line = f"{kind}: {' '.join(text.split())}"
             width = shutil.get_terminal_size().columns
-            print(_filled(line, width) if is_terminal(sys.stderr) else line, file=sys.stderr)
+            print(wrapped(line, width) if is_terminal(sys.stderr) else line, file=sys.stderr)
 
 
 def note(text: str) -> None:
@@ -126,12 +118,8 @@ def note(text: str) -> None:
         console.print(text, style="dim", markup=False, soft_wrap=not is_terminal(sys.stderr))
 
 
-class Show(Protocol):
-    def __call__(self, fraction: float, counts: str = "") -> None: ...
-
-
 @contextmanager
-def waiting(message: str, *, delay_s: float = 0.2) -> Iterator[Show]:
+def waiting(message: str, *, delay_s: float = 0.2) -> Iterator[Callable[..., None]]:
     """Show a spinner on stderr while the block runs, after `delay_s`, if it is a terminal.
 
     Yields a function that adds a progress bar: it takes the completed fraction, from 0 to 1, and a text after the bar.
@@ -168,8 +156,7 @@ def follow(stream: "Generator[Piece, None, Completion]", emit: "Callable[[Piece]
             emit(piece)
             piece = next(stream)
     except StopIteration as end:
-        completion: Completion = end.value
-        return completion
+        return end.value  # type: ignore[no-any-return]
 
 
 def summary(completion: "Completion") -> str:

@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar
 
 import llguidance
 
@@ -135,15 +135,6 @@ _SPARING = Spacing.free(_SPACE, 1)
 _COMPACT = Spacing({"whitespace_flexible": False}, '","', '":"')
 
 
-@runtime_checkable
-class PydanticClass(Protocol):
-    """A class of pydantic models. (pydantic itself is not imported.)"""
-
-    def model_json_schema(self) -> dict[str, Any]: ...
-
-    def model_validate_json(self, json_data: str) -> Any: ...
-
-
 class JsonSchema(Grammar):
     """JSON that matches a schema, with properties in the schema's order.
 
@@ -160,7 +151,7 @@ class JsonSchema(Grammar):
 
     def __init__(self, schema: Any, *, whitespace: bool = True) -> None:
         self.python_class: Any = None
-        if isinstance(schema, type) and isinstance(schema, PydanticClass):
+        if isinstance(schema, type) and hasattr(schema, "model_json_schema"):  # without an import of pydantic
             self.python_class = schema
             schema = _closed(schema.model_json_schema())
         if not isinstance(schema, Mapping | bool):

@@ -4,11 +4,26 @@ Nothing here runs a model or knows a web framework: an engine or a `LanguageMode
 `onward deploy` and `onward batch` use it.
 """
 
-from onward.protocols.answer_key import ResponseKey
-from onward.protocols.errors import BodyError, error_fields, status_of
-from onward.protocols.limits import Limits
-from onward.protocols.protocol import ParsedBody, Protocol, ResponseEvents
-from onward.protocols.reader import PROTOCOLS, BodyReader
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from onward.language_model import GenerateOptions, LanguageModel
+from onward.protocols.body import BodyError, Limits, Validation, error_fields, status_of, validated
+from onward.protocols.chat import ChatCompletions
+from onward.protocols.completions import Completions
+from onward.protocols.options import field_options
+from onward.protocols.protocol import (
+    NAMED_ERRORS,
+    ModelContext,
+    ParsedBody,
+    Protocol,
+    ResponseEvents,
+    ResponseKey,
+    named_error,
+)
+from onward.protocols.responses import Responses
+from onward.util.options import options_of
 
 __all__ = [
     "PROTOCOLS",
@@ -22,3 +37,68 @@ __all__ = [
     "error_fields",
     "status_of",
 ]
+
+# A protocol is one line here.
+PROTOCOLS: Mapping[str, Protocol] = {each.path: each for each in (ChatCompletions(), Completions(), Responses())}
+
+
+@dataclass(frozen=True)
+class BodyReader:
+    """Reads bodies for one model.
+
+    model: its name in bodies; the name of a loaded adapter calls the model with that adapter. options: defaults for
+    bodies; otherwise the model's own apply. variables: of the chat template, likewise. streams: whether responses may
+    be streams. limits: of a body. ignore_unsupported: drop unsupported hints that constrain no output, instead of
+    refusing them.
+    """
+
+    lm: LanguageModel
+    model: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    streams: bool = False
+    limits: Limits = field(default_factory=Limits)
+    ignore_unsupported: bool = False
+
+    @property
+    def default_options(self) -> dict[str, float | None]:
+        """The numbers that apply where a body leaves them out. max_new_tokens None: up to the context length."""
+        defaults, options = self.lm.defaults.replace(**self.options), options_of(GenerateOptions)
+        names = [name for name in field_options() if options[name].kind in (int, float) and not options[name].is_list]
+        numbers = {name: getattr(defaults, name) for name in names if getattr(defaults, name) is not None}
+        return {**numbers, "max_new_tokens": defaults.max_new_tokens}
+
+    def read(self, path: str, body: object, key: ResponseKey | None = None, seed: int | None = None) -> ParsedBody:
+        """Parse a body sent to the path of one of `PROTOCOLS`.
+
+        key: of the response; a new one by default. seed: if the body has none; by default the key's.
+
+        Raises:
+            BodyError: a field is unknown, unsupported or invalid, with its name.
+        """
+        protocol, key = PROTOCOLS[path], key or ResponseKey.new()
+        validation = Validation(self.limits, self.ignore_unsupported)
+        valid = validated(protocol.body, body, validation)
+        if valid.stream and not self.streams:
+            raise BodyError("stream is not supported: remove it, or use false", "stream", "unsupported_value")
+        name, adapter = self._resolve_model(valid.model)
+        options = {**self.options, "adapter": adapter}
+        try:
+            prompts = protocol.prompts(valid, ModelContext(self.lm, name, options, self.variables, key.time))
+        except NAMED_ERRORS as error:
+            raise named_error(error, valid) from error
+        fields = {field: value for field, value in dict(body).items() if value is not None}  # type: ignore[call-overload]
+        parsed = ParsedBody(
+            protocol, name, prompts.requests, valid, prompts.echoes, key, fields, tuple(validation.ignored)
+        )
+        needs_seed = len(parsed.requests) > 1  # the response reports one seed for all requests
+        return parsed.seeded(seed) if needs_seed or seed is not None else parsed
+
+    def _resolve_model(self, model: str | None) -> tuple[str, str | None]:
+        """The model name for the response, and the adapter of that name."""
+        if model is None or model == self.model:
+            return self.model, None
+        if model in self.lm.adapters:
+            return model, model
+        adapters = "".join(f", with the adapter {name!r}" for name in self.lm.adapters)
+        raise BodyError(f"the model is {self.model!r}{adapters}; got {model!r}", "model", "model_not_found", 404)

@@ -1,4 +1,4 @@
-"""Request bodies as pydantic models: types, limits, and errors that name the field.
+"""Request bodies as pydantic models: errors in OpenAI's format that name the field, limits, and types.
 
 A field is served as its API's reference says, or is refused by name: none is silently ignored. `Body` forbids unknown
 fields and converts nothing. Lengths and numbers are checked against `Limits` before the values are looked at, so that
@@ -6,20 +6,27 @@ validating a body takes time in proportion to its length.
 """
 
 import contextlib
-import functools
-from collections.abc import Callable, Iterator, Sequence
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationError, ValidationInfo
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    ValidationError,
+    ValidationInfo,
+    WithJsonSchema,
+    WrapValidator,
+)
 from pydantic_core import core_schema
 
-from onward.errors import RequestError
-from onward.protocols.errors import BodyError
-from onward.protocols.limits import Limits
+from onward.errors import ContextOverflowError, EngineBusyError, EngineError, OnwardError, RequestError, TokenizerError
 from onward.util.option_names import check_option_names
-from onward.util.options import Option
+from onward.util.options import option, options_of
 from onward.util.text import brief
 
 JsonSchema = dict[str, Any]
@@ -29,6 +36,100 @@ class Body(BaseModel):
     """A request body, or an object in one."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+_MAX_LENGTH = 1000  # characters of a message, which may quote the body
+# OpenAI's types and codes of errors, by status; other errors are invalid requests.
+_KINDS = {
+    429: ("rate_limit_error", "engine_busy"),
+    500: ("server_error", "server_error"),
+    503: ("server_error", "engine_unavailable"),
+}
+
+
+class BodyError(RequestError):
+    """A request body is invalid or unsupported. param: the field. code: OpenAI's error code. status: of HTTP."""
+
+    def __init__(self, message: str, param: str | None = None, code: str = "invalid_value", status: int = 400) -> None:
+        super().__init__(message, param)
+        self.code, self.status = code, status
+
+    @property
+    def param(self) -> str | None:
+        """The field to blame, if there is one."""
+        return self.option
+
+    def __reduce__(self) -> tuple[type["BodyError"], tuple[str, str | None, str, int]]:
+        return type(self), (str(self), self.option, self.code, self.status)
+
+
+def status_of(error: OnwardError) -> int:
+    """The HTTP status of an error."""
+    if isinstance(error, BodyError):
+        return error.status
+    if isinstance(error, RequestError | TokenizerError):
+        return 400
+    if isinstance(error, EngineBusyError):
+        return 429
+    return 503 if isinstance(error, EngineError) else 500
+
+
+def error_fields(error: OnwardError) -> dict[str, Any]:
+    """The object under "error" in a response."""
+    kind, code = _KINDS.get(status_of(error), ("invalid_request_error", None))
+    if isinstance(error, BodyError):
+        code = error.code
+    elif isinstance(error, ContextOverflowError):
+        code = "context_length_exceeded"
+    message = str(error)
+    return {
+        "message": message if len(message) <= _MAX_LENGTH else f"{message[:_MAX_LENGTH]}…",
+        "type": kind,
+        "param": error.option if isinstance(error, RequestError) else None,
+        "code": code,
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """The most of each thing that one body may ask for or contain. `onward serve --limit NAME=N` changes one.
+
+    Raises:
+        RequestError: a value that is not a whole number of 1 or more.
+    """
+
+    fields: int = option(256, low=1, help="Fields of a body.")
+    n: int = option(128, low=1, help="`n`: texts for one prompt.")
+    beams: int = option(128, low=1, help="`beams`.")
+    prompts: int = option(256, low=1, help="Prompts in one body.")
+    texts: int = option(1024, low=1, help="Prompts times `n`.")
+    ids: int = option(1_000_000, low=1, help="Token ids in a prompt or in /detokenize.")
+    messages: int = option(4096, low=1, help="Messages of a chat, and items of a response's `input`.")
+    parts: int = option(1024, low=1, help="Parts of a message's content.")
+    tools: int = option(512, low=1, help="Tools.")
+    schema_values: int = option(20_000, low=1, help="Values in a JSON Schema, or in all schemas of `tools`.")
+    schema_depth: int = option(64, low=1, help="Objects and lists within each other in a JSON Schema.")
+    grammar_characters: int = option(500_000, low=1, help="Characters of `regex` and `grammar`.")
+    choices: int = option(4096, low=1, help="Texts of `choice`.")
+    stop_strings: int = option(64, low=1, help="Strings of `stop`.")
+    stop_characters: int = option(1024, low=1, help="Characters of a stop string.")
+    bad_words: int = option(1024, low=1, help="Entries of `bad_words`.")
+    bad_word_characters: int = option(256, low=1, help="Characters or ids of a bad word.")
+    biases: int = option(4096, low=1, help="Entries of `logit_bias`, and ids of `eos` and `dry_sequence_breakers`.")
+    logprobs: int = option(20, low=1, help="`logprobs`, `top_logprobs` and `prompt_logprobs`: alternatives per token.")
+    text_characters: int = option(1_048_576, low=1, help="Characters of a text or a chat for /tokenize.")
+    template_values: int = option(4096, low=1, help="Values in `chat_template_kwargs`, nested ones included.")
+
+    def __post_init__(self) -> None:
+        kind: Any = type(self)  # mypy takes a dataclass's own hash for its class's
+        for name, declared in options_of(kind).items():
+            declared.check(getattr(self, name))
+
+    @classmethod
+    def of(cls, limits: Mapping[str, Any]) -> Self:
+        """Limits with some changed. Raises `RequestError`: an unknown name, or an invalid value."""
+        check_option_names(limits, [field.name for field in dataclasses.fields(cls)], noun="limit")
+        return cls(**limits)
 
 
 @dataclass
@@ -87,7 +188,7 @@ def validated(model: type[BodyT], body: object, validation: Validation) -> BodyT
         place, problem = _first(error)
     if problem.code == "unknown_parameter" and len(place) == 1:
         try:
-            check_option_names(map(str, place), _known(model))
+            check_option_names(map(str, place), tuple(model.model_fields))
         except RequestError as unknown:
             raise BodyError(str(unknown), path_of(place), problem.code) from None
     at = f"{path_of(place)}{problem.at}"
@@ -122,11 +223,6 @@ _EXPECTED = {
     "model_type": "an object",
     "string_type": "a string",
 }
-
-
-@functools.cache
-def _known(model: type[Body]) -> tuple[str, ...]:
-    return tuple(model.model_fields)
 
 
 def path_of(place: Sequence[str | int]) -> str:
@@ -232,61 +328,29 @@ class Values(Marker):
         return value
 
 
-@dataclass(frozen=True)
-class Expected(Marker):
-    """A value of several types, with one error for all of them. text: after "must be". code: of the error."""
+def expected(text: str, code: str = "invalid_type") -> WrapValidator:
+    """One error for a value of several types. text: after "must be". code: of the error."""
 
-    text: str
-    code: str = "invalid_type"
+    def check(value: Any, validate: Callable[[Any], Any]) -> Any:
+        try:
+            return validate(value)
+        except ValidationError:
+            raise FieldError(f"must be {text}; got {brief(value)}", code) from None
 
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
-        def check(value: Any, validate: Callable[[Any], Any]) -> Any:
-            try:
-                return validate(value)
-            except ValidationError:
-                raise FieldError(f"must be {self.text}; got {brief(value)}", self.code) from None
-
-        return core_schema.no_info_wrap_validator_function(check, handler(source))
+    return WrapValidator(check)
 
 
-@dataclass(frozen=True)
-class Whole(Marker):
-    """An object whose errors blame the whole field, and name the place in it in the message."""
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
-        def check(value: Any, validate: Callable[[Any], Any]) -> Any:
-            try:
-                return validate(value)
-            except ValidationError as error:
-                place, problem = _first(error)
-            inner = f".{path_of(place)}{problem.at}{problem.inner}".rstrip(".")
-            raise FieldError(problem.problem, problem.code, inner=inner)
-
-        return core_schema.no_info_wrap_validator_function(check, handler(source))
+def _check_whole(value: Any, validate: Callable[[Any], Any]) -> Any:
+    try:
+        return validate(value)
+    except ValidationError as error:
+        place, problem = _first(error)
+    inner = f".{path_of(place)}{problem.at}{problem.inner}".rstrip(".")
+    raise FieldError(problem.problem, problem.code, inner=inner)
 
 
-@dataclass(frozen=True)
-class Declared(Marker):
-    """A value, or a list of values, within the bounds of a declared option."""
-
-    option: Option
-
-    def check(self, value: Any, validation: Validation, name: str) -> Any:
-        for item in value if isinstance(value, list) else () if value is None else (value,):
-            if not self.option.admits(item):
-                raise FieldError(f"must be {self.option.expected}; got {brief(item)}{self.option.hint}")
-        return value
-
-    def describe(self, schema: JsonSchema) -> JsonSchema:
-        names = {"low": "minimum", "high": "maximum", "above": "exclusiveMinimum", "below": "exclusiveMaximum"}
-        bounds = {keyword: getattr(self.option, name) for name, keyword in names.items()}
-        for branch in schema.get("anyOf", [schema]):
-            value = branch.get("items", branch) if branch.get("type") == "array" else branch
-            if value.get("type") in ("integer", "number"):
-                value |= {keyword: bound for keyword, bound in bounds.items() if bound is not None}
-            elif value.get("type") == "string" and self.option.low:
-                value["minLength"] = int(self.option.low)
-        return schema
+# An object whose errors blame the whole field, and name the place in it in the message.
+Whole = WrapValidator(_check_whole)
 
 
 @dataclass(frozen=True)
@@ -303,24 +367,12 @@ class Unserved(Marker):
         if self.hint and validation.ignore_unsupported:
             validation.ignored.append(name)
             return None
-        values = " or ".join(map(_json, self.allowed))
+        values = " or ".join(str(each).lower() if isinstance(each, bool) else repr(each) for each in self.allowed)
         raise FieldError(f"is not supported: remove it{values and f', or use {values}'}", "unsupported_value")
 
     def describe(self, schema: JsonSchema) -> JsonSchema:
         return {"enum": [*self.allowed, None], "description": "Not supported."}
 
 
-def _json(value: Any) -> str:
-    return repr(value) if not isinstance(value, bool) else str(value).lower()
-
-
-class _Label(Marker):
-    def check(self, value: Any, validation: Validation, name: str) -> Any:
-        return value
-
-    def describe(self, schema: JsonSchema) -> JsonSchema:
-        return {"description": "A label, without effect."}
-
-
 # A field that never changes a response.
-Label = Annotated[Any, _Label()]
+Label = Annotated[Any, WithJsonSchema({"description": "A label, without effect."})]

@@ -1,11 +1,14 @@
 """The interface of a protocol: an endpoint's bodies, responses and streams.
 
-A protocol is one file with a subclass of `Protocol`, and one line in `onward.protocols.reader`. The server, the ingress
+A protocol is one file with a subclass of `Protocol`, and one line in `onward.protocols`. The server, the ingress
 and `onward batch` serve all of them alike.
 """
 
 import datetime
+import hashlib
+import os
 import re
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,9 +19,7 @@ from pydantic import BaseModel
 
 from onward.errors import ContextOverflowError, OnwardError, OptionError, RequestError, TokenizerError
 from onward.language_model import Completion, LanguageModel, Piece, Request
-from onward.protocols.answer_key import ResponseKey
-from onward.protocols.body import Body
-from onward.protocols.errors import BodyError, error_fields
+from onward.protocols.body import Body, BodyError, error_fields
 from onward.tokenizer import Tokenizer
 
 
@@ -49,6 +50,54 @@ def named_error(error: OnwardError, body: GenerateBody) -> BodyError:
     if isinstance(error, ContextOverflowError):
         return BodyError(message, field or body.field_of("prompt"), "context_length_exceeded")
     return BodyError(message, field)
+
+
+_KEY = re.compile("[0-9a-f]{32}")
+_MILLISECOND_DIGITS = 12  # of 32; the others are random
+LAST_SECOND = int(datetime.datetime.max.replace(microsecond=0, tzinfo=datetime.UTC).timestamp())
+
+
+@dataclass(frozen=True)
+class ResponseKey:
+    """Determines a response's id, creation time, item ids, and its seed if the body has none.
+
+    The same body with the same key gives the same response, on any server of the same model.
+
+    text: 32 hexadecimal digits: milliseconds since 1970, then 80 random bits, as in a UUID of version 7 (RFC 9562).
+    Raises `RequestError`: any other text.
+    """
+
+    text: str
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.text, str) or not _KEY.fullmatch(self.text):
+            raise RequestError(f"a response key is 32 hexadecimal digits (ResponseKey.new()); got {self.text!r}")
+
+    @classmethod
+    def new(cls, created: int | None = None) -> Self:
+        """Return a key of the current time. created: of another time, in seconds since 1970, clamped to 1970 through
+        9999."""
+        milliseconds = time.time_ns() // 1_000_000 if created is None else min(max(0, created), LAST_SECOND) * 1000
+        return cls(f"{milliseconds:0{_MILLISECOND_DIGITS}x}{os.urandom(10).hex()}")
+
+    @property
+    def created(self) -> int:
+        """Seconds since 1970."""
+        return int(self.text[:_MILLISECOND_DIGITS], 16) // 1000
+
+    @property
+    def time(self) -> datetime.datetime:
+        """The creation time in UTC, which chat templates see as the current time."""
+        return datetime.datetime.fromtimestamp(min(self.created, LAST_SECOND), datetime.UTC)
+
+    @property
+    def seed(self) -> int:
+        """53 bits, so that JavaScript numbers can hold it."""
+        return int(self.derived("seed"), 16) >> 75
+
+    def derived(self, part: str) -> str:
+        """32 hexadecimal digits that identify a part of the response."""
+        return hashlib.blake2b(f"{self.text} {part}".encode(), digest_size=16).hexdigest()
 
 
 class Prompts(NamedTuple):

@@ -2,26 +2,14 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, WithJsonSchema, model_validator
 
 from onward.language_model import Completion
-from onward.protocols.body import (
-    Body,
-    FieldError,
-    JsonSchema,
-    Marker,
-    Unserved,
-    Validation,
-    Values,
-    Whole,
-)
-from onward.protocols.chat import FormatType, ToolBody, ToolChoice, Tools
-from onward.protocols.messages import joined_text
-from onward.protocols.openai import LabeledBody, Length
-from onward.protocols.options import body_with_options
+from onward.protocols.body import Body, FieldError, Unserved, Validation, Values, Whole, validation_of
+from onward.protocols.chat import FormatType, ToolBody, ToolChoice, Tools, joined_text
+from onward.protocols.options import LabeledBody, Length, body_with_options
 from onward.protocols.protocol import ModelContext, ParsedBody, Prompts, Protocol
 from onward.protocols.responses_events import Response, ResponseEventStream, response_body
 from onward.tokenizer import Tokenizer
@@ -58,58 +46,48 @@ class Reasoning(Body):
     generate_summary: Annotated[Any, Unserved(hint=True)] = None
 
 
-@dataclass(frozen=True)
-class _Include(Marker):
-    def check(self, value: Any, validation: Validation, name: str) -> Any:
-        if value is not None and (not isinstance(value, list) or any(each != _LOGPROBS for each in value)):
-            raise FieldError(f"supports only [{_LOGPROBS!r}]; got {brief(value)}")
-        return value
+def _include(value: Any) -> Any:
+    if value is not None and (not isinstance(value, list) or any(each != _LOGPROBS for each in value)):
+        raise FieldError(f"supports only [{_LOGPROBS!r}]; got {brief(value)}")
+    return value
 
 
-@dataclass(frozen=True)
-class _FlatTools(Marker):
-    """Tools whose functions are not nested, as tools of chats."""
-
-    def check(self, value: Any, validation: Validation, name: str) -> Any:
-        if not isinstance(value, list):
-            raise FieldError(f"must be a list; got {brief(value)}", "invalid_type")
-        tools = []
-        for at, tool in enumerate(value):
-            if not isinstance(tool, dict) or tool.get("type") != "function":
-                raise FieldError(f"must be a function; got {brief(tool)}", "unsupported_value", f"[{at}]")
-            function = {name: value for name, value in tool.items() if name != "type" and value is not None}
-            tools.append({"type": "function", "function": function})
-        return tools
+def _nested_tools(value: Any) -> list[Any]:
+    """Tools of chats from those of responses, whose functions are not nested."""
+    if not isinstance(value, list):
+        raise FieldError(f"must be a list; got {brief(value)}", "invalid_type")
+    tools = []
+    for at, tool in enumerate(value):
+        if not isinstance(tool, dict) or tool.get("type") != "function":
+            raise FieldError(f"must be a function; got {brief(tool)}", "unsupported_value", f"[{at}]")
+        function = {name: value for name, value in tool.items() if name != "type" and value is not None}
+        tools.append({"type": "function", "function": function})
+    return tools
 
 
-@dataclass(frozen=True)
-class _FlatChoice(Marker):
-    """A choice whose function is not nested, as one of chats."""
-
-    def check(self, value: Any, validation: Validation, name: str) -> Any:
-        if isinstance(value, dict) and value.get("type") == "function" and "name" in value:
-            return {"type": "function", "function": {"name": value["name"]}}
-        return value
+def _nested_choice(value: Any) -> Any:
+    """A choice of chats from one of responses, whose function is not nested."""
+    if isinstance(value, dict) and value.get("type") == "function" and "name" in value:
+        return {"type": "function", "function": {"name": value["name"]}}
+    return value
 
 
-@dataclass(frozen=True)
-class _Items(Marker):
+def _messages(value: Any, info: ValidationInfo) -> list[dict[str, Any]]:
     """A text, or items, as the messages of a chat."""
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}]
+    if not isinstance(value, list) or not value:
+        raise FieldError(f"must be a string or a list of items; got {brief(value)}", "invalid_type")
+    validation = validation_of(info)
+    if len(value) > validation.limits.messages:
+        raise FieldError(f"has {len(value)} items; this server allows at most {validation.limits.messages}")
+    messages = _MessageBuilder(validation)
+    for at, item in enumerate(value):
+        messages.add(item, f"[{at}]")
+    return messages.messages
 
-    def check(self, value: Any, validation: Validation, name: str) -> Any:
-        if isinstance(value, str):
-            return [{"role": "user", "content": value}]
-        if not isinstance(value, list) or not value:
-            raise FieldError(f"must be a string or a list of items; got {brief(value)}", "invalid_type")
-        if len(value) > validation.limits.messages:
-            raise FieldError(f"has {len(value)} items; this server allows at most {validation.limits.messages}")
-        messages = _MessageBuilder(validation)
-        for at, item in enumerate(value):
-            messages.add(item, f"[{at}]")
-        return messages.messages
 
-    def describe(self, schema: JsonSchema) -> JsonSchema:
-        return {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}, "minItems": 1}]}
+_ITEMS = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}, "minItems": 1}]}
 
 
 class _MessageBuilder:
@@ -181,14 +159,14 @@ else:
 class ResponseBody(_WithOptions, ToolBody):
     """A body of /v1/responses."""
 
-    input: Annotated[list[dict[str, Any]], _Items()]
+    input: Annotated[list[dict[str, Any]], BeforeValidator(_messages), WithJsonSchema(_ITEMS)]
     instructions: str | None = None
     max_output_tokens: Length = None
-    text: Annotated[TextOptions | None, Whole()] = None
+    text: Annotated[TextOptions | None, Whole] = None
     reasoning: Reasoning | None = None
-    include: Annotated[list[Literal["message.output_text.logprobs"]] | None, _Include()] = None
-    tools: Annotated[Tools, _FlatTools()] = None
-    tool_choice: Annotated[ToolChoice, _FlatChoice()] = None
+    include: Annotated[list[Literal["message.output_text.logprobs"]] | None, BeforeValidator(_include)] = None
+    tools: Annotated[Tools, BeforeValidator(_nested_tools)] = None
+    tool_choice: Annotated[ToolChoice, BeforeValidator(_nested_choice)] = None
     background: Annotated[Any, Unserved((False,))] = None
     conversation: Annotated[Any, Unserved()] = None
     max_tool_calls: Annotated[Any, Unserved()] = None

@@ -1,6 +1,6 @@
 """Responses of /v1/responses: an object with items, and the events that build it in a stream."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from pydantic import BaseModel
@@ -8,11 +8,10 @@ from pydantic import BaseModel
 from onward.chat import MessageDelta, ToolCallDelta
 from onward.errors import OnwardError
 from onward.language_model import Completion, Piece
-from onward.protocols.answer_key import ResponseKey
-from onward.protocols.answers import ContentLogprobs, delta_of, finish_reason
-from onward.protocols.chunks import as_json
-from onward.protocols.errors import error_fields
-from onward.protocols.protocol import ParsedBody
+from onward.protocols.body import error_fields
+from onward.protocols.choices import as_json, finish_reason
+from onward.protocols.logprobs import ContentLogprobs
+from onward.protocols.protocol import ParsedBody, ResponseKey
 from onward.tokenizer import Tokenizer
 
 
@@ -30,19 +29,19 @@ class Response(BaseModel):
     system_fingerprint: str
 
 
-Event = dict[str, Any]
 Entry = dict[str, Any]  # of logprobs
 
 
 def response_body(body: ParsedBody, completion: Completion, tokenizer: Tokenizer, version: str) -> dict[str, Any]:
     """The response to a body: the result of its stream's events."""
-    answer = ResponseStream(body, tokenizer, version)
-    answer.begin()
-    return answer.end(completion)[-1]["response"]  # type: ignore[no-any-return]
+    events = ResponseEventStream(body, tokenizer, version)
+    return events.response(events.add_rest(completion), completion)
 
 
-class ResponseStream:
-    """The events of the response to one body. Call `begin` first; `end` or `error` last."""
+class ResponseEventStream:
+    """The events of the response to one body as server-sent events. Call `begin` first; `end` or `error` last."""
+
+    per_piece = True
 
     def __init__(self, body: ParsedBody, tokenizer: Tokenizer, version: str) -> None:
         self._body, self._version = body, version
@@ -51,93 +50,102 @@ class ResponseStream:
         if request.options.logprobs is not None:
             self._logprobs = ContentLogprobs(request, request.options.seed, tokenizer)
         self._entries: list[Entry] = []  # of tokens whose text was not sent
-        self._number = 0
+        self._events: list[dict[str, Any]] = []  # to be sent
+        self._number = 0  # of the next event
         self._tokens = 0  # sent
         self._items: list[_Item] = []
-        self._open: dict[type[_Item], _Item] = {}
+        self._open: dict[str, _Item] = {}  # by kind
 
-    def begin(self) -> list[Event]:
-        response = self._response("in_progress")
-        types = ("response.created", "response.in_progress")
-        return self._numbered([{"type": type, "response": response} for type in types])
+    def begin(self, at: int) -> list[str]:
+        for state in ("created", "in_progress"):
+            self._emit(state, response=self.response("in_progress"))
+        return self._sent()
 
-    def pieces(self, pieces: Sequence[Piece]) -> list[Event]:
-        """The events for new tokens."""
-        self._tokens += len(pieces)
-        events: list[Event] = []
-        for piece in pieces:
+    def pieces(self, at: int, pieces: Sequence[Piece]) -> list[tuple[int, str]]:
+        events = []
+        for done, piece in enumerate(pieces):
+            self._tokens += 1
             if self._logprobs is not None:
                 self._entries += self._logprobs.push([piece])
             if piece.message:
-                events += self._add(piece.message)
-        return self._numbered(events)
+                self._add(piece.message)
+            new = self._sent()
+            events += [(done + (event is new[-1]), event) for event in new]
+        return events
 
-    def end(self, completion: Completion) -> list[Event]:
+    def end(self, at: int, completion: Completion) -> list[str]:
         """The events for the remaining content, the ends of all items, and the complete response."""
-        events: list[Event] = []
+        state = self.add_rest(completion)
+        self._emit(state, response=self.response(state, completion))
+        return self._sent()
+
+    def finish(self) -> list[str]:
+        return []
+
+    def error(self, error: OnwardError) -> list[str]:
+        fields = {"code": "server_error", "message": error_fields(error)["message"]}
+        self._emit("failed", response=self.response("failed") | {"error": fields})
+        return self._sent()
+
+    def add_rest(self, completion: Completion) -> str:
+        """Add the content that was not sent as pieces, and close all items. Returns the final status."""
         message = completion.message
         assert message is not None, "a chat's text is parsed as a message"
         if self._logprobs is not None:
             self._entries += self._logprobs.rest(completion)
         if not self._tokens:
-            events += self._add(delta_of(message))
+            self._add(message.as_delta())
         if not self._items:
-            events += self._add_text(_Text, "")
+            self._add_text("output_text", "")
         state = "incomplete" if finish_reason(completion) == "length" else "completed"
-        if (text := self._open.get(_Text)) is not None:
+        if (text := self._open.get("output_text")) is not None:
             text.entries += self._take_entries()
-        for item in list(self._open.values()):
-            events += self._close(item, state)
-        events.append({"type": f"response.{state}", "response": self._response(state, completion)})
-        return self._numbered(events)
+        for kind in list(self._open):
+            self._close(kind, state)
+        return state
 
-    def error(self, error: OnwardError) -> list[Event]:
-        """The end of a failed response."""
-        fields = {"code": "server_error", "message": error_fields(error)["message"]}
-        failed = self._response("failed") | {"error": fields}
-        return self._numbered([{"type": "response.failed", "response": failed}])
-
-    def _add(self, delta: MessageDelta) -> list[Event]:
-        events: list[Event] = []
+    def _add(self, delta: MessageDelta) -> None:
         if delta.reasoning:
-            events += self._add_text(_Reasoning, delta.reasoning)
+            self._add_text("reasoning_text", delta.reasoning)
         if delta.content:
-            events += self._close_open(_Reasoning) + self._add_text(_Text, delta.content)
+            self._close("reasoning_text")
+            self._add_text("output_text", delta.content)
         for call in delta.tool_calls:
             if call.id is not None:
-                events += self._close_open(_Reasoning) + self._close_open(_Call)
-                events += self._start(_Call(self._body.key, len(self._items), call))
-            events += self._open[_Call].add(call.arguments)
-        return events
+                self._close("reasoning_text")
+                self._close(_CALL)
+                self._start(_CALL, call)
+            self._open[_CALL].add(call.arguments)
 
-    def _add_text(self, kind: "type[_Reasoning | _Text]", text: str) -> list[Event]:
+    def _add_text(self, kind: str, text: str) -> None:
         """Add text to the open item of a kind, starting one if necessary."""
-        events = [] if kind in self._open else self._start(kind(self._body.key, len(self._items)))
-        return events + self._open[kind].add(text, self._take_entries() if kind is _Text else ())
+        if kind not in self._open:
+            self._start(kind)
+        self._open[kind].add(text, self._take_entries() if kind == "output_text" else ())
 
     def _take_entries(self) -> list[Entry]:
         entries, self._entries = self._entries, []
         return entries
 
-    def _start(self, item: "_Item") -> list[Event]:
+    def _start(self, kind: str, call: ToolCallDelta | None = None) -> None:
+        self._open[kind] = item = _Item(kind, self._body.key, len(self._items), self._emit, call)
         self._items.append(item)
-        self._open[type(item)] = item
-        return item.begin()
+        item.begin()
 
-    def _close_open(self, kind: "type[_Item]") -> list[Event]:
-        return self._close(self._open[kind], "completed") if kind in self._open else []
+    def _close(self, kind: str, state: str = "completed") -> None:
+        if kind in self._open:
+            self._open.pop(kind).end(state)
 
-    def _close(self, item: "_Item", state: str) -> list[Event]:
-        del self._open[type(item)]
-        return item.end(state)
+    def _emit(self, type: str, /, **fields: Any) -> None:
+        self._events.append({"type": f"response.{type}", **fields, "sequence_number": self._number})
+        self._number += 1
 
-    def _numbered(self, events: list[Event]) -> list[Event]:
-        for event in events:
-            event["sequence_number"] = self._number
-            self._number += 1
-        return events
+    def _sent(self) -> list[str]:
+        """The events since the last call."""
+        events, self._events = self._events, []
+        return [f"event: {event['type']}\ndata: {as_json(event)}\n\n" for event in events]
 
-    def _response(self, state: str, completion: Completion | None = None) -> dict[str, Any]:
+    def response(self, state: str, completion: Completion | None = None) -> dict[str, Any]:
         fields, options = self._body.fields, self._body.requests[0].options
         return {
             "id": f"resp_{self._body.key.text}",
@@ -170,38 +178,6 @@ class ResponseStream:
         }
 
 
-class ResponseEventStream:
-    """The events of a response as server-sent events."""
-
-    per_piece = True
-
-    def __init__(self, body: ParsedBody, tokenizer: Tokenizer, version: str) -> None:
-        self._stream = ResponseStream(body, tokenizer, version)
-
-    def begin(self, at: int) -> list[str]:
-        return _named(self._stream.begin())
-
-    def pieces(self, at: int, pieces: Sequence[Piece]) -> list[tuple[int, str]]:
-        events = []
-        for done, piece in enumerate(pieces):
-            new = _named(self._stream.pieces([piece]))
-            events += [(done + (event is new[-1]), event) for event in new]
-        return events
-
-    def end(self, at: int, completion: Completion) -> list[str]:
-        return _named(self._stream.end(completion))
-
-    def finish(self) -> list[str]:
-        return []
-
-    def error(self, error: OnwardError) -> list[str]:
-        return _named(self._stream.error(error))
-
-
-def _named(events: Sequence[Event]) -> list[str]:
-    return [f"event: {event['type']}\ndata: {as_json(event)}\n\n" for event in events]
-
-
 def _usage(completion: Completion) -> dict[str, Any]:
     new = len(completion.token_ids)
     return {
@@ -216,103 +192,58 @@ def _usage(completion: Completion) -> dict[str, Any]:
     }
 
 
+# The prefix of an item's id, by the kind of its text in the types of events.
+_CALL = "function_call_arguments"
+_PREFIXES = {"reasoning_text": "rs", "output_text": "msg", _CALL: "fc"}
+
+
 class _Item:
-    """An item of the output while it is generated."""
+    """An item of the output while it is generated: reasoning, text or a call. emit: takes its events."""
 
-    prefix: str  # of its id
-    delta: str  # type of the events with new text
-    has_logprobs = False
-
-    def __init__(self, key: ResponseKey, place: int) -> None:
-        self._at = {"output_index": place}
-        self._id = f"{self.prefix}_{key.derived(f'item {place}')}"
-        self._text = ""
+    def __init__(
+        self, kind: str, key: ResponseKey, place: int, emit: Callable[..., None], call: ToolCallDelta | None
+    ) -> None:
         self.entries: list[Entry] = []  # logprobs of its tokens
-        self._state = "in_progress"
+        self._kind, self._emit, self._call = kind, emit, call
+        self._at = {"output_index": place}
+        self._id = f"{_PREFIXES[kind]}_{key.derived(f'item {place}')}"
+        self._in_item = {"item_id": self._id, **self._at, **({"content_index": 0} if call is None else {})}
+        self._text, self._state = "", "in_progress"
 
-    def begin(self) -> list[Event]:
-        return [{"type": "response.output_item.added", **self._at, "item": self.object()}]
+    def begin(self) -> None:
+        self._emit("output_item.added", **self._at, item=self.object())
+        if self._call is None:
+            self._emit("content_part.added", **self._in_item, part=self._part(""))
 
-    def add(self, text: str, entries: Sequence[Entry] = ()) -> list[Event]:
+    def add(self, text: str, entries: Sequence[Entry] = ()) -> None:
         self._text += text
         self.entries += entries
-        event = {"type": f"response.{self.delta}", **self._in_item, "delta": text, **self._logprobs(entries)}
-        return [event] if text else []
+        if text:
+            self._emit(f"{self._kind}.delta", **self._in_item, delta=text, **self._logprobs(entries))
 
-    def end(self, state: str) -> list[Event]:
+    def end(self, state: str) -> None:
         self._state = state
-        return [{"type": "response.output_item.done", **self._at, "item": self.object()}]
+        if self._call is None:
+            self._emit(f"{self._kind}.done", **self._in_item, text=self._text, **self._logprobs(self.entries))
+            self._emit("content_part.done", **self._in_item, part=self._part(self._text))
+        else:
+            self._emit(f"{self._kind}.done", **self._in_item, arguments=self._text, name=self._call.name)
+        self._emit("output_item.done", **self._at, item=self.object())
 
     def object(self) -> dict[str, Any]:
-        raise NotImplementedError
-
-    def _logprobs(self, entries: Sequence[Entry]) -> dict[str, Any]:
-        return {"logprobs": list(entries)} if self.has_logprobs else {}
-
-    @property
-    def _in_item(self) -> dict[str, Any]:
-        return {"item_id": self._id, **self._at}
-
-
-class _PartItem(_Item):
-    """An item whose content is one part."""
-
-    def begin(self) -> list[Event]:
-        (added,) = super().begin()
-        return [added, {"type": "response.content_part.added", **self._in_item, "part": self.part("")}]
-
-    def end(self, state: str) -> list[Event]:
-        kind = self.delta.removesuffix(".delta")
-        return [
-            {"type": f"response.{kind}.done", **self._in_item, "text": self._text, **self._logprobs(self.entries)},
-            {"type": "response.content_part.done", **self._in_item, "part": self.part(self._text)},
-            *super().end(state),
-        ]
-
-    def part(self, text: str) -> dict[str, Any]:
-        raise NotImplementedError
-
-    @property
-    def _in_item(self) -> dict[str, Any]:
-        return {**super()._in_item, "content_index": 0}
-
-    @property
-    def _content(self) -> list[dict[str, Any]]:
-        return [] if self._state == "in_progress" else [self.part(self._text)]
-
-
-class _Reasoning(_PartItem):
-    prefix, delta = "rs", "reasoning_text.delta"
-
-    def part(self, text: str) -> dict[str, Any]:
-        return {"type": "reasoning_text", "text": text}
-
-    def object(self) -> dict[str, Any]:
-        return {"id": self._id, "type": "reasoning", "summary": [], "content": self._content, "status": self._state}
-
-
-class _Text(_PartItem):
-    prefix, delta, has_logprobs = "msg", "output_text.delta", True
-
-    def part(self, text: str) -> dict[str, Any]:
-        return {"type": "output_text", "text": text, "annotations": [], **self._logprobs(self.entries if text else ())}
-
-    def object(self) -> dict[str, Any]:
-        message = {"role": "assistant", "content": self._content}
+        if self._call is not None:
+            call = {"call_id": self._call.id, "name": self._call.name, "arguments": self._text}
+            return {"id": self._id, "type": "function_call", "status": self._state, **call}
+        content = [] if self._state == "in_progress" else [self._part(self._text)]
+        if self._kind == "reasoning_text":
+            return {"id": self._id, "type": "reasoning", "summary": [], "content": content, "status": self._state}
+        message = {"role": "assistant", "content": content}
         return {"id": self._id, "type": "message", "status": self._state, **message}
 
+    def _part(self, text: str) -> dict[str, Any]:
+        """The content of an item of text."""
+        annotations: dict[str, Any] = {"annotations": []} if self._kind == "output_text" else {}
+        return {"type": self._kind, "text": text, **annotations, **self._logprobs(self.entries if text else ())}
 
-class _Call(_Item):
-    prefix, delta = "fc", "function_call_arguments.delta"
-
-    def __init__(self, key: ResponseKey, place: int, call: ToolCallDelta) -> None:
-        super().__init__(key, place)
-        self._call_id, self._name = call.id, call.name
-
-    def end(self, state: str) -> list[Event]:
-        done = {"type": "response.function_call_arguments.done", **self._in_item}
-        return [done | {"arguments": self._text, "name": self._name}, *super().end(state)]
-
-    def object(self) -> dict[str, Any]:
-        call = {"call_id": self._call_id, "name": self._name, "arguments": self._text}
-        return {"id": self._id, "type": "function_call", "status": self._state, **call}
+    def _logprobs(self, entries: Sequence[Entry]) -> dict[str, Any]:
+        return {"logprobs": list(entries)} if self._kind == "output_text" else {}

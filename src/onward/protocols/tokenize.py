@@ -7,13 +7,10 @@ from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationInfo, mod
 
 from onward.errors import OnwardError
 from onward.language_model.request import checked_ids
-from onward.protocols.answer_key import LAST_SECOND, ResponseKey
-from onward.protocols.body import AtMost, Body, Expected, FieldError, Validation, validated, validation_of
-from onward.protocols.chat import TemplateVariables, template_variables
-from onward.protocols.errors import BodyError
-from onward.protocols.messages import Message, template_form
-from onward.protocols.protocol import NAMED_ERRORS
-from onward.protocols.reader import BodyReader
+from onward.protocols import BodyReader
+from onward.protocols.body import AtMost, Body, BodyError, FieldError, Validation, expected, validated, validation_of
+from onward.protocols.chat import Message, TemplateVariables, template_form, template_variables
+from onward.protocols.protocol import LAST_SECOND, NAMED_ERRORS, ResponseKey
 
 
 class TokenizeBody(Body):
@@ -32,7 +29,8 @@ class TokenizeBody(Body):
     def _check_combinations(self, info: ValidationInfo) -> Self:
         if (self.prompt is None) == (self.messages is None):
             raise FieldError("and messages exclude each other: give one of them", at="prompt")
-        characters, limit = sum(map(_length, self.messages or ())), validation_of(info).limits.text_characters
+        characters = sum(len(each.get("content") or "") for each in self.messages or ())
+        limit = validation_of(info).limits.text_characters
         if characters > limit:
             raise FieldError(f"have {characters} characters; this server allows at most {limit}", at="messages")
         of_chats = ("add_generation_prompt", "chat_template_kwargs", "created")
@@ -43,15 +41,11 @@ class TokenizeBody(Body):
         return self
 
 
-def _length(message: Message) -> int:
-    return len(message.get("content") or "")
-
-
 class DetokenizeBody(Body):
     """A body of /detokenize."""
 
     model: str | None = None
-    tokens: Annotated[list[int], FailFast(), Expected("a list of ids"), AtMost("ids", "ids")]
+    tokens: Annotated[list[int], FailFast(), expected("a list of ids"), AtMost("ids", "ids")]
 
 
 class Tokens(BaseModel):

@@ -3,12 +3,9 @@
 from typing import final
 
 from onward.chat.format import MessageFormat
-from onward.chat.formats.glm import Glm, LaterGlm
 from onward.chat.formats.harmony import Harmony
-from onward.chat.formats.hermes import Hermes
-from onward.chat.formats.llama3 import Llama3
-from onward.chat.formats.mistral import LaterMistral, Mistral
-from onward.chat.formats.qwen3_coder import Qwen3Coder
+from onward.chat.formats.json_calls import Hermes, LaterMistral, Llama3, Mistral
+from onward.chat.formats.tagged_calls import Glm, LaterGlm, Qwen3Coder
 from onward.errors import RequestError
 
 

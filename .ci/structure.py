@@ -14,10 +14,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "src" / "onward"
-MAX_LINES, MAX_FILES, MAX_LAYERS, MAX_FILE_LINES = 57_500, 370, 12, 400
+MAX_LINES, MAX_FILES, MAX_LAYERS, MAX_FILE_LINES = 56_200, 312, 11, 400
 # Names that something else has now: `constraints.Choice` is a grammar.
 KEPT_NAMES = {"Choice"}
-LONG_FILES = {"cache/manager.py"}
 
 
 def main() -> int:
@@ -30,7 +29,7 @@ def main() -> int:
     lengths = {name: source.count("\n") for name, source in sources.items()}
     layers = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"][0]["layers"]
     circles = list(cycles({name: set(imports(tree, sources)) for name, tree in trees.items()}))
-    long = sorted(name for name in lengths if lengths[name] > MAX_FILE_LINES and name not in LONG_FILES)
+    long = sorted(name for name in lengths if lengths[name] > MAX_FILE_LINES)
     faults = [f"{name} has {lengths[name]} lines, at most {MAX_FILE_LINES}" for name in long]
     faults += [f"these files import each other: {', '.join(circle)}" for circle in circles]
     figures = (

@@ -8,7 +8,8 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from onward.models import WeightScope, parameter_shapes, read_config
-from onward.models.architecture import states_of
+from onward.models.architecture import cache_plan
+from onward.ops.heads import BLOCK
 
 QWEN3_0_6B = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -203,13 +204,13 @@ def weight_bytes_per_token(config: dict = QWEN3_0_6B, precision: str = "bf16") -
 
 def cache_bytes_per_position(config: dict = QWEN3_0_6B) -> int:
     """Bytes of a bf16 cache that a token reads for each position before it that all layers see."""
-    return 2 * sum(layer.features for layer in read_config(config).cached)
+    return cache_plan(read_config(config), torch.bfloat16).block_nbytes // BLOCK
 
 
 def cache_bytes(position: int, config: dict = QWEN3_0_6B) -> int:
     """Bytes that the token at `position` reads of a bf16 cache: of a sliding layer its window, of a recurrent one the
     float32 state itself."""
-    shape = read_config(config)
-    seen = sum(layer.features * min(position, layer.window or position) for layer in shape.cached)
+    plan = cache_plan(read_config(config), torch.bfloat16)
+    seen = sum(plan.position_nbytes(layer) * min(position, layer.window or position) for layer in plan.shapes)
     state = config.get("linear_key_head_dim", 0) * config.get("linear_value_head_dim", 0)
-    return 2 * seen + 4 * state * sum(layer.heads for layer in states_of(shape))
+    return seen + 4 * state * sum(layer.heads for layer in plan.states)

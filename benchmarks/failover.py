@@ -36,9 +36,8 @@ from ray import serve
 
 from benchmarks.machine import description
 from benchmarks.replicas import pid_of, wait_for_replicas
-from onward.cluster.deployment import replicas_of
+from onward.cluster.deployment import replicas_of, running
 from onward.cluster.options import DeployOptions
-from onward.cluster.ray_session import running
 
 REPLICAS = 3
 SILENCE = 3.0

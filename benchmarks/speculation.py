@@ -19,7 +19,7 @@ import torch
 import onward
 from benchmarks.checkpoints import QWEN3_0_6B, random_checkpoint
 from benchmarks.machine import bandwidth_buffer, description, read_bandwidth
-from onward.decoding.speculation import DraftRequest, DraftRow, PromptLookup, Speculator, SuffixLookup
+from onward.decoding.speculation import DraftRow, DraftTarget, PromptLookup, Speculator, SuffixLookup
 
 REPETITIVE = {"max_new_tokens": 256, "temperature": 0.0, "ignore_eos": True}
 UNPREDICTABLE = {"max_new_tokens": 256, "temperature": 1.0, "ignore_eos": True}
@@ -29,7 +29,7 @@ STORIES = {"max_new_tokens": 200, "ignore_eos": True}
 class Wrong:
     """A drafter whose every id is wrong: of 152,000 one and the same."""
 
-    def start(self, request: DraftRequest) -> "Wrong":
+    def start(self, target: DraftTarget) -> "Wrong":
         return self
 
     def propose(self, rows: Sequence[DraftRow]) -> list[list[int]]:

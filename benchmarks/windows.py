@@ -13,6 +13,7 @@ import itertools
 import json
 import statistics
 import time
+from functools import partial
 
 import torch
 
@@ -39,19 +40,15 @@ def main() -> None:
 
 def keeping_all(model: onward.Model) -> onward.Model:
     """The model with a cache whose layers all keep the whole text."""
-    shapes = [shape._replace(window=None) for shape in model.new_blocks(1).shapes]
-
-    def new_blocks(count: int) -> KVPool:
-        return KVPool.of(shapes, count=count, dtype=torch.bfloat16, device="cpu")
-
-    return dataclasses.replace(model, new_blocks=new_blocks)
+    plan = model.new_blocks(1).plan.without_windows()
+    return dataclasses.replace(model, new_blocks=partial(KVPool, plan))
 
 
 def texts(lms: dict[str, onward.LanguageModel]) -> dict[str, dict[int, int]]:
     """How many texts of a length an engine serves at once in 1 GB."""
     slots = {name: engine_slots(lm.model, 4096, 10**9) for name, lm in lms.items()}
     return {
-        name: {length: each.total // each.blocks_for(length) for length in (512, 1024, 4096, 8192, 32768)}
+        name: {length: each.stats().total // each.cost(length) for length in (512, 1024, 4096, 8192, 32768)}
         for name, each in slots.items()
     }
 

@@ -37,10 +37,7 @@ class Block(nn.Module):
             mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         else:
             # Write at each row's own positions and attend up to them: entries past them are never read.
-            keys, values = cache.write(self.index, k, v, offsets)
-            positions = offsets[:, None] + torch.arange(x.shape[1])
-            seen = torch.arange(keys.shape[2]) <= positions[:, None, :, None]
-            mixed = F.scaled_dot_product_attention(q, keys, values, attn_mask=seen)
+            mixed = cache.attend(self.index, q, k, v, offsets)
         x = x + self.dropout(self.out(mixed.transpose(1, 2).flatten(2)))
         return x + self.dropout(self.down(F.gelu(self.up(self.norm2(x)))))
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from benchmarks.kernels.common import Run, begin_with_dtype, medians
 from onward import native, ops
-from onward.cache.kinds import lazy_zeros
+from onward.cache.plan import lazy_zeros
 from onward.ops.gated_delta import state_width
 from onward.ops.recurrent_state import STATE_BLOCK
 

@@ -2,6 +2,7 @@
 // norm, their rotation, and their place in the cache.
 #include <cstring>
 
+#include "attention/formats.h"
 #include "norm.h"
 #include "program.h"
 #include "rope.h"
@@ -18,7 +19,7 @@ struct OnwardHeads {
   int32_t rotate;          // 0: not; 1: pairs (i, pairs + i); 2: pairs (2i, 2i + 1)
   void* out;               // [B, heads, T, D], or a cache [B, heads, positions, D]
   int64_t out_strides[3];  // of rows, heads, queries or positions
-  int32_t to_cache;        // token t of row b goes to position offsets[b] + t
+  int32_t to_cache;        // 0: not; 1 + a format of rows: token t of row b goes to position offsets[b] + t
   int64_t positions;
   // int32 [B, positions / 64], or null: the cache is [N, heads, 64, D], and entry m of a row is the block of
   // its positions 64 m, …, 64 m + 63.
@@ -94,6 +95,7 @@ bool valid(const OnwardHeads& part, int64_t batch, int64_t queries, bool angles,
   if (part.heads < 0 || part.rotate < 0 || part.rotate > 2) return false;
   if (part.rotate && !angles) return false;
   if (!part.to_cache) return true;
+  if (part.to_cache != 1 + attention::kFloatRows) return false;
   for (int64_t b = 0; b < batch; ++b) {
     if (offsets == nullptr || offsets[b] < 0) return false;
     if (offsets[b] + queries > part.positions) return false;

@@ -275,12 +275,14 @@ def speculate(
     slots = RowCacheManager(model.new_cache(rows, max_len), rows, max_len, None)
     speculator = Speculator(ModelDrafter(_as_model(drafter, query)), length=length)
     run = Run(model)
-    step = speculator.step(DecodeStep(run, slots, chooser, device), run, slots, chooser, device)
-    speculator.join(sequences, model.vocab_size, device, None if sampling[0] else _select(sample_strategy), max_len)
+    plain, vocab_size = DecodeStep(run, slots, chooser, device), model.vocab_size
+    select = None if sampling[0] else _select(sample_strategy)
+    step = speculator.step(plain, run, slots, chooser, device, vocab_size, rows=rows, max_len=max_len, select=select)
+    step.join(sequences)
     for _ in decode_loop(step, BatchSchedule(slots, sequences), slots):
         pass  # the sequences collect their ids
     token_ids = _padded([sequence.token_ids for sequence in sequences], device)
-    return SpeculateOutput(token_ids, [draft_state(sequence).counts(sequence) for sequence in sequences])
+    return SpeculateOutput(token_ids, [draft_state(sequence).counts(sequence.token_ids) for sequence in sequences])
 
 
 def _as_model(inferencer: Inferencer, query: Tensor) -> Model:

@@ -3,8 +3,7 @@
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from block_accounts import check_accounts
-from onward.errors import ContextOverflowError
+from block_accounts import check_accounts, check_private, counts
 
 MAX_LEN = 32
 
@@ -17,7 +16,7 @@ class Row:
 
 
 class RowsInAnyOrder(RuleBasedStateMachine):
-    """`start` of a machine sets memory, slots, rows and key."""
+    """`start` of a machine sets memory, slots, rows, pins and key. pins: rows whose slots are pinned prefixes."""
 
     def text(self, ids):
         """What a row of these ids writes at the last of them: the weights count as much as the ids before."""
@@ -26,20 +25,26 @@ class RowsInAnyOrder(RuleBasedStateMachine):
     def pick(self, data):
         return data.draw(st.sampled_from(self.rows))
 
-    def acquired(self, ids, more, reuse):
+    def acquired(self, ids, more, reuse, pin=None):
         length = min(max(len(ids) + more, 0), MAX_LEN)
         if not self.slots.can_hold(length):
-            return
-        before = self.slots.free, self.slots.cached, self.slots.held
-        acquired = self.slots.acquire(ids, length, reuse=reuse)
+            return None
+        before = counts(self.slots)
+        pinned = 0 if pin is None else self.slots.pinned(pin.slot)
+        acquired = self.slots.acquire(ids, length, reuse=reuse, pin=None if pin is None else pin.slot)
         if acquired is None:
-            assert self.rows, "where nobody holds anything there is room for whatever can be held"
-            assert (self.slots.free, self.slots.cached, self.slots.held) == before
-            return
+            assert self.rows or len(self.pins) > (pin is not None), "an empty cache has room for whatever can be held"
+            assert counts(self.slots) == before
+            assert pin is None or self.slots.pinned(pin.slot) == pinned
+            return None
+        if pin is not None:
+            self.pins.remove(pin)
         slot, reused = acquired
         assert reused <= min(len(ids) - 1, length)
         assert reuse or not reused
-        self.rows.append(Row(slot, ids, [self.text(ids[: at + 1]) for at in range(reused)]))
+        row = Row(slot, ids, [self.text(ids[: at + 1]) for at in range(reused)])
+        self.rows.append(row)
+        return row
 
     @precondition(lambda self: self.rows)
     @rule(data=st.data(), more=st.integers(0, 6))
@@ -49,10 +54,11 @@ class RowsInAnyOrder(RuleBasedStateMachine):
         length = min(positions + more, MAX_LEN)
         if not self.slots.can_hold(length):
             return
-        held = self.slots.holds(row.slot, positions)
+        before = counts(self.slots)
         fork = self.slots.fork(row.slot, positions, length)
-        assert held or fork is None
-        if fork is not None:
+        if fork is None:
+            assert counts(self.slots) == before
+        else:
             self.rows.append(Row(fork, row.ids[:positions], row.written[:positions]))
 
     @precondition(lambda self: self.rows)
@@ -63,33 +69,62 @@ class RowsInAnyOrder(RuleBasedStateMachine):
             assert row.slot.length >= length
 
     @precondition(lambda self: self.rows)
-    @rule(data=st.data())
-    def truncate(self, data):
-        row = self.pick(data)
-        positions = data.draw(st.integers(0, len(row.written)))
-        if not self.slots.holds(row.slot, positions):
-            return
-        try:
-            self.slots.truncate(row.slot, positions)
-        except ContextOverflowError:
-            return
-        del row.written[positions:], row.ids[positions:]
-
-    @precondition(lambda self: self.rows)
     @rule(data=st.data(), part=st.floats(0, 1) | st.just(1.0))
     def release(self, data, part):
         row = self.pick(data)
         self.rows.remove(row)
         self.slots.release(row.slot, row.ids[: round(part * len(row.written))])
 
+    @precondition(lambda self: self.rows)
+    @rule(data=st.data(), part=st.floats(0, 1) | st.just(1.0))
+    def pin(self, data, part):
+        row = self.pick(data)
+        del row.written[round(part * len(row.written)) :]
+        row.ids = row.ids[: len(row.written)]
+        self.rows.remove(row)
+        self.slots.release(row.slot, row.ids, pin=True)
+        row.pinned = self.slots.pinned(row.slot)
+        assert row.pinned <= len(row.ids)
+        self.pins.append(row)
+
+    @precondition(lambda self: self.pins)
+    @rule(data=st.data())
+    def unpin(self, data):
+        row = data.draw(st.sampled_from(self.pins))
+        self.pins.remove(row)
+        self.slots.release(row.slot)
+
+    @precondition(lambda self: self.pins)
+    @rule(data=st.data(), part=st.floats(0, 1) | st.just(1.0), own=st.lists(st.integers(0, 1), min_size=1, max_size=4))
+    def next_turn(self, data, part, own):
+        """A row of a pinned text, cut and continued."""
+        pin = data.draw(st.sampled_from(self.pins))
+        cut = round(part * len(pin.ids))
+        pinned, is_whole = self.slots.pinned(pin.slot), part == 1.0
+        row = self.acquired([*pin.ids[:cut], *own], 2, True, pin)
+        if row is not None and is_whole:
+            assert len(row.written) >= self.kept(pin, pinned)
+
+    def kept(self, pin, pinned):
+        """The least positions that the next turn of a pin reuses: there may be other rows' blocks for the same text."""
+        return 0
+
     @rule(key=st.integers(0, 1))
     def use(self, key):
+        is_new = key != self.slots.weights_version
         self.slots.set_weights_version(key)
+        if is_new:
+            self.drop_pins()
         self.key = key
+
+    def drop_pins(self):
+        for pin in self.pins:
+            assert self.slots.pinned(pin.slot) == 0
+            pin.pinned = 0
 
     def found_texts(self):
         """Each node that can be found, with the ids up to its end and what a row wrote at each of them."""
-        for node in self.slots._pool.trie:
+        for node in self.slots._index:
             ids, above = node.tokens, node.parent
             while above is not None:
                 ids, above = above.tokens + ids, above.parent
@@ -97,11 +132,14 @@ class RowsInAnyOrder(RuleBasedStateMachine):
 
     @invariant()
     def blocks_add_up(self):
-        if hasattr(self, "slots"):
-            slots = self.slots
-            check_accounts(slots)
-            assert slots.free + slots.cached + slots.held == slots.total
-            assert min(slots.free, slots.cached, slots.held) >= 0
+        if not hasattr(self, "slots"):
+            return
+        check_accounts(self.slots)
+        assert min(counts(self.slots)) >= 0
+        for row in self.rows:
+            check_private(self.slots, row.slot, len(row.written))
+        for pin in self.pins:
+            assert self.slots.pinned(pin.slot) == pin.pinned, "a pinned prefix was evicted"
 
     def teardown(self):
         if not hasattr(self, "slots"):
@@ -109,4 +147,7 @@ class RowsInAnyOrder(RuleBasedStateMachine):
         for row in self.rows:
             self.slots.release(row.slot, row.ids[: len(row.written)])
             check_accounts(self.slots)
-        assert self.slots.held == 0
+        for pin in self.pins:
+            self.slots.release(pin.slot)
+            check_accounts(self.slots)
+        assert counts(self.slots)[2] == 0

@@ -9,9 +9,8 @@ import pytest
 import torch
 from written_blocks import WrittenBlocks
 
-from block_accounts import check_accounts
+from block_accounts import check_accounts, counts
 from onward.cache.manager import PagedCacheManager
-from onward.cache.prefix_index import PrefixTree
 from onward.errors import ContextOverflowError, RequestError
 from onward.ops.heads import BLOCK
 
@@ -28,8 +27,13 @@ def filled(slots, ids, length=None):
     slot, reused = slots.acquire(ids, length or len(ids))
     for at in range(reused, len(ids)):
         slots._memory.write(slot, at, tuple(ids[: at + 1]))
-    slots.note(slot, ids)
+    note(slots, slot, ids)
     return slot
+
+
+def note(slots, slot, ids):
+    """The positions of `ids` are final."""
+    slots.commit(slot, len(ids), lambda first, last: ids[first:last])
 
 
 def cache(slots, ids):
@@ -74,16 +78,16 @@ def test_running_rows_share_the_blocks_they_noted():
     assert positions == 8
     assert second.blocks[:2] == first.blocks[:2]
     assert second.blocks[2] != first.blocks[2]
-    assert slots.held == 4
+    assert counts(slots)[2] == 4
 
 
 def test_of_two_rows_with_one_text_the_second_to_note_keeps_its_blocks_and_continues_the_first_when_released():
     _, slots = slots_over()
     text = list(range(12))
     (one, _), (two, _) = slots.acquire(text, 12), slots.acquire(text, 12)
-    slots.note(one, text[:8])
+    note(slots, one, text[:8])
     blocks = list(two.blocks)
-    slots.note(two, text)
+    note(slots, two, text)
     assert two.blocks == blocks
     third, positions = slots.acquire([*text, 1], 13)
     assert (positions, third.blocks[:2]) == (8, one.blocks[:2])
@@ -100,7 +104,7 @@ def test_a_block_that_a_fork_holds_is_not_found_behind_another_rows_block():
     _, slots = slots_over()
     text = list(range(12))
     (one, _), (two, _) = slots.acquire(text, 12), slots.acquire(text, 12)
-    slots.note(one, text[:4])
+    note(slots, one, text[:4])
     fork = slots.fork(two, 12, 12)
     slots.release(two, text)
     check_accounts(slots)
@@ -115,15 +119,15 @@ def test_a_block_that_a_fork_holds_is_not_found_behind_another_rows_block():
 def test_a_row_that_goes_on_replaces_the_part_of_a_block_that_it_continues():
     _, slots = slots_over()
     cache(slots, [1, 2])
-    assert slots.cached == 1
+    assert counts(slots)[1] == 1
     cache(slots, [1, 2, 3])
-    assert slots.cached == 1
+    assert counts(slots)[1] == 1
     cache(slots, [1, 2, 3, 4])
-    assert slots.cached == 1
+    assert counts(slots)[1] == 1
     cache(slots, [1, 2])
-    assert slots.cached == 1
+    assert counts(slots)[1] == 1
     cache(slots, [1, 2, 4])
-    assert slots.cached == 2
+    assert counts(slots)[1] == 2
     assert reused(slots, [1, 2, 3, 4, 5]) == 4
     assert reused(slots, [1, 2, 4, 5]) == 3
 
@@ -141,14 +145,14 @@ def test_where_there_is_no_room_nothing_changes():
     _, slots = slots_over(4)
     row = filled(slots, list(range(6)))
     cache(slots, [9, 9, 9, 9])
-    before = slots.free, slots.cached, slots.held, slots.hits, slots.lookups
-    assert before[:3] == (1, 1, 2)
+    before = slots.stats()
+    assert counts(slots) == (1, 1, 2)
     assert slots.acquire([9, 9, 9, 9, 1], 12) is None
     assert slots.acquire([5], 12) is None
     assert slots.fork(row, 6, 16) is None
-    assert (slots.free, slots.cached, slots.held, slots.hits, slots.lookups) == before
+    assert slots.stats() == before
     assert slots.acquire([9, 9, 9, 9, 1], 8) is not None, "the block that is found counts as room"
-    assert (slots.free, slots.cached, slots.held) == (0, 0, 4)
+    assert counts(slots) == (0, 0, 4)
     assert not slots.reserve(row, 9)
     assert slots.reserve(row, 8)
     assert len(row.blocks) == 2
@@ -178,7 +182,7 @@ def test_the_least_recently_used_is_evicted_first_and_a_text_from_its_end():
     cache(slots, new)
     assert reused(slots, [*old, 0]) == 8  # and so used
     cache(slots, [30, 31, 32, 33])
-    assert slots.cached == 4
+    assert counts(slots)[1] == 4
     assert reused(slots, [*new, 0]) == 4
     assert reused(slots, [*old, 0]) == 8
 
@@ -198,7 +202,7 @@ def test_the_budget_of_cached_blocks_keeps_the_beginning_of_a_long_text():
     _, slots = slots_over(cached=3)
     text = list(range(30))
     cache(slots, text)
-    assert slots.cached == 3
+    assert counts(slots)[1] == 3
     assert reused(slots, text) == 12
 
 
@@ -208,18 +212,18 @@ def test_with_a_budget_of_none_only_running_rows_share():
     row = filled(slots, text)
     assert reused(slots, [*text, 1]) == 8
     slots.release(row, text)
-    assert (slots.cached, slots.free) == (0, slots.total)
+    assert counts(slots) == (16, 0, 0)
     assert reused(slots, [*text, 1]) == 0
 
 
 def test_cached_blocks_give_way_to_who_needs_room():
     memory, slots = slots_over(4)
     cache(slots, list(range(16)))
-    assert (slots.free, slots.cached) == (0, 4)
+    assert counts(slots)[:2] == (0, 4)
     slot, positions = slots.acquire([0, 1, 2, 3, 4, 9, 9], 16)
     assert positions == 5
     assert memory.read(slot, 5) == [tuple(range(end)) for end in range(1, 6)]
-    assert slots.held == 4
+    assert counts(slots)[2] == 4
 
 
 def test_a_short_request_after_another_gives_no_memory_back():
@@ -243,50 +247,105 @@ def test_forks_share_what_is_full_and_copy_the_rest():
     assert all(fork.blocks[:2] == row.blocks[:2] for fork in forks)
     assert len({fork.blocks[2] for fork in [*forks, row]}) == 4
     assert [part for _, _, part in memory.copies] == [2, 2, 2]
-    assert slots.held == 2 + 4 * 2
+    assert counts(slots)[2] == 2 + 4 * 2
     slots.release(row)
     assert memory.read(forks[1], 10) == [tuple(text[: at + 1]) for at in range(10)]
 
 
-def test_cutting_a_shared_block_copies_it_and_cutting_an_own_one_does_not():
-    memory, slots = slots_over()
+def test_a_pinned_prefix_is_kept_where_nothing_is_cached_and_its_next_turn_reuses_all_of_it():
+    memory, slots = slots_over(cached=0)
     text = list(range(10))
-    row = filled(slots, text)
-    slots.truncate(row, 9)
-    assert memory.copies == []
-    kept = list(row.blocks)
-    slots.truncate(row, 6)
+    pin = filled(slots, text, 16)
+    slots.release(pin, text, pin=True)
+    assert slots.pinned(pin) == 10
+    assert counts(slots) == (13, 0, 3)
+    assert memory.read(pin, 10) == [tuple(range(end)) for end in range(1, 11)]
+    memory.copies.clear()
+    slot, positions = slots.acquire([*text, 99], 12, pin=pin)
+    assert positions == 10
     assert [part for _, _, part in memory.copies] == [2]
-    assert row.blocks[0] == kept[0]
-    assert row.blocks[1] != kept[1]
-    assert reused(slots, text) == 8, "the block as it was can still be found"
-    slots.truncate(row, 4)
-    assert row.blocks == kept[:1]
-    assert row.length == 4
+    assert counts(slots) == (13, 0, 3), "what the pin had is the slot's or free"
+    with pytest.raises(AssertionError, match="released"):
+        slots.release(pin)
+    slots.release(slot)
+    assert counts(slots) == (16, 0, 0)
+
+
+def test_two_pins_of_one_text_and_another_that_continues_it():
+    _, slots = slots_over(cached=0)
+    text = list(range(10))
+    pins = [filled(slots, each, 12) for each in (text, text, [*text, 10, 11])]
+    for pin, length in zip(pins, (10, 10, 12), strict=True):
+        slots.release(pin, list(range(length)), pin=True)
+        check_accounts(slots)
+    assert [slots.pinned(pin) for pin in pins] == [10, 10, 12]
+    assert reused(slots, [*range(12), 50]) == 12
+    slots.release(pins[0])
+    assert reused(slots, [*text, 50]) == 10
+    slots.release(pins[2])
+    assert reused(slots, [*text, 50]) == 10
+    slots.release(pins[1])
+    assert counts(slots) == (16, 0, 0)
+
+
+def test_an_edited_text_takes_the_room_of_its_pin():
+    _, slots = slots_over(3, cached=0)
+    pin = filled(slots, list(range(12)))
+    slots.release(pin, list(range(12)), pin=True)
+    assert slots.acquire([*range(4), 50], 12) is None
+    assert slots.acquire([*range(4), 50], 12, reuse=False) is None
+    assert slots.pinned(pin) == 12
+    slot, positions = slots.acquire([*range(6), 50], 12, pin=pin)
+    assert positions == 6
+    check_accounts(slots)
+    slots.release(slot, list(range(6)), pin=True)
+    assert slots.pinned(slot) == 6
     check_accounts(slots)
 
 
-def test_cutting_without_room_makes_the_block_its_own_or_raises_where_another_holds_it():
-    memory, slots = slots_over(2)
-    row = filled(slots, list(range(8)))
-    slots.truncate(row, 8)
-    other = slots.fork(row, 4, 4)
-    with pytest.raises(ContextOverflowError, match="Try again"):
-        slots.truncate(other, 2)
-    slots.truncate(row, 6)
-    assert memory.copies == []
-    assert slots.held == 2
-    check_accounts(slots)
+def test_there_is_no_room_for_a_longer_turn_and_the_pin_stays():
+    _, slots = slots_over(4, cached=0)
+    other, pin = filled(slots, [7] * 8), filled(slots, list(range(6)))
+    slots.release(pin, list(range(6)), pin=True)
+    before = slots.stats()
+    assert slots.acquire([*range(6), 50], 12, pin=pin) is None
+    assert slots.stats() == before
+    assert slots.pinned(pin) == 6
+    slots.release(other)
+    assert slots.acquire([*range(6), 50], 12, pin=pin)[1] == 6
 
 
-def test_what_is_cut_off_is_room_for_the_copy():
-    memory, slots = slots_over(3)
-    row = filled(slots, list(range(8)), 12)
-    fork = slots.fork(row, 8, 8)
-    assert (slots.free, slots.cached) == (0, 0)
-    slots.truncate(row, 6)
-    assert row.blocks[1] != fork.blocks[1]
-    assert memory.read(row, 6) == [tuple(range(end)) for end in range(1, 7)]
+def test_a_pin_keeps_nothing_of_other_weights():
+    _, slots = slots_over()
+    slots.set_weights_version("a")
+    pin = filled(slots, list(range(6)))
+    slots.release(pin, list(range(6)), pin=True)
+    slots.set_weights_version("b")
+    assert slots.pinned(pin) == 0
+    assert counts(slots) == (16, 0, 0)
+    slot, positions = slots.acquire([*range(6), 50], 8, pin=pin)
+    assert positions == 0
+    slots.set_weights_version("c")
+    slots.release(slot, list(range(6)), pin=True)
+    assert slots.pinned(slot) == 0
+    slots.release(slot)
+
+
+def test_a_finalizer_may_pin_and_release_in_the_middle_of_a_change():
+    memory, slots = slots_over(8)
+    slot, other = filled(slots, [1, 2, 3, 4, 5], 12), filled(slots, [7, 8, 9])
+    copy = memory.copy
+
+    def leaving_copy(source, to, positions):
+        copy(source, to, positions)
+        slots.release(slot, [1, 2, 3, 4, 5], pin=True)
+        slots.release(other)
+
+    memory.copy = leaving_copy
+    fork = slots.fork(other, 1, 8)
+    memory.copy = copy
+    assert slots.pinned(slot) == 5
+    assert counts(slots)[2] == 2 + len(fork.blocks)
     check_accounts(slots)
 
 
@@ -300,11 +359,11 @@ def test_another_key_forgets_what_can_be_found_and_what_rows_of_before_will_hold
     assert reused(slots, [*text, 1]) == 8
     slots.set_weights_version("b")
     assert reused(slots, [*text, 1]) == 0
-    slots.note(row, [5] * 8)
+    note(slots, row, [5] * 8)
     fork = slots.fork(row, 8, 8)
     slots.release(row, [5] * 8)
     slots.release(fork, [5] * 8)
-    assert slots.cached == 0
+    assert counts(slots)[1] == 0
     assert reused(slots, [5] * 9) == 0
     slots.set_weights_version("a")
     assert reused(slots, [*text, 1]) == 0
@@ -326,27 +385,27 @@ def test_hits_count_positions():
     cache(slots, list(range(8)))
     slots.acquire([*range(6), 99], 8)
     slots.acquire([*range(6), 99], 8, reuse=False)
-    assert (slots.hits, slots.lookups) == (6, 8 + 7)
+    assert slots.stats()[3:] == (6, 8 + 7)
 
 
 def test_a_table_is_the_same_tensor_and_only_rows_that_changed_are_written():
     memory, slots = slots_over()
     rows = [filled(slots, [ids] * 6, 8) for ids in range(3)]
-    table = slots.view(rows)
+    table = slots.view(rows, [0] * len(rows), 0).cache
     assert table.dtype == torch.int32
     assert table.shape == (3, 10)
     assert table[:, :2].tolist() == [row.blocks for row in rows]
     table.fill_(-7)  # so that what is written shows
-    slots.note(rows[0], [0] * 7)
+    note(slots, rows[0], [0] * 7)
     slots.reserve(rows[2], 8)
-    assert slots.view(rows) is table
+    assert slots.view(rows, [0] * len(rows), 0).cache is table
     assert (table == -7).all(), "nothing changed, nothing is written"
     slots.reserve(rows[1], 12)
-    assert slots.view(rows) is table
+    assert slots.view(rows, [0] * len(rows), 0).cache is table
     assert table[1].tolist() == rows[1].blocks + [16] * 7
     assert (table[[0, 2]] == -7).all()
     slots.release(rows[0])
-    assert slots.view([rows[2], rows[1]]) is not table
+    assert slots.view([rows[2], rows[1]], [0, 0], 0).cache is not table
     assert len(memory.tables) == 2
 
 
@@ -354,7 +413,7 @@ def test_rows_that_end_one_by_one_share_tables():
     memory, slots = slots_over(100, max_len=8)
     rows = [slots.acquire([number], 8)[0] for number in range(50)]
     while rows:
-        table = slots.view(rows)
+        table = slots.view(rows, [0] * len(rows), 0).cache
         assert table.tolist() == [row.blocks for row in rows]
         slots.release(rows.pop(len(rows) // 2))
     assert len(memory.tables) == 50
@@ -366,16 +425,16 @@ def test_a_table_on_another_device_is_copied_there():
     memory.device = torch.device("meta")
     slots = PagedCacheManager(memory, max_len=8, cached_blocks=0, block=SIZE)
     slot, _ = slots.acquire([1], 8)
-    assert slots.view([slot]).device.type == "meta"
+    assert slots.view([slot], [0], 0).cache.device.type == "meta"
     assert slots._tables._tables[1].host.tolist() == [slot.blocks]
 
 
 def test_a_slot_that_was_released_is_refused():
     _, slots = slots_over()
     slot, _ = slots.acquire([1], 8)
-    slots.view([slot])
+    slots.view([slot], [0], 0)
     slots.release(slot)
-    for call in (slots.release, lambda slot: slots.view([slot]), lambda slot: slots.reserve(slot, 9)):
+    for call in (slots.release, lambda slot: slots.view([slot], [0], 0), lambda slot: slots.reserve(slot, 9)):
         with pytest.raises(AssertionError, match="released"):
             call(slot)
     check_accounts(slots)
@@ -397,7 +456,7 @@ def test_noting_reads_ids_only_when_a_block_became_full():
     ids, reads = Counted(), []
     for token in range(16):
         ids.append(token)
-        slots.note(slot, ids)
+        note(slots, slot, ids)
         reads.append(ids.reads)
     assert reads == [0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3, 4]
 
@@ -408,7 +467,7 @@ def test_a_block_that_has_no_more_use_is_one_of_the_few_that_keep_their_memory()
     cache(slots, [0, 0])
     for slot in [slots.acquire([5], SIZE)[0] for _ in range(4)]:
         slots.release(slot)  # as many as may keep their memory
-    slots.note(longer, [0, 0, 1, 2])
+    note(slots, longer, [0, 0, 1, 2])
     check_accounts(slots)
 
 
@@ -434,13 +493,14 @@ def test_threads_share_without_losing_a_block():
                 assert memory.read(slot, positions) == [tuple(ids[: at + 1]) for at in range(positions)]
                 for at in range(positions, len(ids)):
                     memory.write(slot, at, tuple(ids[: at + 1]))
-                    slots.note(slot, ids[: at + 1])
-                    slots.view([slot])
+                    note(slots, slot, ids[: at + 1])
+                    slots.view([slot], [0], 0)
                 fork = slots.fork(slot, len(ids) // 2, 16)
                 assert memory.read(slot, len(ids)) == [tuple(ids[: at + 1]) for at in range(len(ids))]
                 slots.release(slot, ids)
-                slots.truncate(fork, len(ids) // 4)
-                slots.release(fork, ids[: len(ids) // 4])
+                slots.release(fork, ids[: len(ids) // 4], pin=True)
+                assert slots.pinned(fork) == len(ids) // 4
+                slots.release(fork)
                 check_accounts(slots)
         except BaseException as error:
             failures.append(error)
@@ -451,7 +511,7 @@ def test_threads_share_without_losing_a_block():
     for thread in threads:
         thread.join()
     assert failures == []
-    assert slots.held == 0
+    assert counts(slots)[2] == 0
     check_accounts(slots)
 
 
@@ -476,12 +536,12 @@ def test_a_forked_child_keeps_its_slots_and_lets_those_of_other_threads_go():
         code = 1
         try:
             check_accounts(slots)
-            assert slots.held == 2
+            assert counts(slots)[2] == 2
             assert reused(slots, [*range(8), 1]) == 8
             assert reused(slots, [*range(20, 32), 1]) == 12
             slots.release(mine, list(range(8)))
             with pytest.raises(AssertionError, match="forked"):
-                slots.view(others)
+                slots.view(others, [0] * len(others), 0)
             code = 0
         finally:
             os._exit(code)
@@ -494,7 +554,26 @@ def test_a_forked_child_keeps_its_slots_and_lets_those_of_other_threads_go():
     finally:
         over.set()
         thread.join()
-    assert slots.held == 5
+    assert counts(slots)[2] == 5
+
+
+def test_a_child_of_a_fork_in_the_middle_of_a_change_begins_without_slots():
+    """As `os.fork` calls `renew` in the child while another thread of the parent was in a change."""
+    _, slots = slots_over()
+    mine, pin = filled(slots, list(range(8))), filled(slots, [5] * 6)
+    slots.release(pin, [5] * 6, pin=True)
+    slots._changing = True
+    slots.renew()
+    assert counts(slots) == (16, 0, 0)
+    assert slots.pinned(pin) == 0
+    with pytest.raises(AssertionError, match="forked"):
+        slots.view([mine], [0], 0)
+    slots.release(mine, list(range(8)))
+    slot, positions = slots.acquire([5] * 7, 8, pin=pin)
+    assert positions == 0
+    slots.release(slot)
+    check_accounts(slots)
+    assert not slots._slots
 
 
 def test_a_slot_that_is_left_is_let_go_with_the_next_call():
@@ -505,25 +584,33 @@ def test_a_slot_that_is_left_is_let_go_with_the_next_call():
 
     def leaving_copy(source, to, positions):
         copy(source, to, positions)
-        slots.release_later(slot, [1, 2, 3, 4, 5])
+        slots.release(slot, [1, 2, 3, 4, 5])
 
     other, _ = slots.acquire([7, 8, 9], 8)
     memory.copy = leaving_copy
     fork = slots.fork(other, 1, 8)
     memory.copy = copy
     check_accounts(slots)
-    assert slots.held == len(other.blocks) + len(fork.blocks)
+    assert counts(slots)[2] == len(other.blocks) + len(fork.blocks)
     for each in (other, fork):
-        slots.release_later(each)
-    assert slots.held == 0
+        slots.release(each)
+    assert counts(slots)[2] == 0
     assert reused(slots, [1, 2, 3, 4, 5, 6]) == 5
 
 
-def test_an_adapter_whose_texts_are_gone_leaves_nothing_in_the_trie():
-    trie = PrefixTree(4)
-    kept = trie.root("kept")
-    node = trie.insert(kept, (1, 2, 3, 4), 0)
-    for adapter in range(50):
-        assert trie.match([1, 2, 3, 4], 4, f"adapter {adapter}").path == []
-    assert trie.match([1, 2, 3, 4], 4, "kept").path == [node]
-    assert len(trie._roots) == 2
+class Adapter:
+    def __init__(self, digest):
+        self.index, self.digest = 1, digest
+
+
+def test_an_adapter_whose_texts_are_gone_leaves_nothing_in_the_index():
+    _, slots = slots_over()
+    slot, _ = slots.acquire([1, 2, 3, 4], 4, adapter=Adapter("kept"))
+    slots.release(slot, [1, 2, 3, 4])
+    for number in range(50):
+        slot, positions = slots.acquire([1, 2, 3, 4, 5], 5, adapter=Adapter(f"adapter {number}"))
+        assert positions == 0
+        slots.release(slot)
+    slot, positions = slots.acquire([1, 2, 3, 4, 5], 5, adapter=Adapter("kept"))
+    assert positions == 4
+    assert len(slots._index._roots) == 2

@@ -6,7 +6,7 @@ from hypothesis.stateful import initialize, invariant, precondition, rule
 from rows_in_any_order import MAX_LEN, RowsInAnyOrder
 from written_blocks import WrittenBlocks
 
-from block_accounts import check_accounts
+from block_accounts import check_accounts, counts
 from onward.cache.manager import PagedCacheManager
 
 TEXTS = st.lists(st.integers(0, 1), min_size=1, max_size=20)
@@ -32,7 +32,7 @@ class AnyOrderOfWindows(RowsInAnyOrder):
         self.slots = PagedCacheManager(
             self.memory, max_len=MAX_LEN, cached_blocks=cached, warm_blocks=warm, block=size, nbytes=nbytes
         )
-        self.rows, self.key = [], 0
+        self.rows, self.pins, self.key = [], [], 0
 
     def write(self, slot, at, text):
         self.memory.write(slot, at, text)
@@ -53,10 +53,8 @@ class AnyOrderOfWindows(RowsInAnyOrder):
             return
         piece = self.slots.max_chunk(row.slot, first, count)
         assert min(count, self.size) <= piece <= count
-        tokens = min(
-            piece + drafted, max(piece, self.slots.max_step_tokens([row.slot], [first])), row.slot.length - first
-        )
-        self.slots.ensure_writable([row.slot], [first], tokens)
+        tokens = min(piece + drafted, max(piece, self.slots.room([row.slot], [first])), row.slot.length - first)
+        self.slots.view([row.slot], [first], tokens)
         for at in range(first, first + piece):
             if at == len(row.ids):
                 row.ids.append(token)
@@ -64,13 +62,13 @@ class AnyOrderOfWindows(RowsInAnyOrder):
             self.write(row.slot, at, row.written[-1])
         for at in range(first + piece, first + tokens):
             self.write(row.slot, at, "a draft")
-        self.slots.advance(row.slot, first + piece, lambda low, high: row.ids[low:high])
+        self.slots.commit(row.slot, first + piece, lambda low, high: row.ids[low:high])
 
     @precondition(lambda self: self.rows)
     @rule(data=st.data())
     def fail(self, data):
-        """A copy fails in the middle of a change: the other rows keep what they have, and no block is lost."""
-        row = self.pick(data)
+        """A copy fails: nobody has more or less than before."""
+        row, held, slots = self.pick(data), counts(self.slots)[2], list(self.slots._slots)
         positions = data.draw(st.integers(0, len(row.written)))
         memory = data.draw(st.sampled_from([self.memory, self.memory.windows]))
         memory.fails = True
@@ -81,6 +79,8 @@ class AnyOrderOfWindows(RowsInAnyOrder):
         except MemoryError:
             pass
         memory.fails = False
+        assert counts(self.slots)[2] == held
+        assert list(self.slots._slots) == slots
 
     @invariant()
     def every_row_holds_its_text_and_its_window(self):
@@ -97,15 +97,15 @@ class AnyOrderOfWindows(RowsInAnyOrder):
             return
         for node, _, written in self.found_texts():
             wanted = written[len(written) - len(node.tokens) :]
-            assert self.memory.texts[node.block][: len(node.tokens)] == wanted
-            if node.window is not None:
-                assert self.memory.windows.texts[node.window][: len(node.tokens)] == wanted
+            assert self.memory.texts[node.blocks[0]][: len(node.tokens)] == wanted
+            if node.blocks[1] is not None:
+                assert self.memory.windows.texts[node.blocks[1]][: len(node.tokens)] == wanted
 
     @precondition(lambda self: self.rows)
     @rule(data=st.data())
     def view(self, data):
         slots = [row.slot for row in data.draw(st.lists(st.sampled_from(self.rows), unique=True))]
-        table, of_windows = (each.tolist() for each in self.slots.view(slots))
+        table, of_windows = (each.tolist() for each in self.slots.view(slots, [0] * len(slots), 0).cache)
         width, spare = -(-MAX_LEN // self.size), self.memory.windows.count
         assert table == [slot.blocks + [self.memory.count] * (width - len(slot.blocks)) for slot in slots]
         assert of_windows == [[slot.windows.get(index, spare) for index in range(width)] for slot in slots]
@@ -116,7 +116,8 @@ class AnyOrderOfWindows(RowsInAnyOrder):
             return
         self.slots.clear()
         check_accounts(self.slots)
-        assert self.slots.free == self.slots.total
+        free, _, _ = counts(self.slots)
+        assert free == self.slots.stats().total
         for memory in (self.memory, self.memory.windows):
             assert memory.texts == [[None] * self.size] * memory.count, "all memory was given back"
 

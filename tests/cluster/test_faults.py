@@ -20,8 +20,7 @@ pytest.importorskip("ray")
 with warnings.catch_warnings(action="ignore"):  # of Ray's own
     from ray import serve
 
-    from onward.cluster.deployment import replicas_of
-    from onward.cluster.launch import running
+    from onward.cluster.deployment import replicas_of, running
     from onward.cluster.options import DeployOptions
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(240)]

@@ -5,6 +5,7 @@ import itertools
 import json
 import logging
 from collections.abc import AsyncGenerator, Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,6 @@ from onward.cluster.call import ProxiedRequest, ReplicaLostError, Reply, RouteAt
 from onward.cluster.channel import ReplyQueue, serve_into
 from onward.cluster.ingress import Ingress, RetryOptions
 from onward.server import Settings
-from onward.server.submission import IdempotencyKeys
 
 EVENTS = [f"data: {at}\n\n".encode() for at in range(6)]
 STREAM = b"".join(EVENTS)
@@ -27,12 +27,14 @@ async def streaming(scope: Any, receive: Any, send: Any) -> None:
     """An application whose events come one at a time, with comments between, after the last one that was told."""
     assert (await receive())["body"] == b"body"
     begun = scope["onward"]
-    first = int(begun.get("last_event_id", -1)) + 1
-    assert [list(ids) for ids in begun.get("emitted", [range(first)])] == [list(range(first))], "it knows what was told"
+    (known,) = begun.get("emitted") or [()]
+    first = len(known)
+    assert list(known) == list(range(first)), "it knows what was told"
+    assert list(begun["ended"]) == ([0] if first == len(EVENTS) else [])
     headers = [(b"content-type", b"text/event-stream")]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     for at in range(first, len(EVENTS)):
-        told = {"id": str(at), "emitted": [[at]]}
+        told = {"emitted": [[at]], "ended": [0] if at == len(EVENTS) - 1 else []}
         body = b": waiting\n\n" + EVENTS[at]
         await send({"type": "http.response.body", "body": body, "more_body": True, "onward": told})
         await asyncio.sleep(0.002)
@@ -285,7 +287,9 @@ def test_replicas_that_differ_are_logged_once(caplog: pytest.LogCaptureFixture) 
     assert (line["other"], line["replica"], line["differ"]) == ("a", "b", "what they compute of one text")
 
 
-def test_an_answer_that_differs_is_never_told() -> None:
+def test_an_answer_in_one_piece_is_that_of_one_replica() -> None:
+    """Nothing of it is sent before it is complete, so another replica may give another one."""
+
     async def slow(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b"whole", "more_body": True})
@@ -299,12 +303,19 @@ def test_an_answer_that_differs_is_never_told() -> None:
 
         return other
 
-    for status, body in ((200, b"other answer"), (200, b"who"), (500, b"whole answer")):
-        replicas = Fakes([("die", 1)], names=("a", "b"), apps={"a": slow, "b": answering(status, body)})
-        got = ask(replicas)
-        assert (got.status, got.body, got.is_whole) == (200, b"whole", True)
-    replicas = Fakes([("die", 1)], names=("a", "b"), apps={"a": slow, "b": answering(200, b"whole answer")})
-    assert ask(replicas).body == b"whole answer"
+    for status, body in ((200, b"other answer"), (200, b"who"), (500, b"whole answer"), (200, b"whole answer")):
+        for after in range(2):
+            replicas = Fakes([("die", after)], names=("a", "b"), apps={"a": slow, "b": answering(status, body)})
+            got = ask(replicas)
+            assert (got.status, got.body, got.is_whole) == (status, body, True)
+
+
+def test_a_stream_goes_on_as_a_stream_alone() -> None:
+    replicas = Fakes([("die", 3)], names=("a", "b"), apps={"b": whole})
+    got = ask(replicas)
+    assert got.status == 200
+    assert STREAM.startswith(without_comments(got.body).split(b'data: {"error"')[0])
+    assert b"the response has the status 201; before, it was a stream" in got.body
 
 
 def test_attempts_end_and_a_request_that_kills_is_refused() -> None:
@@ -349,7 +360,7 @@ def test_a_client_that_leaves_ends_its_call() -> None:
         ingress = Ingress(replicas, RetryOptions())
         await asyncio.wait_for(ingress(SCOPE, receive, Got().send), 10)
         await asyncio.wait_for(left.wait(), 10)
-        assert ingress.in_flight == 0
+        assert ingress.gate.in_flight == 0
 
     asyncio.run(run())
 
@@ -372,15 +383,17 @@ def test_what_comes_again_has_the_key_of_its_answer() -> None:
     assert (got.status, b"idempotency_key_reused" in got.body) == (422, True)
 
 
-def test_repeats_are_forgotten() -> None:
-    repeats = IdempotencyKeys(10.0)
-    headers = {b"idempotency-key": b"k"}
-    first = repeats.response_key(headers, b"a", 0.0)
-    assert repeats.response_key(headers, b"a", 10.0) == first
-    assert repeats.response_key(headers, b"b", 10.1) != first
-    for at in range(20_000):
-        repeats.response_key({b"idempotency-key": b"%d" % at}, b"a", 11.0)
-    assert len(repeats._entries) == 10_000
+def test_repeats_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("onward.server.submission.time", SimpleNamespace(monotonic=lambda: now[0]))
+    replicas = Fakes([])
+    replicas.app = whole
+    ingress = Ingress(replicas, RetryOptions(), Settings(idempotency_seconds=10.0))
+    keys = []
+    for now[0], body in ((0.0, b"a"), (9.9, b"a"), (10.0, b"b")):
+        assert ask_at(ingress, body, idempotency_key="k").status == 201
+        keys.append(replicas.calls[-1][1].response_key)
+    assert keys[0] == keys[1] != keys[2]
 
 
 def test_a_stream_that_is_taken_up_again_has_the_key_of_its_beginning() -> None:

@@ -112,7 +112,7 @@ def test_what_is_too_large_or_too_much_is_refused_unread(engine: onward.Engine) 
     server, ingress = both(engine, settings)
     headers = {"authorization": f"Bearer {KEY}", "content-type": "application/json", "content-length": "11"}
     for in_flight, status in ((0, 413), (1, 503)):
-        server.gate.in_flight = ingress.in_flight = in_flight
+        server.gate.in_flight = ingress.gate.in_flight = in_flight
         one, other = (ask(app, "POST", "/v1/completions", headers) for app in (server, ingress))
         assert one.shown() == other.shown()
         assert (other.status, other.received) == (status, 0)

@@ -20,8 +20,7 @@ with warnings.catch_warnings(action="ignore"):  # of Ray's own
     from ray.cluster_utils import Cluster
     from ray.serve.context import _set_global_client
 
-    from onward.cluster.deployment import application
-    from onward.cluster.launch import running
+    from onward.cluster.deployment import application, running
     from onward.cluster.options import DeployOptions
     from onward.errors import RequestError
 

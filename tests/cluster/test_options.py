@@ -19,10 +19,10 @@ from onward.server import Settings
 
 pytest.importorskip("ray")
 with warnings.catch_warnings(action="ignore"):  # of Ray's own
-    from onward.cluster import deployment
-    from onward.cluster.deployment import RayReplicas
+    from onward.cluster import ray_router
+    from onward.cluster.deployment import Replica
     from onward.cluster.options import DeployOptions
-    from onward.cluster.replica import Replica
+    from onward.cluster.ray_router import RayReplicas
 
 
 DIGEST = f"sha256:{hashlib.sha256(b'secret').hexdigest()}"
@@ -92,8 +92,8 @@ class Handle:
 
 
 def test_an_ingress_says_that_it_listens_as_long_as_its_channel_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deployment, "RENEW_INTERVAL", 0.1)
-    monkeypatch.setattr(deployment, "_cancel", lambda response: None)
+    monkeypatch.setattr(ray_router, "RENEW_INTERVAL", 0.1)
+    monkeypatch.setattr(ray_router, "_cancel", lambda response: None)
     monkeypatch.setattr(bridge, "_LEASE", 1.0)
     replica = Replica.__new__(Replica)
     replica._name, replica._fingerprint, replica._queues = "a", "same", {}

@@ -20,7 +20,7 @@ with warnings.catch_warnings(action="ignore"):  # of Ray's own
     from ray._private.worker import global_worker
     from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_list
 
-    from onward.cluster.launch import running
+    from onward.cluster.deployment import running
     from onward.cluster.options import DeployOptions
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(240)]

@@ -17,7 +17,7 @@ pytest.importorskip("ray")
 with warnings.catch_warnings(action="ignore"):  # of Ray's own
     import ray
 
-    from onward.cluster.launch import running
+    from onward.cluster.deployment import running
     from onward.cluster.options import DeployOptions
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(240)]

@@ -10,7 +10,7 @@ import pytest
 from streams import STORY, free_port, read
 
 from onward.cluster.router import LOAD, desired_replicas, load_of
-from onward.engine.stats import EngineStats
+from onward.engine import EngineStats
 
 IDLE = EngineStats(
     waiting=0,
@@ -51,7 +51,7 @@ def test_a_replica_is_added() -> None:
     with warnings.catch_warnings(action="ignore"):  # of Ray's own
         from ray import serve
 
-        from onward.cluster.launch import running
+        from onward.cluster.deployment import running
         from onward.cluster.options import DeployOptions
     options = DeployOptions(replicas=1, max_replicas=2, threads=1, engine={"max_sequences": 2})
     over = threading.Event()

@@ -7,10 +7,9 @@ import weakref
 import pytest
 
 from onward import LanguageModel, Speculator
-from onward.decoding import SamplerCache, Sequence
+from onward.decoding import SamplerCache, Sequence, StepRouter, slots_for
 from onward.decoding.speculation import ModelDrafter, SuffixLookup
 from onward.engine import Engine
-from onward.language_model.runner import StepRouter
 from onward.sampling import SamplingParams
 from onward.testing import ByteTokenizer, tiny_model
 
@@ -80,11 +79,10 @@ def test_a_chooser_keeps_the_last_sampler_as_long_as_its_sequences_live(sequence
     assert not alive(sequences)
 
 
-def test_steps_whose_sequences_have_left_keep_none(sequences):
+def test_steps_keep_no_sequence_that_joined(sequences):
     lm = LanguageModel(MODEL, ByteTokenizer(), prefix_memory=0)
-    steps = StepRouter(lm._model_run, None)
+    steps = StepRouter(lm._model_run, slots_for(MODEL, 4, 64), rows=4, max_len=64)
     texts = [Sequence([1], 4, sampling=SamplingParams()) for _ in range(3)]
     steps.join(texts, Speculator("lookup"))
-    steps.leave(texts)
     del texts
     assert not alive(sequences)

@@ -20,10 +20,11 @@ def greedy(prompts, new, eos=()) -> list[Sequence]:
 
 
 def run(model, sequences, *, chunk=512, slots=None, room=64):
-    """Decode sequences to their end; the emissions."""
+    """Decode sequences to their end; the new tokens of each, for every step."""
     slots = slots_for(model, len(sequences), room) if slots is None else slots
     step = DecodeStep(Run(model, "eager"), slots, SamplerCache(CPU), CPU)
-    return list(decode_loop(step, BatchSchedule(slots, sequences, chunk), slots))
+    loop = decode_loop(step, BatchSchedule(slots, sequences, chunk), slots)
+    return [[sequence.deliver() for sequence in sequences] for _ in loop]
 
 
 def tokens_of(model, prompts, new, sampling=None, **options) -> list[list[int]]:
@@ -140,7 +141,7 @@ def test_sequences_that_ask_for_nothing_run_nothing():
 
 
 def counting_down(sequences, **options):
-    """Each counts down from its prompt; 0 is the eos id. Returns the model and the emissions."""
+    """Each counts down from its prompt; 0 is the eos id. Returns the model and the new tokens of each step."""
     model = scripted_model(lambda tokens: max(tokens[-1] - 1, 0))
     return model, run(model, sequences, **options)
 
@@ -151,7 +152,7 @@ def test_sequences_end_one_by_one_and_one_that_has_ended_is_final():
     model, emissions = counting_down(sequences)
     assert [sequence.token_ids for sequence in sequences] == [[2, 1, 0], [5, 4, 3, 2, 1, 0], [0]]
     assert [sequence.finish_reason for sequence in sequences] == ["stop"] * 3
-    assert [[sequence for sequence, *_ in emission.pieces] for emission in emissions] == [
+    assert [[sequence for sequence, new in zip(sequences, emission, strict=True) if new] for emission in emissions] == [
         [first, second, third],
         [first, second],
         [first, second],
@@ -216,14 +217,15 @@ def test_a_sequence_that_ends_in_the_middle_of_a_step_drops_the_rest():
     tokens = {first: [Token(5), Token(6), Token(7)], second: [Token(8), Token(9)], third: []}
 
     def step(work):
-        for sequence, _ in work:
-            sequence.computed += len(tokens[sequence])
         return [tokens[sequence] for sequence, _ in work]
 
     slots = RowCacheManager(None, 3, None, None)
-    pieces = [emission.pieces for emission in decode_loop(step, BatchSchedule(slots, sequences), slots)]
+    loop = decode_loop(step, BatchSchedule(slots, sequences), slots)
+    emissions = [[(sequence, new) for sequence in sequences for new in sequence.deliver()] for _ in loop]
     assert [sequence.token_ids for sequence in sequences] == [[5, 6], [8, 9, 8], []]
-    assert [[(sequence, token, drafted) for sequence, token, _, drafted in taken] for taken in pieces] == [
+    assert [
+        [(sequence, token, drafted) for sequence, (_, token, _, drafted) in emission] for emission in emissions
+    ] == [
         [(first, 5, True), (first, 6, True), (second, 8, True), (second, 9, False)],
         [(second, 8, True)],
     ]
@@ -232,7 +234,9 @@ def test_a_sequence_that_ends_in_the_middle_of_a_step_drops_the_rest():
 
 def test_a_step_takes_time_and_its_consumer_takes_none_of_it():
     model = scripted_model([1])
-    assert all(0 < emission.seconds < 1 for emission in run(model, greedy([[0]], 3)))
+    slots = slots_for(model, 1, 64)
+    step = DecodeStep(Run(model, "eager"), slots, SamplerCache(CPU), CPU)
+    assert all(0 < seconds < 1 for seconds in decode_loop(step, BatchSchedule(slots, greedy([[0]], 3)), slots))
 
 
 @pytest.mark.parametrize("opaque", [False, True])

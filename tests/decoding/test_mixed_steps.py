@@ -58,8 +58,7 @@ def paged(model: Model) -> PagedCacheManager:
 
 def advance(step: DecodeStep, work: list[ScheduledSequence]) -> None:
     for item, tokens in zip(work, step(work), strict=True):
-        for token in tokens:
-            item.sequence.accept(token.id)
+        item.sequence.take_step(item.tokens, tokens, step.slots)
 
 
 def kept(slots: PagedCacheManager, sequence: Sequence) -> list[torch.Tensor]:

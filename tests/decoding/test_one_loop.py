@@ -110,7 +110,7 @@ def test_the_batches_of_a_run_are_made_for_steps_alone():
     `program` knows no runs.)"""
     made = {module for module, node in code() if called(node) == "ForwardBatch"}
     makers = {module for module in made if not module.startswith("program/")}
-    assert makers == {"decoding/batch.py", "distributed/ranks.py", "distributed/pipeline.py"}
+    assert makers == {"decoding/batch.py", "distributed/group.py", "distributed/pipeline.py"}
 
 
 # ── read from the source ──────────────────────────────────────────────────────────────────────────────────────
@@ -152,11 +152,14 @@ def test_only_a_sequence_ends_a_sequence():
 
 def test_sequences_take_tokens_from_the_loop_alone_and_their_forks_from_beams():
     accepting = {module for module, node in code() if called(node) == "accept" and isinstance(node.func, ast.Attribute)}
-    # The texts of a draft model are guesses of its own. What a constrained text's constraint accepts is no sequence's.
-    # Ids that a loop elsewhere has emitted are taken again.
-    texts = accepting - {"sampling/constraint.py", "decoding/sequence.py"}
-    assert texts == {"decoding/loop.py", "decoding/beam.py", "decoding/speculation/model_drafter.py"}
+    # What a constrained text's constraint accepts is no sequence's. Ids that a loop elsewhere has emitted are taken
+    # again. And a batch's cache is accepted by its manager.
+    texts = accepting - {"sampling/constraint.py", "decoding/sequence.py", "decoding/batch.py"}
+    assert texts == {"decoding/beam.py"}
+    taking = {module for module, node in code() if called(node) == "take_step"}
+    # A search takes a step like any sequence. The texts of a draft model are guesses of its own.
+    assert taking == {"decoding/loop.py", "decoding/beam.py", "decoding/speculation/model_drafter.py"}
     replaying = {module for module, node in code() if called(node) == "replay"}
-    assert replaying - {"program/cuda_graph.py"} == {"language_model/job.py", "engine/engine.py"}
+    assert replaying - {"program/cuda_graph.py"} == {"language_model/runner.py", "engine/engine.py"}
     taking_over = {module for module, node in code() if called(node) == "take_over"}
     assert taking_over == {"decoding/beam.py"}

@@ -30,12 +30,11 @@ def test_a_row_that_moves_within_a_step_takes_along_what_the_step_has_written():
     slots = RowCacheManager.allocate(dataclasses.replace(tiny_model(), new_blocks=None), 3, 16)
     first, second, third = (slots.acquire([1], 16)[0] for _ in range(3))
     slots.release(first)
-    slots.ensure_writable([third], [0], 2)
-    view = slots.view_of([third], 2)
+    view = slots.view([third], [0], 2)
     for leaf in (*view.cache.keys, *view.cache.values):
         leaf[0, :, :2] = 7.0
-    slots.check_written(view, view.cache)
+    slots.accept(view, view.cache)
     assert slots.groups([second, third], 1) == [[1, 0]], "in the order of their rows"
-    moved = slots.view_of([third], 1).cache
+    moved = slots.view([third], [2], 1).cache
     assert third.row == 0
     assert all((leaf[0, :, :2] == 7.0).all() for leaf in (*moved.keys, *moved.values))

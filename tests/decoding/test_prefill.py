@@ -54,24 +54,34 @@ def test_the_loop_goes_on_from_prompts_processed_ahead_as_from_fresh_ones(prompt
         sequence.slot, reused = slots.acquire(sequence.prompt, sequence.longest)
         assert reused == 0
     while work := [ScheduledSequence(text, min(text.pending - 1, chunk)) for text in ahead if text.pending > 1]:
-        assert step(work) == [[] for _ in work]
+        for (text, count), tokens in zip(work, step(work), strict=True):
+            assert tokens == []
+            text.take_step(count, tokens, slots)
     assert [text.ids(text.computed, text.length) for text in ahead] == [prompt[-1:] for prompt in prompts]
     assert [text.computed for text in ahead] == [len(prompt) - 1 for prompt in prompts]
     expected = run(model, slots_for(model, len(prompts), 16), fresh)
-    assert run(model, slots, ahead, keep=True) == expected
-    assert all(text.slot is not None for text in ahead), "slots that somebody else holds are kept"
+    list(decode_loop(step, lambda: [ScheduledSequence(text, 1) for text in ahead if text.pending], slots))
+    assert [text.token_ids for text in ahead] == expected
 
 
 def test_a_shared_prompt_is_processed_once_without_a_head_and_no_further_than_it_must():
     model = scripted_model([1])
     first, second = sequences_of([[1, 2, 3, 4, 5, 6]] * 2, 1)
-    run(model, slots_for(model, 2, 8), [first, second], 3, siblings={second: first})
+    second.leader = first
+    run(model, slots_for(model, 2, 8), [first, second], 3)
     assert [call.tokens for call in model.calls] == [[[1, 2, 3]], [[4, 5]], [[6], [6]]]
     assert [call.logits_at for call in model.calls] == [[[]], [[]], None]
     model.calls.clear()
     first, second = sequences_of([[7]] * 2, 1)
-    run(model, slots_for(model, 2, 8), [first, second], 3, siblings={second: first})
+    second.leader = first
+    run(model, slots_for(model, 2, 8), [first, second], 3)
     assert [call.tokens for call in model.calls] == [[[7], [7]]]
+
+
+def led(sequences):
+    for sequence in sequences[1:]:
+        sequence.leader = sequences[0]
+    return sequences
 
 
 @pytest.mark.parametrize("copies", [2, 3, 5])
@@ -80,11 +90,10 @@ def test_siblings_hold_the_past_of_the_one_whose_prompt_they_share(copies):
     texts = [[1, 2, 3, 4], [9], [5, 6]]
     cache = poison(model.new_cache(3 * copies, 16))
     slots = RowCacheManager.wrap(model, cache, 3 * copies)
-    groups = [sequences_of([text] * copies) for text in texts]
+    groups = [led(sequences_of([text] * copies)) for text in texts]
     sequences = [sequence for group in groups for sequence in group]
-    siblings = {sequence: group[0] for group in groups for sequence in group[1:]}
     rows = {}
-    for _ in decode_loop(step_over(model, slots), BatchSchedule(slots, sequences, siblings=siblings), slots):
+    for _ in decode_loop(step_over(model, slots), BatchSchedule(slots, sequences), slots):
         rows.update((sequence, sequence.slot.row) for sequence in sequences if sequence.slot is not None)
     assert sorted(rows.values()) == list(range(3 * copies))
     assert len({tuple(sequence.token_ids) for sequence in sequences}) == 3
@@ -101,11 +110,10 @@ def test_siblings_are_as_if_each_had_processed_the_prompt(rows, chunk):
     """Also where there are fewer slots than texts, so that some wait for those that end."""
     model = scripted_model(follow)
     texts = [[1, 2, 3, 4], [9], [5, 6]]
-    groups = [sequences_of([text] * 3) for text in texts]
+    groups = [led(sequences_of([text] * 3)) for text in texts]
     sequences = [sequence for group in groups for sequence in group]
-    siblings = {sequence: group[0] for group in groups for sequence in group[1:]}
     alone = [run(model, slots_for(model, 1, 16), [sequence])[0] for sequence in sequences_of(texts)]
-    found = run(model, RowCacheManager.allocate(model, rows, 16), sequences, chunk, siblings=siblings)
+    found = run(model, RowCacheManager.allocate(model, rows, 16), sequences, chunk)
     assert found == [ids for ids in alone for _ in range(3)]
 
 

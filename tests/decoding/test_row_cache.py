@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -58,8 +59,7 @@ class Held:
     def write(self, slots, tokens: int, rng: random.Random) -> None:
         for group in self.slots.groups(slots, tokens):
             members = [slots[index] for index in group]
-            self.slots.ensure_writable(members, [slot.filled for slot in members], tokens)
-            view = self.slots.view_of(members, tokens)
+            view = self.slots.view(members, [slot.filled for slot in members], tokens)
             for slot, row in zip(members, view.rows, strict=True):
                 ids = [rng.randrange(99) for _ in range(tokens)]
                 view.cache.tokens[row, slot.filled : slot.filled + tokens] = torch.tensor(ids, dtype=torch.int32)
@@ -68,15 +68,15 @@ class Held:
             for row, offset in enumerate(view.offsets or ()):
                 if row not in view.rows:
                     view.cache.tokens[row, offset : offset + tokens] = -7
-            self.slots.check_written(view, view.cache)
+            self.slots.accept(view, view.cache)
         for slot in slots:
-            self.slots.advance(slot, len(self.texts[slot]), lambda first, last: [])
+            self.slots.commit(slot, len(self.texts[slot]), lambda first, last: [])
 
     def check(self) -> None:
         assert len({slot.row for slot in self.texts}) == len(self.texts), "no two slots share a row"
         for slot, text in self.texts.items():
             assert self.slots.cache.tokens[slot.row, : slot.filled].tolist() == text
-        assert self.slots.available == ROWS - len(self.texts)
+        assert self.slots.stats().available == ROWS - len(self.texts)
 
 
 @settings(max_examples=150)
@@ -107,7 +107,7 @@ def test_a_slot_holds_what_was_written_to_it_whatever_comes_and_goes(seed, kind)
             del held.texts[some[0]]
         elif what == "truncate" and some:
             positions = rng.randrange(len(held.texts[some[0]]) + 1)
-            slots.truncate(some[0], positions)
+            slots.commit(some[0], positions, lambda first, last: [])
             del held.texts[some[0]][positions:]
         elif what == "write" and some:
             rng.shuffle(some)
@@ -127,7 +127,7 @@ def test_rows_of_ones_own_cache_close_up_and_a_callers_keep_their_places():
             slots.release(slot)
         assert slots.groups([first, last], 1) == [[0, 1]]
         assert sorted((first.row, last.row)) == rows
-        view = slots.view_of([first, last], 1)
+        view = slots.view([first, last], [0, 0], 1)
         assert view.cache.batch == rows[-1] + 1, "a forward gets no rows past those that it serves"
 
 
@@ -136,8 +136,8 @@ def test_a_view_of_rows_is_of_the_caches_own_memory_and_the_same_one_every_time(
     model = tiny_model()
     slots = RowCacheManager.wrap(model, model.new_cache(ROWS, 8), ROWS)
     held = [slots.acquire([1], 8)[0] for _ in range(ROWS)]
-    view = slots.view_of(held[1:3], 1)
-    assert slots.view_of(held[1:3], 1).cache is view.cache
+    view = slots.view(held[1:3], [0, 0], 1)
+    assert slots.view(held[1:3], [0, 0], 1).cache is view.cache
     view.cache.keys[0].fill_(3)
     assert (slots.cache.keys[0][1:3] == 3).all()
     assert not slots.cache.keys[0][[0, 3]].any()
@@ -169,13 +169,13 @@ def test_a_text_outgrows_its_cache_and_does_not_notice(make):
     slots = RowCacheManager(poison(model.new_cache(2, 8)), 2, 8, [0] * len(leaves(model.new_cache(1, 8))), model)
     step = DecodeStep(Run(model, "eager"), slots, SamplerCache(CPU), CPU)
     sequences = sequences_of(prompts, new)
-    for sequence in sequences:
-        sequence.slot, _ = slots.acquire(sequence.prompt, 4)
-    schedule, lengths = BatchSchedule(slots, sequences, keep=True), []
+    acquire = slots.acquire
+    slots.acquire = lambda ids, length, **options: acquire(ids, 4, **options)  # as an engine does, which reserves later
+    schedule, lengths = BatchSchedule(slots, sequences), []
 
     def growing():
         for sequence in sequences:
-            assert slots.reserve(sequence.slot, sequence.length)
+            assert sequence.slot is None or slots.reserve(sequence.slot, sequence.length)
         lengths.append(slots.length)
         return schedule()
 
@@ -250,7 +250,7 @@ def test_texts_that_wait_for_a_slot_are_the_same_texts(asked, rows, chunk, kind)
         slots = RowCacheManager.wrap(model, model.new_cache(rows, 32), rows)
     assert run(model, slots, sequences_of(prompts, new), chunk) == list(map(by_hand, prompts, new))
     assert max((len(call.tokens) for call in model.calls), default=0) <= rows
-    assert slots.available == rows
+    assert slots.stats().available == rows
 
 
 def test_texts_over_rows_that_were_others_before_are_the_same_on_a_real_model():
@@ -272,11 +272,10 @@ def test_a_row_that_moves_within_a_step_takes_along_what_the_step_has_written():
     model = tiny_model()
     slots = RowCacheManager.allocate(model, 2, 8)
     gone, stays = (slots.acquire([1], 8)[0] for _ in range(2))
-    slots.ensure_writable([stays], [0], 3)
-    view = slots.view_of([stays], 3)
+    view = slots.view([stays], [0], 3)
     for layer in view.cache.keys:
         layer[:, :, :3] = 5
-    slots.check_written(view, view.cache)
+    slots.accept(view, view.cache)
     slots.release(gone)
     slots.groups([stays], 1)
     assert stays.row == 0
@@ -291,11 +290,10 @@ def test_a_row_that_a_step_runs_twice_keeps_all_of_it(pieces):
     outer, inner, other = (slots.acquire([1], 64)[0] for _ in range(3))
 
     def forward(chosen, token, tokens, first):
-        slots.ensure_writable(chosen, [first] * len(chosen), tokens)
-        view = slots.view_of(chosen, tokens)
+        view = slots.view(chosen, [first] * len(chosen), tokens)
         offsets = torch.tensor([first] * len(chosen) if view.offsets is None else view.offsets, dtype=torch.int32)
         _, cache = model(torch.full((len(offsets), tokens), token, dtype=torch.int32), offsets, view.cache)
-        slots.check_written(view, cache)
+        slots.accept(view, cache)
 
     for first, tokens in zip(itertools.accumulate(pieces, initial=0), pieces, strict=False):
         forward([inner], 7, tokens, first)
@@ -304,3 +302,51 @@ def test_a_row_that_a_step_runs_twice_keeps_all_of_it(pieces):
     forward([outer, other], 9, 1, 0)
     after = [layer[inner.row, :, :end] for layer in (*slots.cache.keys, *slots.cache.values)]
     assert all(torch.equal(one, two) for one, two in zip(before, after, strict=True))
+
+
+# ── pinned rows ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_pinned_row_is_found_by_who_brings_it_and_by_nobody_else():
+    slots = RowCacheManager.allocate(scripted_model([1]), 1, 16)
+    slots.set_weights_version("these")
+    slot, _ = slots.acquire([1, 2, 3], 8)
+    slots.release(slot, [1, 2, 3], pin=True)
+    assert slots.pinned(slot) == 3
+    assert slots.stats().available == 0
+    assert slots.acquire([1, 2, 3, 4], 8) is None, "the only row is pinned"
+    again, reused = slots.acquire([1, 2, 9, 9], 8, pin=slot)
+    assert reused == again.filled == 2
+    slots.release(again, [1, 2, 9], pin=True)
+    assert slots.acquire([1, 2, 9], 8, pin=again)[1] == 2, "the last id predicts the next one"
+
+
+@pytest.mark.parametrize("change", ["weights", "adapter", "reuse"])
+def test_a_pinned_row_of_another_computation_is_not_reused(change):
+    slots = RowCacheManager.allocate(scripted_model([1]), 1, 16)
+    slots.set_weights_version("these")
+    slot, _ = slots.acquire([1, 2, 3], 8)
+    slots.release(slot, [1, 2, 3], pin=True)
+    adapter = None
+    if change == "weights":
+        slots.set_weights_version("others")
+        assert slots.pinned(slot) == 0
+    elif change == "adapter":
+        adapter = SimpleNamespace(index=1, digest="another")
+    again, reused = slots.acquire([1, 2, 3, 4], 8, pin=slot, adapter=adapter, reuse=change != "reuse")
+    assert reused == again.filled == 0
+    slots.release(again)
+    assert slots.stats().available == 1
+
+
+def test_a_pinned_row_grows_by_doubling():
+    """Where lengths are not rounded up: a text that grows is copied less than twice altogether."""
+    model = Model(
+        lambda *_: None, (), lambda batch, max_len: torch.zeros(batch, max_len), 32, device=torch.device("cuda")
+    )
+    slots, pin, lengths = RowCacheManager.allocate(model, 1, 10), None, []
+    for length in (10, 11, 20, 21, 100):
+        pin, _ = slots.acquire([1], length, pin=pin)
+        slots.release(pin, [1], pin=True)
+        lengths.append(slots.length)
+    assert lengths == [10, 20, 20, 40, 100]

@@ -6,11 +6,11 @@ import threading
 import pytest
 import torch
 
-from onward import LanguageModel
+from onward import LanguageModel, Session
 from onward.cache.manager import PagedCacheManager
 from onward.decoding import shared_cache as kept_slots
 from onward.decoding.shared_cache import SharedCache
-from onward.errors import RequestError
+from onward.errors import ContextOverflowError, RequestError
 from onward.ops.heads import BLOCK
 from onward.testing import ByteTokenizer, tiny_model
 
@@ -133,10 +133,26 @@ class _Waiting:
 def test_a_forward_that_returns_fewer_tensors_of_its_cache_is_refused():
     with SharedCache(memory_of(4)).lease(MODEL, 1, BLOCK) as slots:
         slot, _ = slots.acquire((), BLOCK)
-        view = slots.view_of([slot], 1)
-        slots.check_written(view, view.cache)
+        view = slots.view([slot], [0], 1)
+        slots.accept(view, view.cache)
         leaves = torch.utils._pytree.tree_leaves(view.cache)
-        slots.check_written(view, tuple(leaves))  # the same tensors
+        slots.accept(view, tuple(leaves))  # the same tensors
         for fewer in ((), leaves[:-1], leaves[:1]):
             with pytest.raises(RequestError, match="must write to it in place and return it"):
-                slots.check_written(view, tuple(fewer))
+                slots.accept(view, tuple(fewer))
+
+
+def test_sessions_that_fill_the_cache_are_an_error_and_no_loss(small):
+    lm = LanguageModel(MODEL, ByteTokenizer(), prefix_memory=memory_of(4))
+    first, second = Session(lm), Session(lm)
+    first.generate([1] * (2 * BLOCK + 5), max_new_tokens=2)
+    held = first.tokens
+    with pytest.raises(ContextOverflowError, match="needs 2 more blocks of the cache, but 1 of 4 are left"):
+        second.generate([2] * (BLOCK + 5), max_new_tokens=2)
+    assert second.tokens == []
+    assert first.tokens == held
+    assert len(lm.generate([2] * (BLOCK + 5), max_new_tokens=2).token_ids) == 2, "other calls have private slots then"
+    longer = first.generate([*held, 3], max_new_tokens=BLOCK - 10)
+    assert longer.cached_tokens == len(held), "a session's own blocks count as room for it"
+    del first
+    assert len(second.generate([2] * (BLOCK + 5), max_new_tokens=2).token_ids) == 2

@@ -86,8 +86,8 @@ def outcome(kind: str, prompts, seed: int | None) -> tuple[list, int]:
     elif kind != "plain":
         drafter = PromptLookup(1) if kind == "lookup" else ModelDrafter(model, "eager")
         speculator = Speculator(drafter, length=3)
-        step = speculator.step(step, run, slots, chooser, CPU)
-        speculator.join(sequences, VOCAB, CPU)
+        step = speculator.step(step, run, slots, chooser, CPU, VOCAB, rows=len(sequences), max_len=24)
+        step.join(sequences)
 
     def may_fail(work):
         return step(work) if seed is None else tried(step, run, work)

@@ -51,16 +51,13 @@ class CheckedEngine(Engine):
         assert all(generation.done for generation in self.generations)
         assert not worker._requests
         assert not worker._cancel_events
-        assert not worker._by_sequence
-        assert not worker._steps._special
         assert not worker._scheduler.waiting
         assert not worker._scheduler.running
         assert worker._scheduler.waiting_tokens == 0
-        assert self.slots.available == self.slots.total, "a block is held, and nothing runs"
+        stats = self.slots.stats()
+        assert stats.available == stats.total, "a block is held, and nothing runs"
         if isinstance(self.slots, PagedCacheManager):
             check_accounts(self.slots)
-            assert self.slots.held == 0
-            assert self.slots.free + self.slots.cached == self.slots.total
         stats = self.stats()
         assert (stats.waiting, stats.running, stats.sequences, stats.blocks_used) == (0, 0, 0, 0)
         assert stats.blocks_free + stats.blocks_cached == stats.blocks

@@ -212,7 +212,7 @@ class Schedule:
         memory, new_blocks = None, model(self.name).new_blocks
         if self.blocks is not None and new_blocks is not None:
             one = PagedCacheManager(new_blocks(1), max_len=256, cached_blocks=0)
-            memory = self.blocks * one.blocks_for(3 * BLOCK) // 3 * one.unit_nbytes  # with windows and states
+            memory = self.blocks * one.cost(3 * BLOCK) // 3 * one.unit_nbytes  # with windows and states
         return CheckedEngine(
             lm(self.name, self.chunk),
             max_sequences=self.max_sequences,

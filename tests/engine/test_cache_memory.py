@@ -1,9 +1,9 @@
 """What an engine's `cache_memory` holds: keys and values, windows of sliding layers and recurrent states."""
 
 import dataclasses
+from functools import partial
 
 import pytest
-import torch
 from checked_engine import CheckedEngine
 
 from block_accounts import check_accounts
@@ -25,12 +25,8 @@ def sliding_model():
 
 
 def keeping_all(model):
-    shapes = [shape._replace(window=None) for shape in model.new_blocks(1).shapes]
-
-    def new_blocks(count):
-        return KVPool.of(shapes, count=count, dtype=torch.float32, device="cpu")
-
-    return dataclasses.replace(model, new_blocks=new_blocks)
+    plan = model.new_blocks(1).plan.without_windows()
+    return dataclasses.replace(model, new_blocks=partial(KVPool, plan))
 
 
 def most_at_once(model):
@@ -43,7 +39,7 @@ def most_at_once(model):
             nonlocal most
             most = max(most, engine.stats().sequences)
             slots = engine.slots
-            assert slots.total * slots.unit_nbytes <= MEMORY
+            assert slots.stats().total * slots.unit_nbytes <= MEMORY
             check_accounts(slots)
 
         engine.between_steps(look)
@@ -71,7 +67,7 @@ def test_recurrent_states_count(family):
     block, state = memory.block_nbytes, memory.states.nbytes
     texts = 5
     slots = engine_slots(model, 32, texts * (3 * block + -(-state // block) * block))
-    assert slots.total // slots.blocks_for(3 * BLOCK) == texts
+    assert slots.stats().total // slots.cost(3 * BLOCK) == texts
     taken = [slots.acquire([number], 3 * BLOCK) for number in range(texts)]
     assert None not in taken
     assert slots.acquire([texts], 1) is None

@@ -1,7 +1,9 @@
 """What a fingerprint tells apart, and what it does not."""
 
 import dataclasses
+import shutil
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from demo_adapters import demo_adapter
 from onward import LanguageModel
 from onward.engine import fingerprint as fingerprints
 from onward.engine.engine import probe
-from onward.engine.fingerprint import PARTS, parts_that_differ
+from onward.engine.fingerprint import COMPUTING, PARTS, parts_that_differ
 from onward.errors import RequestError
 from onward.testing import ByteTokenizer, tiny_model
 
@@ -95,6 +97,47 @@ def test_a_file_that_came_after_the_process_began_makes_a_hash_like_no_other(tmp
     assert hash_of((file,)) == hash_of((file,))
     monkeypatch.setattr(fingerprints, "_STARTED", time.time() - 60)
     assert len({hash_of((file,)) for _ in range(3)}) == 3
+
+
+# What doesn't compute. A new folder or module must be put where it belongs: here or into `COMPUTING`.
+OUTSIDE = {
+    "__init__.py", "__main__.py", "batches", "checkpoint", "cli", "cluster", "demo", "engine", "errors.py",
+    "inferencer.py", "integrations", "loading.py", "protocols", "quantization", "server", "testing", "util",
+    *(f"distributed/{name}.py" for name in ("__init__", "__main__", "launchers", "links", "ranks")),
+    *(f"language_model/{name}.py" for name in ("__init__", "completion", "generation_config", "language_model")),
+    *(f"language_model/{name}.py" for name in ("options_dict", "quantize_model", "scoring", "session")),
+    *(f"language_model/{name}.py" for name in ("session_fingerprint", "weights")),
+}  # fmt: skip
+
+
+def test_every_module_of_the_package_is_said_to_compute_bits_or_not():
+    package = Path(onward.__file__).parent
+    parts = {name for name in package.iterdir() if name.name not in ("distributed", "language_model")}
+    parts |= {file for folder in ("distributed", "language_model") for file in (package / folder).iterdir()}
+    there = {str(part.relative_to(package)) for part in parts if part.suffix == ".py" or list(part.rglob("*.py"))}
+    assert not OUTSIDE & set(COMPUTING)
+    assert there | {"demo"} == OUTSIDE | set(COMPUTING)
+
+
+def test_sources_that_compute_count_and_others_do_not(tmp_path, monkeypatch):
+    package = tmp_path / "onward"
+    shutil.copytree(Path(onward.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__", "lib", "*.bin"))
+    monkeypatch.setattr(fingerprints, "_STARTED", time.time() + 60)
+
+    def source_hash():
+        fingerprints._hash_of.cache_clear()
+        return fingerprints._sources(package)
+
+    before = source_hash()
+    for name in (*COMPUTING, *sorted(OUTSIDE - {"demo"})):
+        place = package / name
+        file = place if place.suffix else max(place.rglob("*.py"))
+        text = file.read_text()
+        file.write_text(f"{text}# changed\n")
+        assert (source_hash() != before) == (name in COMPUTING), name
+        file.write_text(text)
+    assert source_hash() == before
+    fingerprints._hash_of.cache_clear()
 
 
 def probed(model):

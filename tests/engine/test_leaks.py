@@ -9,7 +9,9 @@ import random
 import sys
 import threading
 import time
+import weakref
 from collections import Counter, deque
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -20,7 +22,7 @@ from onward.cache.slot import Slot
 from onward.decoding import Sequence
 from onward.engine import Generation
 from onward.engine.request import EngineRequest
-from onward.language_model.job import RequestState
+from onward.language_model.runner import RequestState
 from onward.testing import ByteTokenizer, tiny_model
 
 REQUESTS = int(os.environ.get("ONWARD_REQUESTS", "2500"))
@@ -109,3 +111,59 @@ def test_what_is_held_does_not_grow_with_the_requests_that_were_served():
     assert {numbers[1:] for numbers in seen[2:]} == {seen[2][1:]}
     # The objects alone of a request that stayed are 5 kB: above 2.5 for each.
     assert seen[-1][0] - seen[2][0] < 2.5 * REQUESTS * 7 / 10
+
+
+KINDS = {
+    "plain": {},
+    "several": {"n": 3, "temperature": 1.0},
+    "beams": {"beams": 3},
+    "drafts": {"draft": "lookup"},
+    "constraint": {"choice": ["one", "two"]},
+    "failing": {"stop_when": fails},
+    "logprobs": {"logprobs": 1, "prompt_logprobs": 1},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("engine", [True, False], ids=["engine", "generate"])
+def test_a_request_has_one_state_and_none_is_left_of_it_without_the_collector(kind, engine, monkeypatch):
+    """What belongs to a request refers to nothing that refers to it, so it is freed with its end."""
+    made = {RequestState: [], Sequence: []}
+    for cls, references in made.items():
+
+        def noted(self, *arguments, before=cls.__init__, references=references, **options):
+            references.append(weakref.ref(self))
+            before(self, *arguments, **options)
+
+        monkeypatch.setattr(cls, "__init__", noted)
+    lm = LanguageModel(tiny_model("llama", seed=1), ByteTokenizer(), prefix_memory=0)
+    options = {"max_new_tokens": 4, **KINDS[kind]}
+
+    def slots():
+        return [each for each in gc.get_objects() if isinstance(each, Slot)]
+
+    def left():
+        objects = [reference() for references in made.values() for reference in references]
+        known = set(map(id, others))
+        return [each for each in (*objects, *slots()) if each is not None and id(each) not in known]
+
+    gc.collect()
+    others = slots()  # of other tests
+    gc.disable()
+    try:
+        if engine:
+            with CheckedEngine(lm, max_sequences=4) as served:
+                served.submit("abc", **options)
+                while not served.generations[0].done or served.seconds_since_step:
+                    time.sleep(0.001)
+                served.generations.clear()  # an exception has its traceback's frames
+                remaining = left()
+        else:
+            with suppress(LookupError):
+                lm.generate("abc", **options)
+            remaining = left()
+    finally:
+        gc.enable()
+    assert len(made[RequestState]) == 1
+    assert made[Sequence]
+    assert not remaining

@@ -117,7 +117,7 @@ def test_prefill_leaves_the_state_that_decoding_left(name):
         decoded.generate(prompt, max_new_tokens=cut, **options)
         prefilled.generate(prompt + whole[: cut - 1], max_new_tokens=1, **options)
         assert decoded.tokens == prefilled.tokens
-        caches = [session._text.snapshot.cache for session in (decoded, prefilled)]
+        caches = [session._text.snapshot()[0] for session in (decoded, prefilled)]
         for left, right, window in zip(*[(*cache.keys, *cache.values) for cache in caches], 2 * windows, strict=True):
             first = 0 if window is None else max(0, len(decoded.tokens) - window + 1)  # that the next token sees
             assert torch.equal(*[each[:, :, first : len(decoded.tokens)] for each in (left, right)]), cut

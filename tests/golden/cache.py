@@ -9,7 +9,7 @@ from tests.held_engine import held
 
 import onward
 from onward.cache import PagedCacheManager
-from onward.cache.budget import CacheBudget
+from onward.cache.allocator import Allocator
 
 # Whole texts, sliding windows, recurrent states.
 FAMILIES = ("qwen3", "gemma3", "qwen3next")
@@ -31,7 +31,7 @@ def _engine(family: str, overcommit: float = 1.0) -> onward.Engine:
     """An engine whose cache holds three texts of full length. Steps are not cut by the clock."""
     model = family_model(family, torch.float32)
     one = PagedCacheManager(model.new_blocks(1), max_len=256, cached_blocks=0)
-    memory = 3 * one.blocks_for(256) * one.unit_nbytes
+    memory = 3 * one.cost(256) * one.unit_nbytes
     lm = onward.LanguageModel(model, prefill_chunk=64)
     return onward.Engine(lm, max_sequences=8, cache_memory=memory, max_step_ms=1e9, overcommit=overcommit)
 
@@ -73,15 +73,15 @@ def _together(family: str) -> dict[str, float]:
 def _evictions() -> Iterator[list[None]]:
     """An item for each eviction inside the block."""
     evictions: list[None] = []
-    evict = CacheBudget._evict
+    evict = Allocator.evict
 
-    def counted(budget: CacheBudget) -> bool:
-        evicted = evict(budget)
+    def counted(allocator: Allocator) -> bool:
+        evicted = evict(allocator)
         evictions.extend([None] * evicted)
         return evicted
 
-    CacheBudget._evict = counted
+    Allocator.evict = counted
     try:
         yield evictions
     finally:
-        CacheBudget._evict = evict
+        Allocator.evict = evict

@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -17,7 +17,11 @@ from onward.program.graph import TorchCall
 class _NumbersByName:
     """Stands in for the native library: a kernel's number comes from its name, not from the order of registration."""
 
-    def instruction(self, kernel: str) -> int:
+    @property
+    def instructions(self) -> Self:
+        return self
+
+    def __getitem__(self, kernel: str) -> int:
         return int.from_bytes(hashlib.blake2b(kernel.encode(), digest_size=7).digest(), "little")
 
 

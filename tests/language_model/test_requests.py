@@ -11,6 +11,7 @@ import onward
 from onward import GenerateOptions, GenerateOptionsDict, LanguageModel, Request, SamplingParams
 from onward.chat import ChatTemplate
 from onward.errors import ContextOverflowError, RequestError
+from onward.language_model.runner import RequestState
 from onward.sampling import SamplingOptionsDict
 from onward.testing import ByteTokenizer, scripted_model, tiny_model
 
@@ -201,3 +202,71 @@ def test_a_language_model_of_another_model_shares_nothing_that_was_learnt(lm):
         == LanguageModel(other.model, TOKENIZER).generate("Hello", max_new_tokens=12).token_ids
     )
     assert drafting.model is lm.model
+
+
+# ── options are validated once ────────────────────────────────────────────────────────────────────────────────────
+
+
+SEVERAL = {"n": 3, "temperature": 0.7}
+SUBMITTED = {
+    "generate": lambda lm, engine: lm.generate("ab"),
+    "several texts": lambda lm, engine: lm.generate("ab", **SEVERAL),
+    "beams": lambda lm, engine: lm.generate("ab", beams=2),
+    "stream": lambda lm, engine: list(lm.stream("ab")),
+    "chat": lambda lm, engine: lm.chat([{"role": "user", "content": "ab"}]),
+    "session": lambda lm, engine: onward.Session(lm).generate("ab"),
+    "to the end of the context": lambda lm, engine: lm.generate("ab", max_new_tokens=None),
+    "bad words": lambda lm, engine: lm.generate("ab", bad_words=["x"]),
+    "request": lambda lm, engine: lm.generate(lm.request("ab", **SEVERAL)),
+    "submit": lambda lm, engine: engine.submit("ab", **SEVERAL).result(),
+    "submitted chat": lambda lm, engine: engine.submit(messages=[{"role": "user", "content": "ab"}]).result(),
+    "submitted request": lambda lm, engine: engine.submit(lm.request("ab").with_seed(3)).result(),
+    "resumed": lambda lm, engine: engine.resume("ab", emitted=[1, 2]).result(),
+}
+
+
+@pytest.mark.parametrize("way", SUBMITTED.values(), ids=SUBMITTED)
+def test_the_options_of_a_request_are_validated_once(way, monkeypatch):
+    model = tiny_model(seed=7, max_position_embeddings=40)
+    template = ChatTemplate("{% for message in messages %}{{ message.content }}{% endfor %}", {})
+    lm = LanguageModel(model, TOKENIZER, template, GenerateOptions(max_new_tokens=4))
+    validated = []
+    check = GenerateOptions.__post_init__
+
+    def counted(self):
+        validated.append(self)
+        check(self)
+
+    with onward.Engine(lm) as engine:
+        monkeypatch.setattr(GenerateOptions, "__post_init__", counted)
+        way(lm, engine)
+    assert len(validated) == 1
+
+
+@pytest.mark.parametrize("seed", [-1, 2**64, 1.5, "1"])
+def test_the_seed_of_a_copy_is_validated(lm, seed):
+    with pytest.raises(RequestError, match="seed must be a whole number"):
+        lm.request("ab").with_seed(seed)
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"n": 9, "temperature": 1.0}, "runs 9 texts at once, but the engine only 8"),
+        ({"max_new_tokens": 200, "n": 8, "temperature": 1.0}, "more than the engine's whole cache"),
+        ({"max_new_tokens": 300}, "the context holds"),
+    ],
+)
+def test_a_request_that_cannot_run_is_refused_before_it_has_any_state(options, problem, monkeypatch):
+    model = tiny_model(seed=7, max_position_embeddings=256)
+
+    def made(*_):
+        raise AssertionError("a state was made")
+
+    lm = LanguageModel(model, TOKENIZER)
+    with onward.Engine(lm, max_sequences=8, cache_memory=4 * model.new_blocks(1).block_nbytes) as engine:
+        monkeypatch.setattr(RequestState, "__init__", made)
+        with pytest.raises(RequestError, match=problem):
+            engine.submit("x" * 20, **options)
+        with pytest.raises(AssertionError, match="a state was made"):
+            engine.submit("x" * 20)

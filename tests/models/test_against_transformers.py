@@ -86,7 +86,7 @@ def test_greedy_tokens_are_those_of_transformers_from_a_saved_session(judged, tm
 def test_greedy_tokens_are_those_of_transformers_after_preemption(judged):
     """Three texts begin in a block each, and there are four blocks for the two that each needs in the end."""
     one = PagedCacheManager(judged.lm.model.new_blocks(1), max_len=256, cached_blocks=0)
-    begun, another = one.blocks_for(BLOCK), one.blocks_for(2 * BLOCK) - one.blocks_for(BLOCK)
+    begun, another = one.cost(BLOCK), one.cost(2 * BLOCK) - one.cost(BLOCK)
     memory = (3 * begun + another) * one.unit_nbytes
     with onward.Engine(judged.lm, cache_memory=memory, overcommit=100.0) as engine:
         options = {"max_new_tokens": NEW_TOKENS, "temperature": 0, "ignore_eos": True}

@@ -10,8 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from onward import native, ops
 from onward.language_model import quantize
-from onward.models import FAMILIES, architecture_of
-from onward.models.architecture import states_of
+from onward.models import FAMILIES
 from onward.ops import packed, quantized
 from onward.ops.operator import Operator
 from onward.testing import tiny_model
@@ -129,7 +128,7 @@ def test_the_modes_see_what_they_are_for():
 def test_a_step_of_every_family_reads_nothing_on_the_host(as_on_a_gpu, family, overrides, weights, tokens, paged):
     model = tiny_model(family, seed=3, **overrides)
     model = model if weights == "float" else quantize(model, weights)
-    recurrent = bool(states_of(architecture_of(model)))
+    recurrent = bool(model.new_blocks(1).plan.states)
     cache = model.new_cache(2, 16)
     if paged:
         blocks, table = model.new_blocks(4), torch.tensor([[3, 0], [1, -1]], dtype=torch.int32)
@@ -162,7 +161,7 @@ def test_the_definition_over_all_rows_is_that_of_each_alone(tokens, softcap, win
     keys, values = (torch.randn(3, 2, 24, 8, generator=generator) for _ in range(2))
     offsets = torch.tensor([0, 5, 24 - tokens], dtype=torch.int32)
     sinks = torch.randn(4, generator=generator) if with_sinks else None
-    arguments = (sinks, 8**-0.5, window or 0, softcap, None)
+    arguments = (sinks, 8**-0.5, window or 0, softcap, None, 8)
     for row, offset in enumerate(offsets.tolist()):
         keys[row, :, offset + tokens :], values[row, :, offset + tokens :] = float("nan"), float("inf")
     whole = ops.attention._cached_definition(q, keys, values, offsets, *arguments)

@@ -53,6 +53,7 @@ def attention(
     table: Tensor | None = None,
     out: Tensor | None = None,
     softcap: float = 0.0,
+    cache_format: int = 0,
 ) -> Tensor:
     """q [B, H, T, D] against keys [B, G, S, D] and values [B, G, S, E], or blocks of both [N, G, 64, …].
 
@@ -67,7 +68,7 @@ def attention(
         q_strides=strides(q, 3), keys_strides=strides(keys, 3), values_strides=strides(values, 3),
         out_strides=strides(out, 3), offsets=None if offsets is None else offsets.data_ptr(), window=window,
         scale=dim**-0.5 if scale is None else scale, sinks=None if sinks is None else sinks.data_ptr(),
-        softcap=softcap, dtype=CODES[q.dtype],
+        softcap=softcap, dtype=CODES[q.dtype], cache_format=cache_format,
     )  # fmt: skip
     if table is not None:
         arguments.positions = 64 * table.shape[1]

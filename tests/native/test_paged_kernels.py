@@ -150,12 +150,14 @@ def test_heads_go_to_the_blocks_of_the_table_and_nowhere_else(
     assert blocks[~held].isnan().all()
 
 
-def write(x: Tensor, cache: Tensor, starts: list[int], rotate: bool, table: Tensor | None = None) -> None:
+def write(
+    x: Tensor, cache: Tensor, starts: list[int], rotate: bool, table: Tensor | None = None, to_cache: int = 1
+) -> None:
     """x [B, H, T, D] to a cache [B, H, S, D], or to blocks [N, H, 64, D] through a table."""
     batch, count, queries, dim = x.shape
     part = HeadsArguments(
         heads=count, x=x.data_ptr(), x_strides=strides(x, 3), rotate=rotate, out=cache.data_ptr(),
-        out_strides=strides(cache, 3), to_cache=1, positions=cache.shape[2],
+        out_strides=strides(cache, 3), to_cache=to_cache, positions=cache.shape[2],
     )  # fmt: skip
     if table is not None:
         part.positions, part.table, part.table_stride = BLOCK * table.shape[1], table.data_ptr(), table.stride(0)
@@ -176,3 +178,13 @@ def test_positions_past_the_table_and_blocks_below_zero_are_refused(isa: str, of
     assert not blocks.any()
     with pytest.raises(NativeError, match="onward_attention failed: bad argument"):
         attention(x, blocks, blocks, torch.tensor([offset], dtype=torch.int32), table=table)
+
+
+@pytest.mark.parametrize("code", [1, -1, 2**31 - 1])
+def test_unknown_formats_of_rows_are_refused(isa: str, code: int) -> None:
+    x, cache = torch.ones(1, 1, 1, 8), torch.zeros(1, 1, BLOCK, 8)
+    with pytest.raises(NativeError, match="onward_heads failed: bad argument"):
+        write(x, cache, [0], False, to_cache=2 if code == 1 else code)
+    assert not cache.any()
+    with pytest.raises(NativeError, match="onward_attention failed: bad argument"):
+        attention(x, cache, cache, torch.zeros(1, dtype=torch.int32), cache_format=code)

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 import onward
 from onward import ops
-from onward.cache import KVPool
+from onward.cache import CachePlan, KVPool, LayerShape
 from onward.errors import RequestError
 
 WIDTH, HEADS, LAYERS, VOCAB = 16, 2, 2, 11
@@ -31,9 +31,7 @@ class Gpt(nn.Module):
         for layer, (qkv, out, norm) in enumerate(zip(self.qkv, self.out, self.norms, strict=True)):
             normed = ops.rms_norm(x, norm) if x.dtype in UNIT else F.rms_norm(x, (WIDTH,), norm)
             q, k, v = qkv(normed).unflatten(2, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
-            if isinstance(cache, onward.KVCache):
-                mixed = ops.cached_attention(q, *cache.write(layer, k, v, offsets), offsets)
-            elif cache is not None:
+            if cache is not None:
                 mixed = cache.attend(layer, q, k, v, offsets)
             else:
                 mixed = ops.scaled_dot_product_attention(q, k, v, causal=True)
@@ -42,10 +40,10 @@ class Gpt(nn.Module):
 
 
 def _cache(dtype: torch.dtype, *, paged: bool):
-    size = {"num_layers": LAYERS, "num_kv_heads": HEADS, "head_dim": WIDTH // HEADS, "dtype": dtype, "device": "cpu"}
+    plan = CachePlan((LayerShape(HEADS, WIDTH // HEADS, WIDTH // HEADS),) * LAYERS, dtype)
     if not paged:
-        return onward.KVCache.new(batch=2, max_len=32, **size)
-    return KVPool.new(count=2, **size).view(torch.tensor([[1], [0]], dtype=torch.int32))
+        return onward.KVCache.of(plan, 2, 32)
+    return KVPool(plan, 2).view(torch.tensor([[1], [0]], dtype=torch.int32))
 
 
 IDS = torch.randint(0, VOCAB, (2, 9), generator=torch.Generator().manual_seed(1))

@@ -3,6 +3,7 @@
 import os
 import pickle
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,19 +13,21 @@ from hypothesis import strategies as st
 from rounding import random
 
 from onward import ops
-from onward.cache import KVCache, KVPool, LayerShape, PagedKVCache, SizedCache
+from onward.cache import CachePlan, KVCache, KVPool, LayerShape, PagedKVCache, SizedCache
 from onward.errors import RequestError
 from onward.ops.heads import BLOCK
 from onward.program import NamedDims
 from onward.testing import tiny_model
 
-SHAPE = {"num_layers": 2, "num_kv_heads": 2, "head_dim": 8, "device": "cpu"}
-SHAPES = [LayerShape(2, 8, 8)] * 2
+PLAN = CachePlan((LayerShape(2, 8, 8),) * 2, torch.float32)
 
 
-def shuffled(batch, blocks_a_row, dtype=torch.float32, seed=0, spare=2):
+def shuffled(batch, blocks_a_row, seed=0):
     """A cache over blocks in an order drawn by lot, full of NaN."""
-    blocks = KVPool.new(count=batch * blocks_a_row + spare, dtype=dtype, **SHAPE)
+    return filled(KVPool(PLAN, batch * blocks_a_row + 2), batch, blocks_a_row, seed)
+
+
+def filled(blocks, batch, blocks_a_row, seed=0):
     order = torch.randperm(blocks.count, generator=torch.Generator().manual_seed(seed), dtype=torch.int32)
     cache = blocks.view(order[: batch * blocks_a_row].view(batch, blocks_a_row))
     for leaf in (*cache.keys, *cache.values):
@@ -51,7 +54,7 @@ def test_attend_gives_what_the_dense_cache_gives(
     4 (each within 256 / 2 * 2^-23 of the exact sum, relative to 4)."""
     tokens = min(tokens, BLOCK * blocks_a_row)
     paged = shuffled(batch, blocks_a_row, seed=seed)
-    dense = KVCache.new(batch=batch, max_len=paged.max_len, dtype=torch.float32, **SHAPE)
+    dense = KVCache.of(PLAN, batch, paged.max_len)
     starts = [data.draw(st.integers(0, paged.max_len - tokens)) for _ in range(batch)]
     for row, start in enumerate(starts):  # the past
         for dense_leaf, leaf in zip((*dense.keys, *dense.values), (*paged.keys, *paged.values), strict=True):
@@ -122,7 +125,7 @@ def test_under_autocast_only_the_rows_blocks_are_cast():
     ],
 )
 def test_a_table_that_does_not_fit_is_refused(table, message):
-    paged = KVPool.new(count=6, dtype=torch.float32, **SHAPE).view(torch.tensor(table, dtype=torch.int32))
+    paged = KVPool(PLAN, 6).view(torch.tensor(table, dtype=torch.int32))
     k, at = random(1, 2, 2, 8), torch.tensor([63], dtype=torch.int32)
     with pytest.raises(RequestError, match=message):
         paged.attend(0, k, k, k, at)
@@ -134,7 +137,7 @@ def test_a_table_that_does_not_fit_is_refused(table, message):
 @pytest.mark.parametrize("table", [torch.zeros(2, 2), torch.zeros(2, dtype=torch.int32), torch.zeros(3, 2).int().T])
 def test_a_view_needs_a_table_of_int32_rows(table):
     with pytest.raises(RequestError, match=r"int32 \[B, M\] with contiguous rows"):
-        KVPool.new(count=6, dtype=torch.float32, **SHAPE).view(table)
+        KVPool(PLAN, 6).view(table)
 
 
 def test_dense_blocks_that_are_not_of_64_positions_are_refused():
@@ -147,7 +150,7 @@ def test_dense_blocks_that_are_not_of_64_positions_are_refused():
 
 
 def test_views_share_tensors_and_say_how_large_they_are():
-    blocks = KVPool.new(count=5, dtype=torch.bfloat16, **SHAPE)
+    blocks = KVPool(replace(PLAN, dtype=torch.bfloat16), 5)
     one, other = (blocks.view(torch.zeros(rows, 3, dtype=torch.int32)) for rows in (2, 4))
     assert one.keys is other.keys
     assert one.values is other.values
@@ -161,8 +164,8 @@ def test_views_share_tensors_and_say_how_large_they_are():
 
 @pytest.mark.parametrize("positions", [0, 1, 63, 64])
 def test_a_copy_is_of_the_first_positions_and_all_layers(positions):
-    cache = shuffled(1, 1)
-    blocks = KVPool(cache.keys[0]._base, SHAPES)
+    blocks = KVPool(PLAN, 3)
+    cache = filled(blocks, 1, 1)
     source, to = cache.table[0, 0].item(), (cache.table[0, 0].item() + 1) % blocks.count
     for layer, leaf in enumerate((*cache.keys, *cache.values)):
         leaf[source] = random(2, 64, 8, seed=layer)
@@ -174,7 +177,7 @@ def test_a_copy_is_of_the_first_positions_and_all_layers(positions):
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_blocks_take_memory_as_they_are_written_and_give_it_back():
-    blocks = KVPool.new(num_layers=2, count=1 << 22, num_kv_heads=2, head_dim=64, dtype=torch.bfloat16, device="cpu")
+    blocks = KVPool(CachePlan((LayerShape(2, 64, 64),) * 2, torch.bfloat16), 1 << 22)
     assert blocks.count * blocks.block_nbytes == 1 << 38  # more than the machine has
     before = _resident_bytes()
     cache = blocks.view(torch.arange(512, dtype=torch.int32).view(1, -1) + 3)
@@ -191,15 +194,16 @@ def test_blocks_take_memory_as_they_are_written_and_give_it_back():
 
 
 def test_giving_back_blocks_without_a_map_of_their_own_does_nothing():
-    cache = shuffled(1, 1)
-    KVPool(cache.keys[0]._base, SHAPES).give_back(range(3))
+    blocks = KVPool(PLAN, 3)
+    cache = filled(blocks, 1, 1)
+    blocks.give_back(range(3))
     assert cache.keys[0].isnan().all()
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="how large a map may be is the system's to say")
 def test_memory_that_the_system_refuses_is_a_clear_error():
     with pytest.raises(RequestError, match=r"cannot allocate .*TB for a cache"):
-        KVPool.new(num_layers=8, count=1 << 40, num_kv_heads=8, head_dim=128, dtype=torch.float32, device="cpu")
+        KVPool(CachePlan((LayerShape(8, 128, 128),) * 8, torch.float32), 1 << 40)
 
 
 def _resident_bytes() -> int:

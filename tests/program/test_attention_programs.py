@@ -9,8 +9,7 @@ from torch.nn import functional as F
 
 import onward
 from onward import native
-from onward.cache import KVCache, KVPool, PagedKVCache
-from onward.cache.kinds import LayerShape
+from onward.cache import CachePlan, KVCache, KVPool, LayerShape, PagedKVCache
 from onward.ops.heads import BLOCK
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no native library was built")
@@ -29,13 +28,12 @@ def tables(value_dim: int) -> dict[str, Tensor]:
 
 
 def dense(batch: int, value_dim: int) -> KVCache:
-    shapes = [LayerShape(GROUPS, DIM, value_dim)]
-    return KVCache.of(shapes, batch=batch, max_len=MAX_LEN, dtype=torch.float32, device="cpu")
+    return KVCache.of(CachePlan((LayerShape(GROUPS, DIM, value_dim),), torch.float32), batch, MAX_LEN)
 
 
 def paged(batch: int, value_dim: int) -> PagedKVCache:
     count = batch * MAX_LEN // BLOCK
-    blocks = KVPool.of([LayerShape(GROUPS, DIM, value_dim)], count=count, dtype=torch.float32, device="cpu")
+    blocks = KVPool(CachePlan((LayerShape(GROUPS, DIM, value_dim),), torch.float32), count)
     return blocks.view(torch.arange(count, dtype=torch.int32).flip(0).view(batch, -1))
 
 

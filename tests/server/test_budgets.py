@@ -20,8 +20,8 @@ from test_operations import LONG, leave, opened, until
 
 import onward
 from onward.protocols.choices import as_json
+from onward.server.client import MemoryBudget, MemoryFullError, Reservation
 from onward.server.errors import WholeResponse, rendered
-from onward.server.memory import MemoryBudget, MemoryFullError, Reservation
 from onward.server.submission import StoredResponse
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -59,8 +59,7 @@ def test_a_budget_counts_reservations() -> None:
         other.resize(251)
     assert (one.nbytes, other.nbytes, budget.used) == (500, 250, 1000)
     one.resize(100)
-    with other:
-        pass
+    other.release()
     one.release()
     assert (budget.used, budget._by_client) == (250, {"": 250})
 
@@ -108,7 +107,7 @@ def test_records_hold_ids_alone(start: Start, lm: onward.LanguageModel) -> None:
     body = {"prompt": ["Once", "The fox"], "max_tokens": 50, "logprobs": 5, "n": 2, "temperature": 1}
     first = server.post(TEXT, body, headers={"idempotency-key": "a"})
     server.wait_idle()
-    ((_, stored),) = server.app.service.responses._responses.values()
+    (stored,) = server.app.service.responses._responses.values()
     assert stored.request is None
     assert stored.emitted is not None
     assert all(type(ids) is array and ids.itemsize == 4 for ids in stored.emitted)
@@ -129,7 +128,7 @@ def test_records_are_evicted_at_their_share(start: Start, lm: onward.LanguageMod
         server.wait_idle()
     assert len(server.app.service.responses) == 3
     assert 0 < server.app.service.memory.used <= 4096
-    assert isinstance(server.app.service.responses._responses.popitem()[1][1], StoredResponse)
+    assert isinstance(server.app.service.responses._responses.popitem()[1], StoredResponse)
 
 
 # ── threads ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -299,7 +298,7 @@ def test_the_head_of_a_request_is_bounded(server: LiveServer, head: bytes) -> No
 
 
 def test_a_head_arrives_in_time(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("onward.server.connection.HEAD_SECONDS", 0.3)
+    monkeypatch.setattr("onward.server.lifecycle.HEAD_SECONDS", 0.3)
     for begin in (b"", b"GET /hea", b"GET /health HTTP/1.1\r\na: b\r\n"):
         with connected(server, begin) as connection:
             began = time.monotonic()

@@ -91,9 +91,9 @@ def test_an_answer_that_is_sent_again_is_not_counted_again(
     server = start({"demo": lm})
     finish = Service.finish
 
-    def scraped(service: Service, recipient: Any) -> None:
+    def scraped(service: Service, *ended: Any) -> None:
         service.metrics.snapshot()
-        finish(service, recipient)
+        finish(service, *ended)
 
     monkeypatch.setattr(Service, "finish", scraped)
     for stream in (True, False, True):

@@ -14,7 +14,7 @@ from onward.protocols import PROTOCOLS
 from onward.protocols.choices import ChunkEvents
 from onward.protocols.responses_events import ResponseEventStream
 from onward.server import Settings, create_app
-from onward.server.submission import Subscriber
+from onward.server.resume import EventWriter
 from onward.testing import ByteTokenizer, tiny_model
 
 SECONDS = 60
@@ -78,7 +78,7 @@ def test_nothing_stays_live_when_an_answer_cannot_be_made(engine, monkeypatch, u
     if broken == "events":
         monkeypatch.setattr(type(protocol), "events", fails)
     elif broken == "writer":
-        monkeypatch.setattr(Subscriber, "writer", fails)
+        monkeypatch.setattr(EventWriter, "__init__", fails)
     elif broken == "begin":
         monkeypatch.setattr(events, "begin", fails)
     else:

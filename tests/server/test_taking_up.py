@@ -44,6 +44,10 @@ BODIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+SEVERAL = {"n", "texts", "text logprobs"}  # texts, whose events have no ids
+SINGLE = [body for body in BODIES if body not in SEVERAL]
+
+
 class Frames(list[str]):
     """The frames of a stream, each with its id."""
 
@@ -117,7 +121,7 @@ def another(lm: onward.LanguageModel) -> Iterator[LiveServer]:
         yield live
 
 
-@pytest.mark.parametrize("body", BODIES)
+@pytest.mark.parametrize("body", SINGLE)
 def test_after_any_event_on_any_server(server: LiveServer, another: LiveServer, body: str) -> None:
     whole = taken_up(server, body)
     is_response = BODIES[body][0] == RESPONSES
@@ -125,7 +129,7 @@ def test_after_any_event_on_any_server(server: LiveServer, another: LiveServer, 
     for at in places:
         rest = taken_up((server, another)[at % 2], body, whole.id(at))
         if is_response:
-            assert _without_cached(rest) == _without_cached(Frames(whole[at + 1 :]))
+            assert without_cached(rest) == without_cached(Frames(whole[at + 1 :]))
         else:
             assert said(whole.data[: at + 1] + rest.data) == said(whole.data)
             again = taken_up(another, body, rest.id(0)) if len(rest) > 1 else Frames()
@@ -133,13 +137,13 @@ def test_after_any_event_on_any_server(server: LiveServer, another: LiveServer, 
     assert taken_up(another, body, whole.id(-1)) == []
 
 
-def _without_cached(frames: Frames) -> list[str]:
+def without_cached(frames: Frames) -> list[str]:
     """The counts of the cache are those of a server."""
     return [re.sub(r'"(cached_tokens|cache_write_tokens)":[0-9]+', "", frame) for frame in frames]
 
 
 def test_ids_of_events_are_all_different_and_short(server: LiveServer) -> None:
-    for body in BODIES:
+    for body in SINGLE:
         frames = taken_up(server, body)
         ids = [frames.id(at) for at in range(len(frames))]
         assert len(set(ids)) == len(ids)
@@ -148,6 +152,15 @@ def test_ids_of_events_are_all_different_and_short(server: LiveServer) -> None:
         head = frames.data[0].get("response", frames.data[0])
         assert head["id"].endswith(key.text)
         assert head.get("created", head.get("created_at")) == key.created
+
+
+@pytest.mark.parametrize("body", SEVERAL)
+def test_streams_of_several_texts_have_no_ids(server: LiveServer, body: str) -> None:
+    assert not any(frame.startswith("id: ") for frame in taken_up(server, body))
+    url, asked = BODIES[body]
+    last = taken_up(server, "text").id(0)
+    answer = server.post(url, {**asked, "stream": True}, headers={"last-event-id": last})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (422, "last_event_id_mismatch")
 
 
 def test_openais_own_client_takes_a_stream_up(server: LiveServer) -> None:
@@ -180,8 +193,9 @@ def test_openais_own_client_takes_a_stream_up(server: LiveServer) -> None:
     [
         ("12", {}, 400, "invalid_last_event_id"),
         ("x" * 5000, {}, 400, "invalid_last_event_id"),
-        ("{key}.{asked}.{computed}.1;1", {}, 422, "last_event_id_mismatch"),
-        ("{key}.{asked}.{computed}.+", {}, 422, "last_event_id_mismatch"),
+        ("{key}.{asked}.{computed}.1,1", {}, 400, "invalid_last_event_id"),
+        ("{key}.{asked}.{computed}.+", {}, 400, "invalid_last_event_id"),
+        ("{key}.{asked}.{computed}.1+", {}, 400, "invalid_last_event_id"),
         ("{key}.{asked}.{computed}.1", {"max_tokens": 11}, 422, "last_event_id_mismatch"),
         ("{key}.{asked}.{computed}.1", {"n": 2}, 422, "last_event_id_mismatch"),
         ("{key}.{asked}.00000000.1", {}, 409, "fingerprint_mismatch"),
@@ -262,7 +276,7 @@ def frames_of(messages: list[Any]) -> Frames:
     return Frames(frame for frame in text.split("\n\n") if frame)
 
 
-@pytest.mark.parametrize("body", ["chat", "logprobs", "n", "tools", "texts", "beams", "response"])
+@pytest.mark.parametrize("body", BODIES)
 def test_whoever_calls_in_process_hands_an_answer_from_one_to_another(lm: onward.LanguageModel, body: str) -> None:
     url, asked = BODIES[body]
     asked = {**asked, "stream": True}
@@ -277,10 +291,11 @@ def test_whoever_calls_in_process_hands_an_answer_from_one_to_another(lm: onward
                 kept = bodies[: stop + 1]
                 texts = len(kept[0]["onward"]["emitted"])
                 emitted = [[id for part in kept for id in part["onward"]["emitted"][text]] for text in range(texts)]
-                given = {"answer": key, "emitted": emitted, "last_event_id": kept[-1]["onward"]["id"]}
+                ended = [at for part in kept for at in part["onward"]["ended"]]
+                given = {"answer": key, "emitted": emitted, "ended": ended}
                 rest = await apps[(stop + 1) % 2].messages(url, asked, given)
                 if url == RESPONSES:
-                    assert _without_cached(frames_of([*kept, *rest])) == _without_cached(frames_of(whole))
+                    assert without_cached(frames_of([*kept, *rest])) == without_cached(frames_of(whole))
                 else:
                     assert said(frames_of([*kept, *rest]).data) == said(frames_of(whole).data)
                 later = [part["onward"]["emitted"] for part in rest if part["type"] == "http.response.body"]
@@ -300,7 +315,7 @@ def test_whoever_calls_in_process_is_told_of_the_ids_that_the_application_has_ke
 
         async def told(stop: int | None = None, **given: Any) -> list[Any]:
             messages = await caller.messages(CHAT, asked, {"answer": key, **given}, stop)
-            return [message["onward"] for message in messages if message["type"] == "http.response.body"]
+            return [message for message in messages if message["type"] == "http.response.body"]
 
         async def taken_up_again() -> None:
             whole = await told()
@@ -308,9 +323,9 @@ def test_whoever_calls_in_process_is_told_of_the_ids_that_the_application_has_ke
             kept = app.service.responses.emitted(ResponseKey(key))
             assert kept is not None
             assert 0 < len(kept[0]) < 200
-            rest = await told(last_event_id=cut[-1]["id"])
-            assert [id for part in rest for id in part["emitted"][0]] == [
-                id for part in whole for id in part["emitted"][0]
+            rest = await told(last_event_id=frames_of(cut).id(-1))
+            assert [id for part in rest for id in part["onward"]["emitted"][0]] == [
+                id for part in whole for id in part["onward"]["emitted"][0]
             ]
 
         asyncio.run(taken_up_again())
@@ -336,7 +351,7 @@ def test_the_same_key_gives_the_same_answer_in_one_piece(lm: onward.LanguageMode
     ("given", "message"),
     [
         ({"answer": "abc"}, "a response key is 32 hexadecimal digits"),
-        ({"anser": "abc"}, "scope['onward'] has answer, emitted and last_event_id; got 'anser'"),
+        ({"anser": "abc"}, "scope['onward'] has answer, emitted, ended and last_event_id; got 'anser'"),
         ({"emitted": [[1], [2]]}, "emitted has ids of 2 sequences, but the body asks for 1"),
         ({"emitted": [[10**9]]}, "emitted must hold ids"),
     ],

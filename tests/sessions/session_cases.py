@@ -21,18 +21,19 @@ PENALISED = {"temperature": 0.8, "seed": 3, "repetition_penalty": 1.3, "no_repea
 WINDOWED = {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1}
 
 
-def tiny(seed: int = 7, **config: Any) -> LanguageModel:
+def tiny(seed: int = 7, prefix_memory: int = 2**30, **config: Any) -> LanguageModel:
     """Random float32 weights, packed for the kernels in use, with a window in one layer; a context of 256."""
-    return _tiny(ops.choice(), seed, **config)
+    return _tiny(ops.choice(), seed, prefix_memory, **config)
 
 
 @lru_cache
-def _tiny(form: ops.OpsBackend, seed: int, **config: Any) -> LanguageModel:
+def _tiny(form: ops.OpsBackend, seed: int, prefix_memory: int, **config: Any) -> LanguageModel:
     return LanguageModel(
         packed(tiny_model("qwen3", seed=seed, **WINDOWED, **config)),
         TOKENIZER,
         defaults=GenerateOptions(max_new_tokens=10),
         prefill_chunk=16,
+        prefix_memory=prefix_memory,
     )
 
 
@@ -59,10 +60,10 @@ def counting(model: Model) -> tuple[Model, list[int]]:
 
 def spoil(session: Session) -> None:
     """NaN wherever the session's slot holds nothing: what reads it shows in the tokens, or raises."""
-    slots, slot = session._text._slots, session._text._slot
+    slots, slot = session._text.slots, session._text.pin
     assert isinstance(slots, PagedCacheManager)
-    cache = slots.view([slot])
-    slides = [slots._memory.windows is not None and shape.window is not None for shape in slots._memory.shapes]
+    cache = slots.view([slot], [0], 0).cache
+    slides = [slots._memory.windows is not None and shape.window is not None for shape in slots._memory.plan.shapes]
     for layer, of_window in zip((*cache.keys, *cache.values), slides * 2, strict=True):
         for number, block in slot.windows.items() if of_window else enumerate(slot.blocks):
             held = max(0, len(session.tokens) - number * BLOCK)

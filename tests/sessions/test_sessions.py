@@ -14,7 +14,6 @@ from session_cases import GREEDY, PENALISED, SAMPLED, TOKENIZER, contents, count
 import onward
 from onward import GenerateOptions, LanguageModel, Model, Session
 from onward.chat import ChatTemplate
-from onward.decoding.pinned_prefix import PinnedPrefix
 from onward.decoding.speculation import ModelDrafter, PromptLookup, Speculator
 from onward.errors import ContextOverflowError, RequestError
 from onward.testing import scripted_model, tiny_model
@@ -58,19 +57,24 @@ turns = st.builds(
 @given(turns=st.lists(turns, min_size=2, max_size=7))
 @few
 def test_the_tokens_are_those_of_fresh_calls(turns: list[Turn], tmp_path_factory: pytest.TempPathFactory) -> None:
-    lm, file = tiny(), tmp_path_factory.getbasetemp() / "turns.safetensors"
-    session, text = Session(lm), [1]
+    # Without prefix memory, a session finds its own text alone.
+    lm, file = tiny(prefix_memory=0), tmp_path_factory.getbasetemp() / "turns.safetensors"
+    session, sharing, text = Session(lm), Session(tiny()), [1]
+    fresh_lm = LanguageModel(lm.model, TOKENIZER, defaults=lm.defaults, prefill_chunk=16, prefix_memory=0)
     for turn in turns:
         if turn.saved:
             session.save(file)
             session = Session.load(file, lm)
         prompt = text[: round(turn.keep * len(text))] + turn.new
         held = session.tokens
-        fresh = lm.generate(prompt, **turn.options)
+        fresh = fresh_lm.generate(prompt, **turn.options)
         if turn.taken is None:
             completion = session.generate(prompt, draft=drafted(turn.draft), **turn.options)
             assert contents(completion) == contents(fresh)
-            assert completion.cached_tokens == min(common_prefix(held, prompt), len(prompt) - 1)
+            reused = min(common_prefix(held, prompt), len(prompt) - 1) if turn.options["max_new_tokens"] else 0
+            assert completion.cached_tokens == reused
+            shared = sharing.generate(prompt, draft=drafted(turn.draft), **turn.options)
+            assert contents(shared) == contents(fresh)
             assert session.tokens == (prompt + completion.token_ids)[:-1] or not completion.token_ids
             text = prompt + completion.token_ids
         else:
@@ -181,7 +185,8 @@ def test_truncating_takes_back() -> None:
     session.truncate(3)
     assert session.tokens == list(b"Hel")
     again = session.generate("Hello", **SAMPLED)
-    assert (contents(again), again.cached_tokens) == (want, 3)
+    assert contents(again) == want
+    assert again.cached_tokens >= 3, "what was dropped may still be in the prefix cache"
     session.truncate()
     assert session.tokens == []
     with pytest.raises(RequestError, match="cannot truncate to 1 ids: only 0 are cached"):
@@ -303,19 +308,6 @@ def test_a_session_may_fill_the_context_to_the_brim_and_no_further() -> None:
     assert session.tokens == held
     brim = session.generate(text, max_new_tokens=36, ignore_eos=True)
     assert (brim.cached_tokens, len(brim.token_ids)) == (219, 36)
-
-
-def test_a_cache_grows_by_doubling_on_every_device() -> None:
-    """Where lengths are not rounded up: a text that grows is copied less than twice altogether."""
-    model = Model(
-        lambda *_: None, (), lambda batch, max_len: torch.zeros(batch, max_len), 32, device=torch.device("cuda")
-    )
-    text, capacities = PinnedPrefix(), []
-    for length in (10, 11, 20, 21, 100):
-        text.begin(model, [1], length)
-        assert text.snapshot is not None
-        capacities.append(text.snapshot.capacity)
-    assert capacities == [10, 20, 20, 40, 100]
 
 
 def test_a_forward_may_return_another_cache_than_it_was_given() -> None:

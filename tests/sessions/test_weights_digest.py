@@ -11,7 +11,6 @@ from torch.utils import _pytree as pytree
 
 import onward
 from onward import LanguageModel
-from onward.engine import fingerprint as engine_fingerprint
 from onward.language_model import session_fingerprint as digesting
 from onward.language_model.session_fingerprint import difference, digests_of, fingerprint, weights_of
 from onward.ops import QuantizedWeight
@@ -117,23 +116,3 @@ def test_other_weights_are_another_model():
     model, other = tiny_model(seed=7), tiny_model(seed=8)
     assert difference(fingerprint(model), model) is None
     assert "other numbers" in difference(fingerprint(model), other)
-
-
-def test_every_folder_of_the_package_is_said_to_compute_bits_or_not():
-    """A new one must be put where it belongs: an engine's fingerprint hashes those that compute."""
-    others = {
-        "batches", "cli", "cluster", "demo", "engine", "integrations", "protocols", "server", "testing", "util",
-        "__init__.py", "__main__.py", "errors.py", "inferencer.py",
-    }  # fmt: skip
-    package = engine_fingerprint.Path(onward.__file__).parent
-    there = {place.name for place in package.iterdir() if place.suffix == ".py" or list(place.rglob("*.py"))}
-    assert not others & set(engine_fingerprint.COMPUTING)
-    assert there - {"demo"} == (others | set(engine_fingerprint.COMPUTING)) - {"demo"}
-
-
-def test_only_what_computes_is_hashed():
-    package = engine_fingerprint.Path(onward.__file__).parent
-    hashed = {file for name in engine_fingerprint.COMPUTING for file in engine_fingerprint._modules(package / name)}
-    assert package / "ops" / "linear.py" in hashed
-    assert package / "sampling" / "noise.py" in hashed
-    assert not any("cli" in file.parts or "server" in file.parts for file in hashed)

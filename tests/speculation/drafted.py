@@ -13,15 +13,18 @@ CPU = torch.device("cpu")
 
 
 class Guess:
-    """A drafter by a function: row -> ids. Counts the drafts it was asked for."""
+    """A drafter by a function: row -> ids. Counts the drafts it was asked for. owner: the index of a row's sequence."""
 
     def __init__(self, guess):
         self.guess = guess
         self.asked = 0
+        self.sequences = ()  # those that `decode` decodes
 
-    def start(self, request):
-        self.request = request
+    def start(self, target):
         return self
+
+    def owner(self, row):
+        return next(at for at, sequence in enumerate(self.sequences) if sequence.token_ids is row.output)
 
     def propose(self, rows):
         self.asked += len(rows)
@@ -32,10 +35,12 @@ def oracle(texts, wrong=lambda owner, position: False, more=0, vocab=32):
     """Knows what every row will say; where `wrong` says so it says another id. more: ids than wanted."""
 
     def guess(row):
-        coming = texts[row.owner][len(row.output) : len(row.output) + row.wanted + more]
-        return [(token + 1) % vocab if wrong(row.owner, len(row) + k) else token for k, token in enumerate(coming)]
+        owner = drafter.owner(row)
+        coming = texts[owner][len(row.output) : len(row.output) + row.wanted + more]
+        return [(token + 1) % vocab if wrong(owner, len(row) + k) else token for k, token in enumerate(coming)]
 
-    return Guess(guess)
+    drafter = Guess(guess)
+    return drafter
 
 
 def at_random(seed, vocab=32):
@@ -61,8 +66,11 @@ def decode(model, sequences, *, speculator=None, room=64, kind="own", run=None):
     chooser = SamplerCache(CPU)
     step = DecodeStep(run, slots, chooser, CPU)
     if speculator is not None:
-        step = speculator.step(step, run, slots, chooser, CPU)
-        speculator.join(sequences, model.vocab_size, CPU)
+        max_len = max(sequence.longest for sequence in sequences)
+        step = speculator.step(step, run, slots, chooser, CPU, model.vocab_size, rows=len(sequences), max_len=max_len)
+        step.join(sequences)
+        if isinstance(speculator.drafter, Guess):
+            speculator.drafter.sequences = sequences
     for _ in decode_loop(step, BatchSchedule(slots, sequences), slots):
         pass
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onward.decoding.speculation import (
-    DraftRequest,
     DraftRow,
+    DraftTarget,
     ModelDrafter,
     PredictedOutput,
     PromptLookup,
@@ -19,18 +19,18 @@ from onward.decoding.speculation import (
     check_same_tokens,
 )
 from onward.decoding.speculation.drafter import continued
+from onward.decoding.speculation.lookup import SuffixAutomaton
 from onward.decoding.speculation.step import speculation_of
-from onward.decoding.speculation.suffix import SuffixAutomaton
 from onward.errors import DraftError, RequestError, TokenizerError
-from onward.sampling import Sampler, SamplingParams, greedy
+from onward.sampling import Sampler, SamplingParams
 from onward.testing import ByteTokenizer, scripted_model
 
-REQUEST = DraftRequest(rows=4, max_len=100, longest=15, vocab_size=100, device=CPU, select=lambda x, at: greedy(x))
+TARGET = DraftTarget(vocab_size=100, device=CPU, rows=4, max_len=100, positions=400, longest=15)
 
 
 def proposed(drafter, ids, wanted=4, prompt=0):
     """What a drafter proposes after `ids`, of which the first `prompt` are the prompt."""
-    return list(drafter.start(REQUEST).propose([DraftRow(0, ids[:prompt], ids[prompt:], wanted)])[0])
+    return list(drafter.start(TARGET).propose([DraftRow(ids[:prompt], ids[prompt:], wanted)])[0])
 
 
 def earlier_ends(ids, length):
@@ -65,11 +65,12 @@ def test_a_prediction_goes_on_after_where_it_was():
 
 @given(texts_of_few_ids, texts_of_few_ids, st.lists(st.integers(1, 4), min_size=1, max_size=40))
 def test_a_prediction_says_the_same_however_often_it_is_asked(ids, output, asks):
-    drafting, whole = PredictedOutput(ids).start(REQUEST), PredictedOutput(ids)
+    drafting, whole = PredictedOutput(ids).start(TARGET), PredictedOutput(ids)
     grown: list[int] = []
+    row = DraftRow([9], grown, 4)
     for count in asks:
         grown += output[len(grown) : len(grown) + count]
-        assert list(drafting.propose([DraftRow(0, [9], grown, 4)])[0]) == proposed(whole, [9, *grown], prompt=1)
+        assert list(drafting.propose([row])[0]) == proposed(whole, [9, *grown], prompt=1)
 
 
 # ── lookups ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -100,15 +101,16 @@ def test_prompt_lookup_is_the_search_that_looks_everywhere(ids, shortest, longes
 def test_a_text_that_grows_between_drafts_is_the_whole_text(ids, cuts):
     """However many ids came since, and also where rows were left out."""
     for drafter in (lambda: PromptLookup(1, 4), lambda: SuffixLookup(1)):
-        drafting, output, start = drafter().start(REQUEST), [], 0
+        drafting, output, start = drafter().start(TARGET), [], 0
+        row = DraftRow([7], output, 3)
         for cut in cuts:
             output += ids[start : start + cut]
             start += cut
             if output:
-                drafting.propose([DraftRow(0, [7], output, 3)])
+                drafting.propose([row])
         output += ids[start:]
-        whole = drafter().start(REQUEST).propose([DraftRow(0, [7], list(output), 3)])
-        assert drafting.propose([DraftRow(0, [7], output, 3)]) == whole
+        whole = drafter().start(TARGET).propose([DraftRow([7], list(output), 3)])
+        assert drafting.propose([row]) == whole
 
 
 def test_a_repetition_predicts_any_number_of_ids():
@@ -163,7 +165,7 @@ def test_the_automaton_is_linear_in_its_text():
 
 def said(lookup, output, prompt=(50,)):
     """A request that put out these ids."""
-    lookup.start(REQUEST).propose([DraftRow(0, list(prompt), list(output), 1)])
+    lookup.start(TARGET).propose([DraftRow(list(prompt), list(output), 1)])
 
 
 def test_outputs_of_earlier_requests_are_remembered_and_prompts_are_not():
@@ -180,17 +182,19 @@ def test_outputs_of_earlier_requests_are_remembered_and_prompts_are_not():
 
 def test_what_a_request_said_after_its_last_draft_is_remembered_too():
     lookup, output = SuffixLookup(2), [1, 2, 3]
-    lookup.start(REQUEST).propose([DraftRow(0, [9], output, 1)])
+    lookup.start(TARGET).propose([DraftRow([9], output, 1)])
     output += [4, 5, 6]
     assert proposed(lookup, [9, 3, 4]) == [5, 6]
 
 
 def test_requests_that_run_at_the_same_time_do_not_disturb_each_other():
     lookup = SuffixLookup(2)
-    one, other = lookup.start(REQUEST), lookup.start(REQUEST)
-    assert one.propose([DraftRow(0, [1, 2, 3, 1, 2], [], 2)]) == [[3, 1]]
-    assert other.propose([DraftRow(0, [1, 2, 5, 1, 2], [], 2)]) == [[5, 1]]
-    assert one.propose([DraftRow(0, [1, 2, 3, 1, 2], [3], 1)]) == [[1]]
+    one, other = lookup.start(TARGET), lookup.start(TARGET)
+    row = DraftRow([1, 2, 3, 1, 2], [], 2)
+    assert one.propose([row]) == [[3, 1]]
+    assert other.propose([DraftRow([1, 2, 5, 1, 2], [], 2)]) == [[5, 1]]
+    row.output.append(3)
+    assert one.propose([row]) == [[1, 2]]
 
 
 def test_memory_is_bounded_and_holds_the_latest():
@@ -304,7 +308,7 @@ def test_vocabularies_that_cannot_be_written_out_are_compared_by_their_texts():
 
 def broken(result):
     class Broken:
-        def start(self, request):
+        def start(self, target):
             return self
 
         def propose(self, rows):

@@ -59,12 +59,11 @@ def test_a_suffix_lookup():
     def requests(chance):
         for _ in range(12):
             drafting, prompt = lookup.start(None), [chance.randrange(4) for _ in range(20)]
-            outputs = [[] for _ in range(3)]
+            rows = [DraftRow(prompt, [], 4) for _ in range(3)]
             for _ in range(12):
-                rows = [DraftRow(owner, prompt, output, 4) for owner, output in enumerate(outputs)]
-                for proposed, output in zip(drafting.propose(rows), outputs, strict=True):
+                for proposed, row in zip(drafting.propose(rows), rows, strict=True):
                     assert set(proposed) <= set(range(4))
-                    output.append(chance.randrange(4))
+                    row.output.append(chance.randrange(4))
 
     for _ in range(4):
         lookup = SuffixLookup(max_tokens=300)

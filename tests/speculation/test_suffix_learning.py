@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from onward import LanguageModel, Speculator
 from onward.decoding.speculation import DraftRow, SuffixLookup
-from onward.decoding.speculation.suffix import SuffixAutomaton
+from onward.decoding.speculation.lookup import SuffixAutomaton
 from onward.engine import Engine
 from onward.ops.heads import BLOCK
 from onward.testing import ByteTokenizer, tiny_model
@@ -21,14 +21,19 @@ OUTPUTS = st.lists(st.lists(st.integers(0, 3), max_size=12), min_size=1, max_siz
 def one_after_another(outputs, **options):
     lookup = SuffixLookup(1, **options)
     for output in outputs:
-        lookup.start(None).propose([DraftRow(0, [9], output, 1)])
-    lookup.start(None)
+        lookup.propose([DraftRow([9], output)])
+    begin(lookup)
     return lookup
+
+
+def begin(lookup):
+    """Another row begins, and the lookup learns what all others have put out."""
+    lookup.propose([DraftRow([9], [])])
 
 
 def continuation(lookup, ids, wanted=200):
     """What a new request that has no text of its own to copy from is proposed."""
-    return list(lookup.start(None).propose([DraftRow(0, [], ids, wanted)])[0])
+    return lookup.propose([DraftRow([], ids, wanted)])[0]
 
 
 def matched(automaton, text):
@@ -43,22 +48,19 @@ def matched(automaton, text):
 
 @given(OUTPUTS, st.data())
 def test_overlapping_requests_teach_what_they_teach_one_after_another(outputs, data):
-    """Rows of several requests grow in any order, other requests begin meanwhile, and some are asked twice."""
+    """Rows grow in any order, others begin meanwhile, and some are asked twice."""
     lookup = SuffixLookup(1)
-    rows = {at: [] for at in range(len(outputs))}
-    of_request = data.draw(st.lists(st.integers(0, 2), min_size=len(outputs), max_size=len(outputs)))
-    requests = {}
-    for at, output in rows.items():
-        drafting = requests.setdefault(of_request[at], lookup.start(None))
-        drafting.propose([DraftRow(at, [9], output, 1)])
-    while growing := [at for at, output in rows.items() if len(output) < len(outputs[at])]:
+    rows = [DraftRow([9], []) for _ in outputs]
+    for row in rows:
+        lookup.propose([row])
+    while growing := [at for at, row in enumerate(rows) if len(row.output) < len(outputs[at])]:
         at = data.draw(st.sampled_from(growing))
-        rows[at].append(outputs[at][len(rows[at])])
+        rows[at].output.append(outputs[at][len(rows[at].output)])
         if data.draw(st.booleans()):
-            lookup.start(None)
+            begin(lookup)
         if data.draw(st.booleans()):
-            requests[of_request[at]].propose([DraftRow(at, [9], rows[at], 1)])
-    lookup.start(None)
+            lookup.propose([rows[at]])
+    begin(lookup)
     sequential = one_after_another(outputs)
     learnt, expected = lookup._earlier.automaton, sequential._earlier.automaton
     assert len(learnt) == len(expected), "each id once"
@@ -96,27 +98,27 @@ def places(text, run):
 def test_a_text_that_has_been_learnt_to_its_end_is_drafted_for_from_itself():
     """Another request begins between two drafts, so all of the row's own output is among what was learnt."""
     lookup = SuffixLookup(1)
-    drafting = lookup.start(None)
-    output = [1, 2, 3, 1, 2]
-    assert drafting.propose([DraftRow(0, [9], output, 2)]) == [[3, 1]]
-    lookup.start(None)
-    assert drafting.propose([DraftRow(0, [9], output, 2)]) == [[3, 1]]
+    row = DraftRow([9], [1, 2, 3, 1, 2], 2)
+    assert lookup.propose([row]) == [[3, 1]]
+    begin(lookup)
+    assert lookup.propose([row]) == [[3, 1]]
 
 
 def test_no_more_than_max_tokens_are_remembered_of_texts_that_grow_together():
     lookup = SuffixLookup(2, max_tokens=300)
     for turn in range(6):
-        drafting, outputs = lookup.start(None), [[] for _ in range(5)]
+        outputs = [[] for _ in range(5)]
+        rows = [DraftRow([9], output) for output in outputs]
         for at in range(60):
             for row, output in enumerate(outputs):
                 output.append(1000 * turn + 100 * row + at)
-            drafting.propose([DraftRow(row, [9], output, 1) for row, output in enumerate(outputs)])
-            lookup.start(None)
+            lookup.propose(rows)
+            begin(lookup)
             assert len(lookup._earlier.automaton) <= 300
     assert all(continuation(lookup, output[-4:-2]) == output[-2:] for output in outputs), "the latest are remembered"
-    del drafting
-    lookup.start(None)
-    assert not lookup._outputs
+    del rows
+    begin(lookup)
+    assert [output.ids for output in lookup._outputs] == [[]], "of the row that began last"
 
 
 # ── in an engine ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -155,7 +157,7 @@ def test_an_engine_teaches_whole_outputs(limits):
     alone = served(requests, SuffixLookup(), together=False, max_sequences=2)
     outputs = [each.token_ids for completion in completions for each in (completion, *completion.others)]
     assert outputs == [each.token_ids for completion in alone for each in (completion, *completion.others)]
-    lookup.start(None)
+    begin(lookup)
     learnt = lookup._earlier.automaton
     assert len(learnt) == len(one_after_another(outputs)._earlier.automaton), "each once"
     for output in outputs:
@@ -182,7 +184,7 @@ def test_what_a_request_put_out_before_it_was_cancelled_or_failed_is_learnt():
             failing.result(SECONDS)
     assert output[:20] == begun
     right = lm.generate("fails", seed=1, max_new_tokens=19, temperature=1.0).token_ids
-    lookup.start(None)
+    begin(lookup)
     for learnt in (output, right):
         assert matched(lookup._earlier.automaton, learnt) == list(range(1, len(learnt) + 1))
 
@@ -208,17 +210,15 @@ def test_the_counts_of_drafts_outlive_a_preemption():
 
 
 def test_a_drafter_keeps_no_request_alive():
-    lookup, begun = SuffixLookup(), []
-    lm = LanguageModel(MODEL, ByteTokenizer(), prefix_memory=0)
+    lm, begun = LanguageModel(MODEL, ByteTokenizer(), prefix_memory=0), []
 
     class Watched(SuffixLookup):
-        def start(self, request):
-            drafting = lookup.start(request)
-            begun.append(weakref.ref(drafting))
-            return drafting
+        def propose(self, rows):
+            begun.extend(map(weakref.ref, rows))
+            return super().propose(rows)
 
     speculator = Speculator(Watched(), length=3)
     lm.generate(["one", "two"], max_new_tokens=20, seed=1, temperature=1.0, draft=speculator)
     gc.collect()
     assert begun
-    assert all(drafting() is None for drafting in begun)
+    assert all(row() is None for row in begun)

@@ -60,7 +60,7 @@ def test_a_row_that_cannot_go_on_after_a_wrong_draft_takes_no_id_from_the_others
     plain = texts(model, [[0], [1]], [3, 9], params)
     assert plain == [[1, 2, 3], [2, 3, 4, 0, 1, 2, 3, 4, 0]]
     drafts = {0: [2, 1, 3, 4, 0, 0], 1: plain[1]}
-    guess = Guess(lambda row: drafts[row.owner][len(row.output) :][: row.wanted])
+    guess = Guess(lambda row: drafts[guess.owner(row)][len(row.output) :][: row.wanted])
     sequences = sequences_of([[0], [1]], [3, 9], params)
     decode(model, sequences, speculator=fixed(guess, 6))
     assert [sequence.token_ids for sequence in sequences] == plain

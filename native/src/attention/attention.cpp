@@ -227,6 +227,7 @@ struct OnwardAttention {
   float scale;
   float softcap;            // scores become softcap tanh(score / softcap) before the mask; 0: not
   int32_t dtype;
+  int32_t cache_format;     // of keys and values: kFloatRows
   // int32 [B, positions / 64], or null: keys are [N, G, 64, D], values [N, G, 64, E], and entry m of a row is the block
   // of its positions 64 m, …, 64 m + 63.
   const int32_t* table;
@@ -237,6 +238,7 @@ struct OnwardAttention {
 ONWARD_API int32_t onward_attention(const OnwardAttention* arguments) {
   using namespace onward::attention;
   const auto& a = *arguments;
+  if (a.cache_format != kFloatRows) return onward::kBadArgument;
   const auto tensor = [](const void* data, const int64_t* strides, int64_t dim) {
     return Tensor{data, strides[0], strides[1], strides[2], dim};
   };

@@ -8,6 +8,9 @@
 
 namespace onward::attention {
 
+// The formats of a cache's rows (KVFormat.code in Python): floats of the dtype of the queries.
+constexpr int32_t kFloatRows = 0;
+
 // Inner loops whose arrays must become registers: unrolled, inlined into one function each, and that
 // function kept apart, so that the compiler's choices do not change with what surrounds them.
 #define ONWARD_UNROLL_TILE _Pragma("GCC unroll 16")

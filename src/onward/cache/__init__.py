@@ -1,13 +1,14 @@
 """KV caches: storage for the keys and values of past positions."""
 
 from onward.cache.dense import KVCache, SizedCache, length_of
-from onward.cache.kinds import LayerShape, StateShape
 from onward.cache.manager import PagedCacheManager
 from onward.cache.paged import KVPool, PagedKVCache
+from onward.cache.plan import CachePlan, LayerShape, StateShape
 from onward.cache.slot import AdapterRef, Slot
 
 __all__ = [
     "AdapterRef",
+    "CachePlan",
     "KVCache",
     "KVPool",
     "LayerShape",

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from onward.cache.paged import KVPool
-from onward.cache.slot import Slot
+from onward.cache.slot import RELEASED, Slot, index_of
 
 
 class _Table(NamedTuple):
     """A block table for some number of rows.
 
     host: int32 [B, K * M]: M full-attention blocks, then M sliding-window blocks, if any. device: the same on the
-    pool's device. states, adapters: int32 [B] there, each row's state slot and adapter index. stamps: of the slot
+    pool's device. states, adapters: int32 [B] there, each row's block of states and adapter index. stamps: of the slot
     that each row was written for; -1 for none.
     """
 
@@ -40,42 +40,40 @@ class BlockTableTensors:
         self._tables: dict[int, _Table] = {}
         self._caches: dict[tuple[int, bool], Any] = {}
 
-    def current(self, stamps: list[int], adapted: bool = False) -> Any:
-        """The cache of the rows with these stamps, if its table is up to date. adapted: whether rows have adapters."""
-        batch = len(stamps)
-        cache = self._caches.get((batch, adapted))
-        return cache if cache is not None and self._table(batch).stamps[:batch] == stamps else None
-
-    def view(
-        self, rows: Sequence[Slot], stamps: list[int], states: Sequence[int] = (), adapters: Sequence[int] = ()
-    ) -> Any:
-        """The cache of these rows, valid until the next call. Entries without a block name the spare block. stamps: of
-        the rows, all above 0. states: their state slots, if any. adapters: their adapter indices."""
-        batch = len(rows)
-        table = self._table(batch)
-        host = table.host.numpy()
-        for row, (place, stamp) in enumerate(zip(rows, stamps, strict=True)):
-            if table.stamps[row] != stamp:
-                table.stamps[row] = -1  # until it is complete, in case of an interrupt
-                host[row, : len(place.blocks)] = place.blocks
-                host[row, len(place.blocks) : self._width] = self._spares[0]
-                if len(self._spares) > 1:
-                    windows = host[row, self._width :]
-                    windows[:] = self._spares[1]
-                    windows[list(place.windows)] = list(place.windows.values())
-                if table.device is not table.host:
-                    table.device[row].copy_(table.host[row])
-                if states:
-                    table.states[row] = states[row]
-                if adapters:
-                    table.adapters[row] = adapters[row]
-                table.stamps[row] = stamp
+    def view(self, slots: Sequence[Slot]) -> Any:
+        """The cache of these rows, valid until the next call; the same object while rows stay. Entries without a block
+        name the spare block."""
+        batch = len(slots)
+        stamps = [slot.stamp for slot in slots]
+        adapters = [index_of(slot.adapter) for slot in slots]
         key = batch, any(adapters)
+        table = self._table(batch)
+        if table.stamps[:batch] != stamps:
+            for row, slot in enumerate(slots):
+                if table.stamps[row] != slot.stamp:
+                    assert slot.stamp, RELEASED
+                    table.stamps[row] = -1  # until it is complete, in case of an interrupt
+                    self._write(table, row, slot, adapters[row])
+                    table.stamps[row] = slot.stamp
         if key not in self._caches:
-            slots = () if self._memory.states is None else (table.states[:batch],)
-            cache = self._memory.view(*torch.split(table.device[:batch], self._width, 1), *slots)
+            states = () if self._memory.states is None else (table.states[:batch],)
+            cache = self._memory.view(*torch.split(table.device[:batch], self._width, 1), *states)
             self._caches[key] = cache._replace(adapters=(table.adapters[:batch],)) if key[1] else cache
         return self._caches[key]
+
+    def _write(self, table: _Table, row: int, slot: Slot, adapter: int) -> None:
+        host = table.host.numpy()[row]
+        host[: len(slot.blocks)] = slot.blocks
+        host[len(slot.blocks) : self._width] = self._spares[0]
+        if len(self._spares) > 1:
+            windows = host[self._width :]
+            windows[:] = self._spares[1]
+            windows[list(slot.windows)] = list(slot.windows.values())
+        if table.device is not table.host:
+            table.device[row].copy_(table.host[row])
+        if slot.state is not None:
+            table.states[row] = slot.state
+        table.adapters[row] = adapter
 
     def _table(self, batch: int) -> _Table:
         rows = 1 << max(batch - 1, 0).bit_length()

@@ -7,14 +7,14 @@ lengths finds the position dimension.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypedDict, Unpack, runtime_checkable
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from onward import ops
-from onward.cache.kinds import LayerShape, RecurrentState, StateShape, holds, lazy_zeros, new_states, of_layer
+from onward.cache.plan import CachePlan, LayerShape, RecurrentState, holds, new_states, of_layer
 from onward.util.text import described, in_bytes
 
 
@@ -87,11 +87,41 @@ def length_of(cache: object) -> int | None:
     return cache.max_len if cache is not None and isinstance(cache, SizedCache) else None
 
 
+def layers_of(keys: Sequence[Tensor]) -> str:
+    """A cache's layers for its repr."""
+    layer = f"{list(keys[0].shape)} {str(keys[0].dtype).removeprefix('torch.')}" if keys else "[] "
+    return f"{len(keys)} layers of {layer}"
+
+
+class AttentionOptions(TypedDict, total=False):
+    """Options of `ops.cached_attention`."""
+
+    value_dim: int | None
+    window: int | None
+    scale: float | None
+    sinks: Tensor | None
+    softcap: float | None
+
+
+def write_and_attend(
+    keys: Tensor, values: Tensor, table: Tensor | None, q: Tensor, k: Tensor | None, v: Tensor | None, offsets: Tensor,
+    options: AttentionOptions,
+) -> Tensor:  # fmt: skip
+    """`KVCache.attend` over the tensors of a layer."""
+    if k is not None:
+        ops.write_cache(keys, k, offsets, table)
+    if v is not None:
+        ops.write_cache(values, v, offsets, table)
+    stored = values if options.get("value_dim") is None else None
+    return ops.cached_attention(q, keys, stored, offsets, table=table, **options)
+
+
 class KVCache(NamedTuple):
     """Keys and values of every layer; a pytree of fixed-shape tensors.
 
-    keys, values: a tensor [B, G, S, D] per layer: B rows, G key/value heads, S = max_len positions, D features.
-    states: of the recurrent layers, if any (`onward.cache.kinds`), with slot b for row b.
+    keys, values: a tensor [B, G, S, D] per layer: B rows, G key/value heads, S = max_len positions, D features or the
+        width of another format (`onward.ops.kv_format`).
+    states: of the recurrent layers, if any (`onward.cache.plan`), with slot b for row b.
     adapters: int32 [B], the index of each row's adapter, if any row has one (docs/adapters.md).
     """
 
@@ -102,46 +132,25 @@ class KVCache(NamedTuple):
 
     @classmethod
     def new(
-        cls,
-        *,
-        num_layers: int,
-        batch: int,
-        num_kv_heads: int,
-        max_len: int,
-        head_dim: int,
-        dtype: torch.dtype,
+        cls, *, num_layers: int, batch: int, num_kv_heads: int, max_len: int, head_dim: int, dtype: torch.dtype,
         device: torch.device | str,
-    ) -> "KVCache":
+    ) -> "KVCache":  # fmt: skip
         """An empty cache of equal layers (`of`)."""
-        shapes = [LayerShape(num_kv_heads, head_dim, head_dim)] * num_layers
-        return cls.of(shapes, batch=batch, max_len=max_len, dtype=dtype, device=device)
+        shape = LayerShape(num_kv_heads, head_dim, head_dim)
+        return cls.of(CachePlan((shape,) * num_layers, dtype, device), batch, max_len)
 
     @classmethod
-    def of(
-        cls,
-        shapes: Sequence[LayerShape],
-        *,
-        batch: int,
-        max_len: int,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        states: Sequence[StateShape] = (),
-    ) -> "KVCache":
-        """An empty cache of these layers, all in one buffer, and of recurrent states. A large one takes memory as it is
-        written."""
-        widths = [*((shape.num_kv_heads, shape.key_dim) for shape in shapes)]
-        widths += [(shape.num_kv_heads, shape.value_dim) for shape in shapes]
-        sizes = [batch * heads * max_len * width for heads, width in widths]
-        parts = torch.split(lazy_zeros((sum(sizes),), dtype, torch.device(device)), sizes)
-        layers = tuple(
-            part.view(batch, heads, max_len, width) for part, (heads, width) in zip(parts, widths, strict=True)
-        )
-        return cls(layers[: len(shapes)], layers[len(shapes) :], new_states(states, batch, dtype, device))
+    def of(cls, plan: CachePlan, batch: int, max_len: int) -> "KVCache":
+        """An empty cache, with all layers in one buffer. A large one takes memory as it is written.
+
+        Raises:
+            RequestError: the system refuses the allocation.
+        """
+        _, keys, values = plan.new_layers(batch, max_len, by_row=False)
+        return cls(keys, values, new_states(plan.states, batch, plan.dtype, plan.device))
 
     def __repr__(self) -> str:
-        shape = list(self.keys[0].shape) if self.keys else []
-        dtype = str(self.keys[0].dtype).removeprefix("torch.") if self.keys else ""
-        return described(self, f"{len(self.keys)} layers of {shape} {dtype}", in_bytes(self.nbytes))
+        return described(self, layers_of(self.keys), in_bytes(self.nbytes))
 
     @property
     def batch(self) -> int:
@@ -166,48 +175,19 @@ class KVCache(NamedTuple):
         """Whether a row has the recurrent states after this many positions."""
         return holds(self.states, row, positions)
 
-    def first_rows(self, batch: int) -> "KVCache":
-        """The cache of the first `batch` rows, over the same memory."""
-        return KVCache(*(tuple(layer[:batch] for layer in part) for part in self))
-
     def state(self, layer: int) -> RecurrentState:
         """The states of a recurrent layer, counted among the recurrent layers."""
         return of_layer(self.states, layer, None)
 
-    def write(self, layer: int, k: Tensor, v: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
-        """Store k and v [B, G, T, D] of a layer at positions from `offsets` int32 [B] on; return its whole buffers.
-
-        Raises:
-            RequestError: as `ops.write_cache`, if a gradient is required.
-        """
-        keys, values = self.keys[layer], self.values[layer]
-        ops.write_cache(keys, k, offsets)
-        ops.write_cache(values, v, offsets)
-        return keys, values
-
     def attend(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor | None,
-        v: Tensor | int | None,
-        offsets: Tensor,
-        *,
-        window: int | None = None,
-        scale: float | None = None,
-        sinks: Tensor | None = None,
-        softcap: float | None = None,
-    ) -> Tensor:
+        self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, offsets: Tensor,
+        **options: Unpack[AttentionOptions],
+    ) -> Tensor:  # fmt: skip
         """Store k and v [B, G, T, D] of a layer, then attend with q [B, H, T, D] (`ops.cached_attention`).
 
-        k, v: None if another layer has already stored these keys and values. v is a number E if values are the first E
-            features of the keys, and not stored themselves.
+        k, v: None if another layer has already stored these keys and values. v is None too with `value_dim`.
+
+        Raises:
+            RequestError: as the ops, for example if a gradient is required.
         """
-        keys, values = self.keys[layer], self.values[layer]
-        if k is not None:
-            ops.write_cache(keys, k, offsets)
-        if isinstance(v, int):
-            values = keys[..., :v]
-        elif v is not None:
-            ops.write_cache(values, v, offsets)
-        return ops.cached_attention(q, keys, values, offsets, window=window, scale=scale, sinks=sinks, softcap=softcap)
+        return write_and_attend(self.keys[layer], self.values[layer], None, q, k, v, offsets, options)

@@ -1,29 +1,29 @@
 """The paged cache manager: slots that share the blocks of common prefixes.
 
-A `Slot` is a row: a list of blocks for a number of positions. `acquire` finds final blocks through a trie of tokens
-(`onward.cache.prefix_index`) while they are held and, within a budget, afterwards. Blocks that a slot may still write
-are its own.
+A `Slot` is a row: a list of blocks for a number of positions. `acquire` finds final blocks through the prefix index
+while they are held and, within a budget, afterwards. Blocks that a slot may still write are its own.
 """
 
 import operator
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch.utils._pytree import tree_leaves
 
+from onward.cache.allocator import Allocator, Prefix
+from onward.cache.block_kinds import RecurrentStates, SlidingWindow, kinds_of
 from onward.cache.block_table import BlockTableTensors
 from onward.cache.paged import KVPool
-from onward.cache.pools import Pools, PrefixIndex
-from onward.cache.prefix_index import PrefixMatch
-from onward.cache.slot import NEVER, AdapterRef, CacheView, Slot, index_of
+from onward.cache.prefix_index import PrefixIndex
+from onward.cache.slot import NEVER, RELEASED, AdapterRef, CacheStats, CacheView, Ids, PrefixMatch, PrefixNode, Slot
 from onward.errors import ContextOverflowError, RequestError
 from onward.native import library
 from onward.ops.heads import BLOCK
-from onward.ops.recurrent_state import STATE_BLOCK
 from onward.util.checks import check_whole
-from onward.util.process import renew_in_forks
+from onward.util.process import renew_in_forks, sigint_deferred
 from onward.util.text import described
 
 _WARM_BLOCKS = 8
@@ -35,19 +35,22 @@ class PagedCacheManager:
 
     `acquire`, `fork` and `reserve` raise `ContextOverflowError` for a length that never fits.
 
-    After an interrupt or failed copy, the next call rebuilds the accounts from the slots and empties the prefix index.
-    A forked child releases the slots of the parent's other threads.
+    Ctrl-C waits for the end of a change. After a failed copy of blocks, all slots are as before; cached blocks may have
+    been evicted for it. A forked child releases the slots of the parent's other threads. If one of these was in the
+    middle of a change, the child's own slots are empty too and can only be released.
 
     Args:
         max_len: the most positions of a slot.
         cached_blocks: the most cached blocks, which no slot holds.
-        warm_blocks: how many free blocks keep their memory (`BlockAccounts`).
+        warm_blocks: how many free blocks keep their memory (`BlockKind`).
         block: positions of a block.
         nbytes: the most memory in use; by default all of the pool.
 
     shares_rows: True with native kernels: they read blocks shared by rows of one slot once, torch copies them for each.
         Recurrent layers process tokens one by one, so their rows share no slot.
-    hits, lookups: positions that `acquire` reused, and was asked for, in all.
+    unit_nbytes: the bytes of a block as it is counted: with sliding layers or recurrent states, a unit of memory, of
+        which a sequence takes the worth of everything it holds.
+    weights_version: of the weights that compute new entries.
     """
 
     whole = False
@@ -67,124 +70,114 @@ class PagedCacheManager:
         check_whole("warm_blocks", warm_blocks, low=0)
         self.lock = threading.RLock()
         self.shares_rows = memory.states is None and memory.device.type == "cpu" and library() is not None
-        self.max_len = max_len
-        self.block = block
-        self.hits = self.lookups = 0
-        self._memory = memory
-        self._pools = pools = Pools(memory, block, cached_blocks, warm_blocks, nbytes)
-        self._budget, self._pool, self._windows, self._states = pools.budget, pools.blocks, pools.windows, pools.states
-        self._index = PrefixIndex(pools)
+        self.max_len, self.block, self._memory = max_len, block, memory
+        self._hits = self._lookups = 0
+        if memory.states is not None:
+            cached_blocks = -(-cached_blocks // 2)  # their states may take as much
+        self._sizes = cached_blocks, warm_blocks, nbytes
         self._tables = BlockTableTensors(memory, -(-max_len // block))
-        self._slots: dict[Slot, None] = {}
-        self._key: object = None
-        self._changing = False
-        self._left: deque[tuple[Slot, Sequence[int]]] = deque()
+        self.weights_version: object = None
+        self._reset()
         renew_in_forks(self)
 
+    def _reset(self) -> None:
+        """Begin without slots."""
+        cached_blocks, warm_blocks, nbytes = self._sizes
+        self._kinds = kinds_of(self._memory, self.block, cached_blocks, warm_blocks)
+        self._allocator = Allocator(self._kinds, nbytes, cached_blocks)
+        self._index = PrefixIndex(self._allocator, self.block)
+        self._windows = [kind for kind in self._kinds if isinstance(kind, SlidingWindow)]
+        self._states = [kind for kind in self._kinds if isinstance(kind, RecurrentStates)]
+        self._slots: dict[Slot, None] = {}
+        self._released: deque[tuple[Slot, Sequence[int], bool]] = deque()
+        self._changing = False
+        self.unit_nbytes = self._allocator.unit
+
     def __repr__(self) -> str:
-        counts = f"{self.total} blocks of {self.block} positions", f"{self.free} free", f"{self.cached} cached"
-        return described(self, *counts, f"{self.held} held")
+        total, available, cached, *_ = self.stats()
+        blocks = f"{total} blocks of {self.block} positions"
+        return described(self, blocks, f"{available - cached} free", f"{cached} cached", f"{total - available} held")
 
-    @property
-    def total(self) -> int:
-        """The number of blocks: free + cached + held."""
-        return self._budget.total
-
-    @property
-    def free(self) -> int:
-        """Blocks that are neither held nor cached."""
+    def stats(self) -> CacheStats:
         with self.lock:
-            return self.available - self.cached
+            self._release_all()
+            total, available, cached = self._allocator.total, self._allocator.available, self._allocator.cached
+            return CacheStats(total, available, min(available, cached), self._hits, self._lookups)
 
-    @property
-    def cached(self) -> int:
-        """Blocks of the prefix index that no slot holds; they are evicted when room is needed."""
-        with self.lock:
-            self._mend()
-            return self._budget.cached
+    def cost(self, length: int, shared: int = 0) -> int:
+        return self._allocator.cost(-(-length // self.block)) - shared // self.block * self._kinds[0].price
 
-    @property
-    def held(self) -> int:
-        """Blocks that slots hold or reserve."""
-        return self.total - self.available
-
-    @property
-    def available(self) -> int:
-        """Blocks that can be allocated now: free and cached ones."""
-        with self.lock:
-            self._mend()
-            return self._budget.available
-
-    @property
-    def unit_nbytes(self) -> int:
-        """The bytes of a block."""
-        return self._budget.prices.unit
-
-    def blocks_for(self, length: int) -> int:
-        return self._pools.price(length)
-
-    def shared_blocks(self, positions: int) -> int:
-        return positions // self.block * self._budget.prices.block
-
-    def blocks_of(self, slots: Sequence[Slot]) -> int:
-        return self._pools.price_of(slots)
+    def cost_of(self, slots: Sequence[Slot]) -> int:
+        return self._allocator.cost_of(slots)
 
     def can_hold(self, length: int) -> bool:
         """Whether `length` positions could be reserved without any other slot."""
-        return length <= self.max_len and self._pools.can_hold(length)
+        return length <= self.max_len and self._allocator.can_hold(-(-length // self.block))
+
+    @contextmanager
+    def _change(self, slot: Slot | None = None) -> Iterator[None]:
+        """Hold the lock for a change, after all earlier releases. slot: one that must exist."""
+        with self.lock, sigint_deferred():
+            assert not self._changing, "changes are not nested"
+            self._changing = True
+            try:
+                while self._released:
+                    self._leave(*self._released.popleft())
+                assert slot is None or slot in self._slots, RELEASED
+                yield
+            finally:
+                try:
+                    self._allocator.settle()
+                finally:
+                    self._changing = False
 
     def acquire(
-        self, ids: Sequence[int], length: int, *, reuse: bool = True, adapter: AdapterRef | None = None
+        self,
+        ids: Sequence[int],
+        length: int,
+        *,
+        reuse: bool = True,
+        adapter: AdapterRef | None = None,
+        pin: Slot | None = None,
     ) -> tuple[Slot, int] | None:
         """Allocate a slot of `length` positions for a sequence that begins with `ids`.
 
         Args:
             adapter: the adapter that computes its keys and values; only blocks of an equal one are reused.
             reuse: whether to look for a cached prefix of `ids`.
+            pin: a pinned prefix (`release`), which is released for the slot: its blocks are reused or count as room.
 
         Returns:
             The slot, and how many of its first positions already hold these ids: at most len(ids) - 1, because the
             model predicts from the last id. None, with nothing changed, if there is no room now.
         """
         self._check_length(length)
-        with self.lock:
-            self._mend()
-            pool, count = self._pool, self._pools.count(length)
-            limit = min(len(ids) - 1, length)
-            match, kept = self._index.match(ids, limit if reuse else 0, adapter)
-            if match.partial is not None and not self._pools.fit_after(match, count):
-                match, kept = self._index.reusable(PrefixMatch(match.path, None, 0))
-            if not self._pools.fit_after(match, count):
+        with self._change(pin):
+            if pin is not None:
+                pinned = PrefixMatch(self._index.nodes(pin), pin.length)
+                self._allocator.leave(pin)
+            limit, blocks = min(len(ids) - 1, length) if reuse else 0, -(-length // self.block)
+            match = self._index.match(ids, limit, adapter)
+            prefix = self._allocator.prefix(match)
+            fits = self._allocator.fits(prefix, blocks)
+            if not fits and match.positions % self.block:
+                full = match.positions // self.block
+                match = self._index.usable(PrefixMatch(match.nodes[:full], full * self.block))
+                prefix = self._allocator.prefix(match)
+                fits = self._allocator.fits(prefix, blocks)
+            if not fits:
+                if pin is not None:
+                    self._allocator.pin(pin, pinned)
                 return None
-            self._changing = True
-            path, partial, common = match
-            reused = len(path) * self.block + common
-            source = None if partial is None else partial.window
-            pool.hold(node.block for node in path)
-            slot = Slot([node.block for node in path], length, sealed=len(path), adapter=adapter)
-            self._windows.reserve(slot, self._windows.most(count))
-            self._windows.begin(
-                slot, reused, {at: node.window for at, node in enumerate(path) if node.window is not None}
-            )
-            if partial is not None:
-                pool.touch(partial)
-            slot.state = self._states.take() if kept is None else self._states.fork_kept(kept)
-            if source is not None:
-                self._windows.copy_part(slot, reused, source)
-            own = [pool.take() for _ in range(count - len(path))]
-            # The block to copy from may be the only one that could be taken. Then its content is already in place.
-            if partial is not None and own[0] != partial.block:
-                self._memory.copy(partial.block, own[0], common)
-            slot.place([*slot.blocks, *own])
-            slot.branch = self._index.branch(ids, limit, adapter) if reuse else 0
-            slot.noted = len(path)
-            self._set_note_at(slot)
-            self._slots[slot] = None
+            slot = self._new_slot(prefix, length, adapter)
+            slot.branch = self._index.branch(ids, limit, adapter) if self._states else 0
+            self._set_note_at(slot, slot.noted)
+            if pin is not None:
+                self._forget(pin)
             if reuse:
-                self.lookups += len(ids)
-                self.hits += reused
-            self._changing = False
-            return slot, reused
+                self._lookups += len(ids)
+                self._hits += match.positions
+            return slot, match.positions
 
     def fork(self, slot: Slot, positions: int, length: int) -> Slot | None:
         """Allocate a slot of `length` positions that starts with the first `positions` of another.
@@ -194,197 +187,128 @@ class PagedCacheManager:
         """
         assert 0 <= positions <= min(slot.length, length), (positions, slot.length, length)
         self._check_length(length)
-        with self.lock:
-            self._mend(slot)
-            pool = self._pool
-            full, part = divmod(positions, self.block)
-            count = self._pools.count(length)
-            if not self._pools.fit(count - full, self._windows.most(count), 1) or not self.holds(slot, positions):
+        with self._change(slot):
+            prefix = self._allocator.prefix_of(slot, positions, self._index.nodes(slot))
+            if prefix is None or not self._allocator.fits(prefix, -(-length // self.block)):
                 return None
-            self._changing = True
-            shared, nodes = slot.blocks[:full], self._index.nodes(slot)
-            pool.hold(shared)
-            fork = Slot(shared, length, sealed=full, adapter=slot.adapter)
-            self._windows.reserve(fork, self._windows.most(count))
-            self._windows.fork(slot, fork, positions, nodes)
-            own = [pool.take() for _ in range(count - full)]
-            if part:
-                self._memory.copy(slot.blocks[full], own[0], part)
-            slot.sealed = max(slot.sealed, full)
-            fork.place([*shared, *own])
-            fork.state = self._states.fork(slot.state)
-            fork.findable = slot.findable
-            fork.noted = min(slot.noted, full)
-            self._set_note_at(fork)
-            self._slots[fork] = None
-            self._changing = False
+            fork = self._new_slot(prefix, length, slot.adapter)
+            fork.findable, fork.noted = slot.findable, min(slot.noted, fork.noted)
+            self._set_note_at(fork, fork.noted)
             return fork
+
+    def _new_slot(self, prefix: Prefix, length: int, adapter: AdapterRef | None) -> Slot:
+        """Allocate a slot that fits."""
+        slot = Slot(length, adapter, noted=prefix.positions // self.block)
+        copies = self._allocator.begin(slot, prefix, -(-length // self.block))
+        self._slots[slot] = None
+        try:
+            for copy in copies:
+                copy()
+        except BaseException:
+            self._allocator.leave(slot)
+            self._forget(slot)
+            raise
+        return slot
+
+    def _set_note_at(self, slot: Slot, blocks: int) -> None:
+        slot.note_at = (blocks + 1) * self.block if slot.findable or self._windows else NEVER
 
     def reserve(self, slot: Slot, length: int) -> bool:
         """Extend the slot to at least `length` positions. Returns False, with nothing changed, if there is no room."""
         self._check_length(length)
-        with self.lock:
-            self._mend(slot)
-            count = self._pools.count(length) - len(slot.blocks)
-            windows = max(slot.max_windows, self._windows.most(self._pools.count(length)))
-            if not self._pools.fit(max(count, 0), windows - slot.max_windows, 0):
+        with self._change(slot):
+            if not self._allocator.extend(slot, -(-length // self.block)):
                 return False
-            self._changing = True
-            if count > 0:
-                slot.place([*slot.blocks, *(self._pool.take() for _ in range(count))])
             slot.length = max(slot.length, length)
-            self._windows.reserve(slot, windows)
-            self._changing = False
             return True
 
-    def holds(self, slot: Slot, positions: int) -> bool:
-        """Whether the slot can continue from an earlier position: not if the window blocks before it or the recurrent
-        states there are gone."""
-        if not self._states.holds(slot.state, positions):
-            return False
-        with self.lock:
-            return self._windows.holds(slot, positions, self._index.nodes(slot))
+    def commit(self, slot: Slot, computed: int, ids: Ids) -> None:
+        """Mark the first `computed` positions as final, which adds full blocks to the prefix index. Call it after every
+        step: it returns immediately unless a block has become full."""
+        if computed < slot.note_at:  # another thread may change note_at; then this is done a block later
+            return
+        assert computed <= slot.length, (computed, slot.length)
+        with self._change(slot):
+            self._insert(slot, ids(0, computed))
+            for kind in self._windows:
+                kind.pass_on(slot, computed)
+            self._set_note_at(slot, computed // self.block)
 
-    def truncate(self, slot: Slot, positions: int) -> None:
-        """Keep only the first `positions` positions. A shared block that is cut is replaced by a copy of its part.
+    def _insert(self, slot: Slot, ids: Sequence[int]) -> None:
+        """Add the slot's full blocks to the prefix index, and a copy of its states after the last one."""
+        if slot.findable:
+            self._index.insert(slot, ids)
+            full = len(ids) // self.block
+            for kind in self._states if full else ():
+                kind.snapshot(slot, full * self.block, lambda: self._index.node_at(slot, ids, full), self._allocator)
 
-        Raises:
-            ContextOverflowError: another slot holds that block, and there is no room for the copy now. Nothing has
-                changed.
+    def release(self, slot: Slot, ids: Sequence[int] = (), pin: bool = False) -> None:
+        """Release a slot whose first positions hold these ids; they stay cached, including a partial block.
+
+        The garbage collector may call this at any moment, in any thread: while a method runs or another thread holds
+        the lock, the slot is released by the next method.
+
+        pin: whether the slot remains as a pinned prefix, which keeps these ids cached until another release.
         """
-        assert 0 <= positions <= slot.length, (positions, slot.length)
-        with self.lock:
-            self._mend(slot)
-            pool = self._pool
-            full, part = divmod(positions, self.block)
-            kept, dropped = slot.blocks[: full + bool(part)], slot.blocks[full + bool(part) :]
-            cut = kept[-1] if part else None
-            if cut is not None and pool.holders[cut] > 1:
-                freed = sum(pool.holders[block] == 1 for block in dropped)
-                if not self._pools.fit(1 - freed, 0, 0):
-                    raise ContextOverflowError(
-                        f"truncating to {positions} positions needs a block, because the one there is shared; all "
-                        f"{self.total} blocks are in use. Try again when another request has ended"
-                    )
-            self._changing = True
-            nodes = self._index.nodes(slot)
-            slot.noted, slot.sealed = min(slot.noted, full), min(slot.sealed, len(kept))
-            self._set_note_at(slot)
-            slot.length = positions  # first: `_forget` drops blocks past it too
-            slot.place(kept)
-            self._windows.cut(slot, positions, nodes)
-            pool.drop(dropped)
-            pool.settle(dropped)
-            self._windows.own_last(slot, positions)
-            if cut is not None:
-                self._own_last(slot, cut, part)
-            slot.sealed = min(slot.sealed, full)
-            self._changing = False
+        assert slot.stamp or slot in self._slots, RELEASED
+        assert len(ids) <= slot.length or not slot.stamp, (len(ids), slot.length)
+        self._released.append((slot, ids, pin))
+        if self.lock.acquire(blocking=False):
+            try:
+                self._release_all()
+            finally:
+                self.lock.release()
 
-    def _own_last(self, slot: Slot, cut: int, part: int) -> None:
-        """Make the last block, `cut`, private to the slot; its first `part` positions are kept."""
-        pool = self._pool
-        node = pool.nodes[cut]
-        if pool.holders[cut] == 1 and node is None:
-            return
-        if not self._pools.fit(1, 0, 0):  # then no other slot holds it
-            assert node is not None
-            pool.unpublish(node)
-            return
-        own = pool.take()
-        self._memory.copy(cut, own, part)
-        slot.place([*slot.blocks[:-1], own])
-        pool.drop([cut])
-        pool.settle([cut])
+    def pinned(self, pin: Slot) -> int:
+        """How many ids a pinned prefix keeps; 0 after `clear` or another weights version."""
+        with self._change():
+            return pin.length
 
-    def advance(self, slot: Slot, computed: int, ids: Callable[[int, int], Sequence[int]]) -> None:
-        """`note` that the first `computed` positions are final. ids: (first, last) -> their ids."""
-        if computed >= slot.note_at:
-            self.note(slot, ids(0, computed))
+    def _release_all(self) -> None:
+        if self._released and not self._changing:
+            with self._change():
+                """It begins with these releases."""
 
-    def note(self, slot: Slot, ids: Sequence[int]) -> None:
-        """Mark the first len(ids) positions as final, which adds full blocks to the prefix index.
-
-        Call it after every step: it returns immediately unless a block has become full. If the index already has a
-        block with the same tokens, the slot keeps its own outside the index.
-        """
-        if len(ids) < slot.note_at:  # another thread may change note_at; then this is done a block later
-            return
-        with self.lock:
-            self._mend(slot)
-            self._changing = True
+    def _leave(self, slot: Slot, ids: Sequence[int], pin: bool) -> None:
+        assert slot in self._slots, RELEASED
+        ids = ids[: slot.length]  # of a slot that a fork has emptied, none
+        nodes: list[PrefixNode] = []
+        try:
+            self._insert(slot, ids)
+        finally:
             if slot.findable:
-                self._index.note(slot, ids)
-            if self._windows.memory is not None:
-                self._windows.pass_on(slot, len(ids))
-                self._budget.trim()
-                slot.note_at = (len(ids) // self.block + 1) * self.block  # even if the slot is not findable
-            self._changing = False
+                nodes = self._index.leave(slot, ids)
+            self._allocator.leave(slot, len(ids), nodes)
+            if pin:
+                self._allocator.pin(slot, PrefixMatch(nodes[: -(-len(ids) // self.block)], len(ids)))
+            else:
+                self._forget(slot)
 
-    def release_later(self, slot: Slot, ids: Sequence[int] = ()) -> None:
-        """`release` with the next call: the garbage collector may call this in the middle of any other method."""
-        self._left.append((slot, ids))
+    def _forget(self, slot: Slot) -> None:
+        del self._slots[slot]
+        slot.void()
 
-    def release(self, slot: Slot, ids: Sequence[int] = ()) -> None:
-        """Release a slot whose first positions hold these ids; they stay cached, including a partial block."""
+    def view(self, slots: Sequence[Slot], firsts: Sequence[int], tokens: int) -> CacheView:
+        """The cache of these rows, in order, for a forward of `tokens` tokens per row from each slot's first position
+        on; valid until the next `view`. Raises `ContextOverflowError` if the sliding-window blocks of these positions
+        exceed `max_chunk` and there is no room."""
         with self.lock:
-            self._mend(slot)
-            pool = self._pool
-            self._changing = True
-            if slot.findable:
-                self._index.note(slot, ids)
-            del self._slots[slot]
-            pool.drop(slot.blocks)
-            path = self._index.leave(slot, ids) if slot.findable else []
-            self._index.leave_states(slot, len(ids), path)
-            self._windows.release(slot, path)
-            pool.settle(slot.blocks, path)
-            slot.void()
-            self._changing = False
+            for kind in self._windows:
+                for slot, first in zip(slots, firsts, strict=True):
+                    self._provide(kind, slot, first, first + tokens)
+            return CacheView(self._tables.view(slots), range(len(slots)))
 
-    def view(self, slots: Sequence[Slot]) -> Any:
-        """The cache of these rows, in order, for a forward; valid until the next `view`."""
-        with self.lock:
-            stamps = [slot.stamp for slot in slots]
-            adapters = [index_of(slot.adapter) for slot in slots]
-            cache = self._tables.current(stamps, any(adapters))
-            if cache is None:
-                for slot in slots:
-                    self._mend(slot)
-                states = [slot.state for slot in slots if slot.state is not None]
-                cache = self._tables.view(slots, stamps, states, adapters)
-            return cache
-
-    def ensure_writable(self, slots: Sequence[Slot], firsts: Sequence[int], tokens: int) -> None:
-        """Allocate window blocks for writing `tokens` positions of each slot from its first position on. Raises
-        `ContextOverflowError` if these exceed `max_chunk` and there is no room."""
-        if self._windows.memory is None:
-            return
-        for slot, first in zip(slots, firsts, strict=True):
-            missing = self._windows.missing(slot, first, first + tokens)
-            if missing:
-                self._mend(slot)
-                if not self._reserve_windows(slot, len(slot.windows) + len(missing)):
+    def _provide(self, kind: SlidingWindow, slot: Slot, first: int, last: int) -> None:
+        """Allocate the window blocks of the positions first … last - 1."""
+        missing = kind.missing(slot, first, last)
+        if missing:
+            with self._change(slot):
+                if not kind.provide(slot, missing, self._allocator):
                     raise ContextOverflowError(
-                        f"{tokens} positions at once need more sliding-window blocks than are left: process fewer"
+                        f"{last - first} positions at once need more sliding-window blocks than are left: process fewer"
                     )
-                self._changing = True
-                self._windows.provide(slot, missing)
-                self._changing = False
 
-    def _reserve_windows(self, slot: Slot, count: int) -> bool:
-        """Reserve up to `count` window blocks for a slot. Returns False if there is no room now."""
-        more = count - slot.max_windows
-        if more > 0:
-            if not self._pools.fit(0, more, 0):
-                return False
-            self._windows.reserve(slot, count)
-        return True
-
-    def view_of(self, slots: Sequence[Slot], tokens: int) -> CacheView:
-        return CacheView(self.view(slots), range(len(slots)))
-
-    def check_written(self, view: CacheView, cache: Any) -> None:
+    def accept(self, view: CacheView, cache: Any) -> None:
         """Raise `RequestError` unless the forward wrote to the blocks in place and returned the same tensors."""
         if cache is view.cache:
             return
@@ -398,30 +322,20 @@ class PagedCacheManager:
     def groups(self, slots: Sequence[Slot], tokens: int) -> list[list[int]]:
         return [list(range(len(slots)))]
 
-    def max_step_tokens(self, slots: Sequence[Slot], computed: Sequence[int]) -> int:
-        room = self.max_len - max(computed)
-        if self._windows.memory is not None:
-            room = min(room, self.block)
-        return room if self._states.memory is None else min(room, STATE_BLOCK)
+    def room(self, slots: Sequence[Slot], computed: Sequence[int]) -> int:
+        return min(self.max_len - max(computed), *(kind.max_step for kind in self._kinds))
 
     def max_chunk(self, slot: Slot | None, first: int, count: int) -> int:
-        """How many of `count` prompt ids, from position `first` on, to process at once.
-
-        For sliding layers, as many as there are blocks for, which are reserved. For cached recurrent states, up to the
-        last end of a block, since states are cached only there, or to where the prompt diverges from an earlier one,
-        since a third may diverge there too (arXiv 2411.19379). Without a slot (a search with running beams) count is 1.
-        """
-        while slot is not None and count > self.block:
-            with self.lock:
-                self._mend(slot)
-                missing = self._windows.missing(slot, first, first + count)
-                if self._reserve_windows(slot, len(slot.windows) + len(missing)):
-                    break
-            count = max(self.block, count // 2)
-        end = (first + count) // self.block * self.block
-        if slot is None or not self._states.max_kept or end <= first:
+        """How many of `count` prompt ids, from position `first` on, to process at once: as many as there are window
+        blocks for, up to where states can be cached. Without a slot (a search with running beams) count is 1."""
+        if slot is None:
             return count
-        return (slot.branch if first < slot.branch < end else end) - first
+        for window in self._windows:
+            with self._change(slot):
+                count = window.max_chunk(slot, first, count, self._allocator)
+        for states in self._states:
+            count = states.max_chunk(slot, first, count)
+        return count
 
     def read(self, slot: Slot, positions: int) -> Any:
         """A copy of a slot's first positions as a dense cache of one row."""
@@ -431,64 +345,56 @@ class PagedCacheManager:
     def write(self, slot: Slot, cache: Any, positions: int) -> None:
         """Copy the first positions of a dense cache of one row to a slot without shared blocks."""
         with self.lock:
-            seen = self._windows.seen(positions)
-            self.ensure_writable([slot], [seen.start * self.block], positions - seen.start * self.block)
+            for kind in self._windows:
+                self._provide(kind, slot, kind.seen(positions).start * self.block, positions)
             self._memory.write(slot, cache, positions)
 
     def set_weights_version(self, key: object) -> None:
         """Name the weights that compute new entries. A different key empties the prefix index; existing slots keep
-        their blocks, which never enter it again."""
-        with self.lock:
-            if key == self._key:
-                return
+        their blocks, which never enter it again, and pins nothing."""
+        if key == self.weights_version:
+            return
+        with self._change():
             for slot in self._slots:
                 slot.findable, slot.note_at = False, NEVER
-            self._forget()
-            self._key = key
+            self._clear()
+            self.weights_version = key
 
     def clear(self) -> None:
-        """Empty the prefix index and return the memory of all free blocks. Slots keep their blocks."""
-        with self.lock:
-            self._forget()
+        """Empty the prefix index and return the memory of all free blocks. Slots keep their blocks, pins nothing."""
+        with self._change():
+            self._clear()
+
+    def _clear(self) -> None:
+        self._index.clear()
+        for slot in self._slots:
+            slot.noted = 0
+            if slot.is_pin:
+                self._allocator.leave(slot)
+            else:
+                self._set_note_at(slot, 0)
+        for kind in self._kinds:
+            kind.cool(0)
 
     def renew(self) -> None:
         """In a forked child: a new lock; slots of threads that the child lacks are released."""
         self.lock = threading.RLock()
-        left, self._left = self._left, deque()
-        for slot in list(self._slots):
-            if slot.thread != threading.get_ident():
-                self.release(slot)
-        self._left.extend(item for item in left if item[0] in self._slots)
+        if self._changing:
+            slots = [slot for slot in self._slots if slot.thread == threading.get_ident()]
+            self._reset()
+            for slot in slots:
+                slot.void()
+                self._slots[slot] = None  # its owner releases it
+        with self._change():
+            for slot in list(self._slots):
+                if slot.thread != threading.get_ident():
+                    self._leave(slot, (), False)
 
     def _check_length(self, length: int) -> None:
         assert length >= 0, length
         if not self.can_hold(length):
             raise ContextOverflowError(
-                f"cannot reserve {length} positions: a sequence can have at most {self.max_len}, and all {self.total} "
-                f"blocks together hold {self._pools.longest}. Ask for fewer, or provide a larger cache"
+                f"cannot reserve {length} positions: a sequence can have at most {self.max_len}, and all "
+                f"{self._allocator.total} blocks together hold {self._allocator.longest * self.block}. Ask for fewer, "
+                "or provide a larger cache"
             )
-
-    def _mend(self, slot: Slot | None = None) -> None:
-        """Rebuild the accounts if the last change was interrupted, and check that `slot` exists."""
-        if self._changing:
-            self._forget()
-        while self._left:
-            self.release(*self._left.popleft())
-        assert slot is None or slot in self._slots, "the slot was released, or the process was forked by another thread"
-
-    def _forget(self) -> None:
-        self._changing = True
-        for slot in self._slots:
-            if len(slot.blocks) > self._pools.count(slot.length):
-                slot.place(slot.blocks[: self._pools.count(slot.length)])
-        self._pool.forget(slot.blocks for slot in self._slots)
-        self._windows.forget(list(self._slots))
-        self._states.forget([slot.state for slot in self._slots])
-        for slot in self._slots:
-            slot.noted = 0
-            self._set_note_at(slot)
-        self._changing = False
-
-    def _set_note_at(self, slot: Slot) -> None:
-        has_work = slot.findable or self._windows.memory is not None
-        slot.note_at = (slot.noted + 1) * self.block if has_work else NEVER

@@ -5,22 +5,20 @@ Source: Kwon et al., "Efficient Memory Management for Large Language Model Servi
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import replace
+from typing import NamedTuple, Unpack
 
 import torch
 from torch import Tensor
 
-from onward import ops
-from onward.cache.dense import KVCache
-from onward.cache.kinds import (
-    LayerShape,
+from onward.cache.dense import AttentionOptions, KVCache, layers_of, write_and_attend
+from onward.cache.plan import (
+    CachePlan,
     RecurrentState,
     RecurrentStatePool,
-    StateShape,
     is_lazy,
     lazy_zeros,
     of_layer,
-    widest_window,
 )
 from onward.cache.slot import Slot
 from onward.errors import RequestError
@@ -30,18 +28,15 @@ from onward.util.text import described, in_bytes
 
 
 class LayerPool:
-    """Blocks 0 to `count` of these layers; the last one is a spare that holds nothing.
+    """Blocks 0 to `count` of a plan's layers; the last one is a spare that holds nothing.
 
     layers: keys [N + 1, G, 64, D] and values [N + 1, G, 64, E] of each. block_nbytes: bytes of a block, all layers.
     """
 
-    def __init__(self, buffer: Tensor, shapes: Sequence[LayerShape]) -> None:
-        """buffer: [N + 1, features of a position * 64]: a block is contiguous, all layers' keys, then all values."""
-        self.count: int = buffer.shape[0] - 1
-        self.block_nbytes: int = buffer[:1].nbytes
-        self.device = buffer.device
-        self.layers = _layers(buffer, shapes)
-        self._buffer = buffer
+    def __init__(self, plan: CachePlan, count: int) -> None:
+        self._buffer, keys, values = plan.new_layers(count + 1, BLOCK, by_row=True)
+        self.layers = list(zip(keys, values, strict=True))
+        self.count, self.block_nbytes, self.device = count, plan.block_nbytes, self._buffer.device
 
     def copy(self, source: int, to: int, positions: int) -> None:
         """Copy the first `positions` positions of block `source` to block `to`, all layers."""
@@ -62,22 +57,9 @@ class LayerPool:
 class WindowBlocks(LayerPool):
     """Sliding-window blocks. window: the most positions a token sees in any layer, itself included."""
 
-    def __init__(self, buffer: Tensor, shapes: Sequence[LayerShape]) -> None:
-        super().__init__(buffer, shapes)
-        window = widest_window(shapes)
-        assert window is not None, "sliding layers have windows"
-        self.window = window
-
-
-def _layers(buffer: Tensor, shapes: Sequence[LayerShape]) -> list[tuple[Tensor, Tensor]]:
-    if not shapes:
-        return []
-    widths = [(shape.num_kv_heads, shape.key_dim) for shape in shapes]
-    widths += [(shape.num_kv_heads, shape.value_dim) for shape in shapes]
-    parts = torch.split(buffer, [heads * BLOCK * width for heads, width in widths], dim=1)
-    count = len(buffer)  # not -1: a part may have no features
-    views = [part.view(count, heads, BLOCK, width) for part, (heads, width) in zip(parts, widths, strict=True)]
-    return list(zip(views[: len(shapes)], views[len(shapes) :], strict=True))
+    def __init__(self, plan: CachePlan, count: int) -> None:
+        super().__init__(plan, count)
+        self.window = max(shape.window or 0 for shape in plan.shapes)
 
 
 def _runs(sorted_blocks: Sequence[int]) -> list[tuple[int, int]]:
@@ -95,77 +77,30 @@ class KVPool(LayerPool):
     """Memory for blocks of keys and values of every layer; a block takes memory when it is first written.
 
     count, block_nbytes, layers: of the full-attention blocks. windows: the sliding-window blocks, numbered separately,
-    if any. states: the recurrent states, if any.
+    if any. states: the recurrent states, if any, of up to `count` sequences. plan: of all of them.
 
     Each kind has a spare block, number `count`. Block tables name it where a row has no block, so padding may be
     written there.
     """
 
-    def __init__(
-        self,
-        buffer: Tensor,
-        shapes: Sequence[LayerShape],
-        states: RecurrentStatePool | None = None,
-        window_buffer: Tensor | None = None,
-    ) -> None:
-        """buffer: as in `LayerPool`. window_buffer: the same for the sliding layers; without it, `buffer` has all
-        layers."""
-        self.shapes = tuple(shapes)
-        self.states = states
-        self.windows: WindowBlocks | None = None
-        self._slides = slides = [window_buffer is not None and shape.window is not None for shape in shapes]
-        super().__init__(buffer, [shape for shape, own in zip(shapes, slides, strict=True) if not own])
-        kinds = [iter(self.layers)]
-        if window_buffer is not None:
-            self.windows = WindowBlocks(window_buffer, [shape for shape in shapes if shape.window is not None])
-            kinds.append(iter(self.windows.layers))
-        layers = [next(kinds[own]) for own in slides]
-        self._keys, self._values = tuple(keys for keys, _ in layers), tuple(values for _, values in layers)
-
-    @classmethod
-    def new(
-        cls,
-        *,
-        num_layers: int,
-        count: int,
-        num_kv_heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device | str,
-    ) -> "KVPool":
-        """Memory for `count` blocks of equal layers (`of`)."""
-        shapes = [LayerShape(num_kv_heads, head_dim, head_dim)] * num_layers
-        return cls.of(shapes, count=count, dtype=dtype, device=device)
-
-    @classmethod
-    def of(
-        cls,
-        shapes: Sequence[LayerShape],
-        *,
-        count: int,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        states: Sequence[StateShape] = (),
-        windows: int | None = None,
-    ) -> "KVPool":
-        """Memory for `count` blocks of these layers and for recurrent states of up to as many sequences. On the CPU, a
-        large pool takes memory only as it is written.
-
-        windows: the number of sliding-window blocks; `count` by default.
+    def __init__(self, plan: CachePlan, count: int, windows: int | None = None) -> None:
+        """windows: the number of sliding-window blocks; `count` by default.
 
         Raises:
             RequestError: the system refuses the allocation.
         """
-        block, window_buffer = _block_of([shape for shape in shapes if shape.window is None]), None
-        # A block's parts are no further apart than their size: its first position touches all of its huge pages, and
-        # its last one needs no more.
-        buffer = lazy_zeros((count + 1, block), dtype, torch.device(device), huge_pages=True)
-        if widest_window(shapes) is not None:
-            size = (1 + (count if windows is None else windows), _block_of(shapes) - block)
-            window_buffer = lazy_zeros(size, dtype, torch.device(device), huge_pages=True)
-        block_nbytes = _block_of(shapes) * dtype.itemsize
-        pool = RecurrentStatePool(states, count, dtype, device, block_nbytes) if states else None
-        return cls(buffer, shapes, pool, window_buffer)
+        self.plan = plan
+        self._slides = [shape.window is not None for shape in plan.shapes]
+        own, sliding = (
+            replace(plan, shapes=tuple(shape for shape in plan.shapes if (shape.window is not None) is slides))
+            for slides in (False, True)
+        )
+        super().__init__(own, count)
+        self.windows = WindowBlocks(sliding, count if windows is None else windows) if sliding.shapes else None
+        kinds = iter(self.layers), iter(() if self.windows is None else self.windows.layers)
+        layers = [next(kinds[slides]) for slides in self._slides]
+        self._keys, self._values = tuple(keys for keys, _ in layers), tuple(values for _, values in layers)
+        self.states = RecurrentStatePool(plan, count) if plan.states else None
 
     def __repr__(self) -> str:
         facts = [f"{self.count} blocks of {BLOCK} positions", f"{in_bytes(self.block_nbytes)} each"]
@@ -229,7 +164,7 @@ class PagedKVCache(NamedTuple):
     keys, values: a tensor [N, G, 64, D] per layer: N blocks, G key/value heads, 64 positions, D features.
     table: int32 [B, M], the block of each row's positions 64 m … 64 m + 63. Entries past a row's last position, and
         positions at or past its offset, are never read.
-    states: of the recurrent layers, if any (`onward.cache.kinds`), and int32 [B], the slot of each row.
+    states: of the recurrent layers, if any (`onward.cache.plan`), and int32 [B], the slot of each row.
     adapters: int32 [B], the index of each row's adapter, if any row has one (docs/adapters.md).
     windows: the block table of the sliding layers, if they have their own blocks. Entries before a row's window are
         never read.
@@ -243,10 +178,7 @@ class PagedKVCache(NamedTuple):
     windows: tuple[Tensor, ...] = ()
 
     def __repr__(self) -> str:
-        shape = list(self.keys[0].shape) if self.keys else []
-        dtype = str(self.keys[0].dtype).removeprefix("torch.") if self.keys else ""
-        rows = f"{self.batch} rows of {self.table.shape[1]} blocks"
-        return described(self, rows, f"{len(self.keys)} layers of {shape} {dtype}")
+        return described(self, f"{self.batch} rows of {self.table.shape[1]} blocks", layers_of(self.keys))
 
     @property
     def batch(self) -> int:
@@ -269,62 +201,35 @@ class PagedKVCache(NamedTuple):
     def blank(self) -> "PagedKVCache":
         """An empty cache of the same size with its own memory."""
         count, device = self.table.numel(), self.table.device
-        buffers: dict[int, Tensor] = {}  # by the memory that layers share
-        layers = []
-        for leaf in (*self.keys, *self.values):
-            memory = leaf.untyped_storage().data_ptr()
-            if memory not in buffers:
-                buffers[memory] = lazy_zeros(((count + 1) * leaf.stride(0),), leaf.dtype, leaf.device, huge_pages=True)
-            layers.append(
-                buffers[memory].as_strided((count + 1, *leaf.shape[1:]), leaf.stride(), leaf.storage_offset())
-            )
+        layers = _blank((*self.keys, *self.values), count + 1)
         table = torch.arange(count, dtype=torch.int32, device=device).view(self.table.shape)
-        states = [_blank_slots(tensor, self.batch) for tensor in self.states[:-1]]
+        states = _blank(self.states[:-1], self.batch)
         if states:
-            states.append(torch.arange(self.batch, dtype=torch.int32, device=device))
-        keys, values = tuple(layers[: len(self.keys)]), tuple(layers[len(self.keys) :])
-        return PagedKVCache(keys, values, table, tuple(states), windows=(table,) * len(self.windows))
+            states = (*states, torch.arange(self.batch, dtype=torch.int32, device=device))
+        keys, values = layers[: len(self.keys)], layers[len(self.keys) :]
+        return PagedKVCache(keys, values, table, states, windows=(table,) * len(self.windows))
 
     def state(self, layer: int) -> RecurrentState:
         """The states of a recurrent layer, counted among the recurrent layers."""
         return of_layer(self.states[:-1], layer, self.states[-1])
 
     def attend(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor | None,
-        v: Tensor | int | None,
-        offsets: Tensor,
-        *,
-        window: int | None = None,
-        scale: float | None = None,
-        sinks: Tensor | None = None,
-        softcap: float | None = None,
-    ) -> Tensor:
+        self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, offsets: Tensor,
+        **options: Unpack[AttentionOptions],
+    ) -> Tensor:  # fmt: skip
         """Store k and v [B, G, T, D] of a layer, then attend with q [B, H, T, D] (`KVCache.attend`)."""
         # A sliding layer is one that attends within a window.
-        table = self.table if window is None or not self.windows else self.windows[0]
-        keys, values = self.keys[layer], self.values[layer]
-        if k is not None:
-            ops.write_cache(keys, k, offsets, table)
-        if isinstance(v, int):
-            values = keys[..., :v]
-        elif v is not None:
-            ops.write_cache(values, v, offsets, table)
-        return ops.cached_attention(
-            q, keys, values, offsets, table=table, window=window, scale=scale, sinks=sinks, softcap=softcap
-        )
+        table = self.table if options.get("window") is None or not self.windows else self.windows[0]
+        return write_and_attend(self.keys[layer], self.values[layer], table, q, k, v, offsets, options)
 
 
-def _block_of(shapes: Sequence[LayerShape]) -> int:
-    return BLOCK * sum(shape.features for shape in shapes)
-
-
-def _blank_slots(tensor: Tensor, count: int) -> Tensor:
-    """Zeros of `count` slots, with the strides of `tensor` [N, …]."""
-    blank = torch.zeros(count * tensor.stride(0), dtype=tensor.dtype, device=tensor.device)
-    return blank.as_strided((count, *tensor.shape[1:]), tensor.stride())
+def _blank(tensors: Sequence[Tensor], count: int) -> tuple[Tensor, ...]:
+    """Zeros [count, …] with the strides of these tensors [N, …]. Those that share memory share it again."""
+    memories = [tensor.untyped_storage().data_ptr() for tensor in tensors]
+    of_memory = dict(zip(memories, tensors, strict=True)).items()
+    new = {at: lazy_zeros((count * x.stride(0),), x.dtype, x.device, huge_pages=True) for at, x in of_memory}
+    pairs = zip(memories, tensors, strict=True)
+    return tuple(new[at].as_strided((count, *x.shape[1:]), x.stride(), x.storage_offset()) for at, x in pairs)
 
 
 def _side_by_side(layer: Tensor, blocks: Sequence[int | None]) -> Tensor:

@@ -1,66 +1,27 @@
-"""A trie of blocks that finds the longest cached prefix of a sequence.
+"""The prefix index: a trie of blocks that finds the longest cached prefix of a sequence.
 
-A node is a block with the tokens whose keys and values it holds. Its path from the root is the preceding tokens, on
-which they depend. Tokens are compared, never a hash alone. A node is a full block, or a leaf with fewer tokens.
-Keys and values also depend on the row's adapter, so each adapter has its own root.
+A node's path from the root is the preceding tokens, on which its keys and values depend. Tokens are compared, never a
+hash alone. A node is a full block, or a leaf with fewer tokens. Keys and values also depend on the row's adapter, so
+each adapter has its own root.
 """
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from operator import attrgetter
-from typing import NamedTuple
 
-Tokens = tuple[int, ...]
-
-
-@dataclass(eq=False, slots=True, repr=False)
-class PrefixNode:
-    """A block in the prefix index.
-
-    children: ordered by their tokens, none of which is a prefix of another child's. window: the sliding-window block
-    with the same positions, if it is still cached. state: the slot of the recurrent states of some of its last
-    positions, if cached; state_end: the number of positions they have seen.
-    """
-
-    tokens: Tokens
-    block: int
-    parent: "PrefixNode | None"
-    children: list["PrefixNode"] = field(default_factory=list)
-    window: int | None = None
-    state: int | None = None
-    state_end: int = 0
+from onward.cache.allocator import Allocator
+from onward.cache.block_kinds import SlidingWindow
+from onward.cache.slot import AdapterRef, PrefixMatch, PrefixNode, Slot, Tokens, digest_of, tokens_of
 
 
-class PrefixMatch(NamedTuple):
-    """A cached prefix.
+class PrefixIndex:
+    """Finds blocks by the ids whose keys and values they hold. size: positions of a block."""
 
-    path: its full blocks, from the root on. partial: the node whose first `common` positions follow, if any.
-    """
-
-    path: list[PrefixNode]
-    partial: PrefixNode | None
-    common: int
-
-
-NO_MATCH = PrefixMatch([], None, 0)
-_tokens = attrgetter("tokens")
-
-
-class PrefixTree:
-    """A trie of blocks of `size` positions."""
-
-    def __init__(self, size: int) -> None:
+    def __init__(self, allocator: Allocator, size: int) -> None:
         self.size = size
+        self._allocator = allocator
+        self._text = allocator.kinds[0]
+        self._windows = [kind for kind in allocator.kinds if isinstance(kind, SlidingWindow)]
         self._roots: dict[str, PrefixNode] = {}
-
-    def root(self, adapter: str) -> PrefixNode:
-        """The root of an adapter, by its digest; "" is no adapter."""
-        if adapter not in self._roots:
-            # Adapters come and go: roots without children are dropped.
-            self._roots = {digest: root for digest, root in self._roots.items() if root.children}
-            self._roots[adapter] = PrefixNode((), -1, None)
-        return self._roots[adapter]
 
     def __iter__(self) -> Iterator[PrefixNode]:
         """All nodes but the roots, a parent before its children."""
@@ -70,50 +31,128 @@ class PrefixTree:
             yield node
             pending.extend(node.children)
 
-    def match(self, ids: Sequence[int], limit: int, adapter: str) -> PrefixMatch:
-        """The longest cached prefix of ids[:limit]."""
+    def root(self, adapter: AdapterRef | None) -> PrefixNode:
+        digest = digest_of(adapter)
+        if digest not in self._roots:
+            # Adapters come and go: roots without children are dropped.
+            self._roots = {digest: root for digest, root in self._roots.items() if root.children}
+            self._roots[digest] = PrefixNode((), [], None)
+        return self._roots[digest]
+
+    def match(self, ids: Sequence[int], limit: int, adapter: AdapterRef | None) -> PrefixMatch:
+        """The longest prefix of ids[:limit] from whose end a sequence can continue."""
+        return self.usable(self._found(ids, limit, adapter))
+
+    def usable(self, match: PrefixMatch) -> PrefixMatch:
+        """The longest part of a match whose window and recurrent states are cached."""
+        while match.positions and not all(kind.is_usable(match) for kind in self._allocator.kinds):
+            blocks = (match.positions - 1) // self.size
+            match = PrefixMatch(match.nodes[:blocks], blocks * self.size)
+        return match
+
+    def branch(self, ids: Sequence[int], limit: int, adapter: AdapterRef | None) -> int:
+        """The end of the last full block found for ids[:limit], whether or not a sequence can continue from there."""
+        return self._found(ids, limit, adapter).positions // self.size * self.size
+
+    def _found(self, ids: Sequence[int], limit: int, adapter: AdapterRef | None) -> PrefixMatch:
+        if limit <= 0:
+            return PrefixMatch([], 0)
         node = self.root(adapter)
-        path: list[PrefixNode] = []
-        while (end := (len(path) + 1) * self.size) <= limit:
-            child = self.starting_with(node, tuple(ids[end - self.size : end]))
+        nodes: list[PrefixNode] = []
+        while (end := (len(nodes) + 1) * self.size) <= limit:
+            child = _starting_with(node, tuple(ids[end - self.size : end]))
             if child is None:
                 break
-            path.append(child)
+            nodes.append(child)
             node = child
-        start = len(path) * self.size
-        return PrefixMatch(path, *_closest(node.children, tuple(ids[start : min(start + self.size, limit)])))
+        start = len(nodes) * self.size
+        closest, common = _closest(node.children, tuple(ids[start : min(start + self.size, limit)]))
+        return PrefixMatch(nodes if closest is None else [*nodes, closest], start + common)
 
-    def starting_with(self, parent: PrefixNode, tokens: Tokens) -> PrefixNode | None:
-        """The child of `parent` whose first tokens are these."""
-        at = bisect_left(parent.children, tokens, key=_tokens)
-        if at < len(parent.children) and parent.children[at].tokens[: len(tokens)] == tokens:
-            return parent.children[at]
-        return None
+    def nodes(self, slot: Slot) -> list[PrefixNode]:
+        """The nodes of the slot's noted blocks."""
+        nodes = [self._text.nodes[block] for block in slot.blocks[: slot.noted]]
+        return [node for node in nodes if node is not None]
 
-    def shorter(self, parent: PrefixNode, tokens: Tokens) -> PrefixNode | None:
-        """The child of `parent` whose tokens are a proper prefix of these."""
-        at = bisect_left(parent.children, tokens, key=_tokens)
-        # Whatever sorts between a child and a continuation of its tokens starts with its tokens too.
-        if at > 0 and parent.children[at - 1].tokens == tokens[: len(parent.children[at - 1].tokens)]:
-            return parent.children[at - 1]
-        return None
+    def insert(self, slot: Slot, ids: Sequence[int]) -> None:
+        """Add the slot's full blocks; `ids` are final. If the index already has a block with the same tokens, the slot
+        keeps its own outside the index."""
+        while slot.noted < len(slot.blocks) and self._text.nodes[slot.blocks[slot.noted]] is not None:
+            slot.noted += 1  # by a slot that shares the block
+        parent = self._last_noted(slot)
+        while slot.noted < len(ids) // self.size:
+            tokens = tuple(ids[slot.noted * self.size : (slot.noted + 1) * self.size])
+            if _starting_with(parent, tokens) is not None:
+                return
+            parent = self._add(parent, tokens, slot, slot.noted)
+            slot.noted += 1
 
-    def insert(self, parent: PrefixNode, tokens: Tokens, block: int) -> PrefixNode:
-        """Add a child; `starting_with` and `shorter` find none for its tokens."""
-        node = PrefixNode(tokens, block, parent)
-        insort(parent.children, node, key=_tokens)
+    def node_at(self, slot: Slot, ids: Sequence[int], blocks: int) -> PrefixNode | None:
+        """The node of the last of the slot's first full blocks, or another one with the same tokens."""
+        if slot.noted == blocks:
+            return self._last_noted(slot)
+        found = self._found(ids, blocks * self.size, slot.adapter)
+        return found.nodes[-1] if found.positions == blocks * self.size else None
+
+    def leave(self, slot: Slot, ids: Sequence[int]) -> list[PrefixNode]:
+        """Add the blocks after the noted ones, also a partial one, unless another slot holds them. Returns the nodes of
+        these ids from the first on, which may have other blocks with the same tokens."""
+        nodes, parent = self.nodes(slot), self._last_noted(slot)
+        for index in range(slot.noted, -(-len(ids) // self.size)):
+            tokens = tuple(ids[index * self.size : (index + 1) * self.size])
+            node = _starting_with(parent, tokens)
+            if node is None:
+                if self._text.holders[slot.blocks[index]] > 1:  # its other holder does not hold the parent
+                    break
+                node = self._add(parent, tokens, slot, index)
+            elif len(node.tokens) == len(tokens):  # else the node's block holds more than the slot's
+                self._publish(slot, index, node)
+            nodes.append(node)
+            parent = node
+        return nodes
+
+    def clear(self) -> None:
+        """Remove all nodes."""
+        for node in reversed(list(self)):
+            self._allocator.remove(node)
+
+    def _last_noted(self, slot: Slot) -> PrefixNode:
+        """The node of the slot's last noted block, or else its adapter's root."""
+        node = self._text.nodes[slot.blocks[slot.noted - 1]] if slot.noted else self.root(slot.adapter)
+        assert node is not None, "a slot's noted blocks are in the prefix index"
         return node
 
-    def remove(self, leaf: PrefixNode) -> None:
-        assert leaf.parent is not None, "a root stays"
-        assert not leaf.children, "a leaf goes before its parent"
-        del leaf.parent.children[bisect_left(leaf.parent.children, leaf.tokens, key=_tokens)]
+    def _add(self, parent: PrefixNode, tokens: Tokens, slot: Slot, index: int) -> PrefixNode:
+        """Add a child with the slot's blocks of this index. It replaces a leaf that holds a proper prefix of its
+        tokens, unless the leaf is pinned."""
+        at = bisect_left(parent.children, tokens, key=tokens_of)
+        # Whatever sorts between a child and a continuation of its tokens starts with its tokens too.
+        shorter = parent.children[at - 1] if at else None
+        if shorter is not None and shorter in self._text.cached and shorter.tokens == tokens[: len(shorter.tokens)]:
+            self._allocator.remove(shorter)
+        node = PrefixNode(tokens, [None] * len(self._allocator.kinds), parent)
+        self._text.link(node, slot.blocks[index])
+        insort(parent.children, node, key=tokens_of)
+        self._publish(slot, index, node)
+        return node
+
+    def _publish(self, slot: Slot, index: int, node: PrefixNode) -> None:
+        for kind in self._windows:
+            kind.publish(slot, index, node)
+
+
+def _starting_with(parent: PrefixNode, tokens: Tokens) -> PrefixNode | None:
+    """The child of `parent` whose first tokens are these."""
+    at = bisect_left(parent.children, tokens, key=tokens_of)
+    if at < len(parent.children) and parent.children[at].tokens[: len(tokens)] == tokens:
+        return parent.children[at]
+    return None
 
 
 def _closest(children: list[PrefixNode], tokens: Tokens) -> tuple[PrefixNode | None, int]:
     """The child with the longest common prefix with `tokens`, and its length."""
     # It is a neighbour of the place where `tokens` would be: what lies between two sequences shares their prefix.
-    at = bisect_left(children, tokens, key=_tokens)
+    at = bisect_left(children, tokens, key=tokens_of)
     best, common = None, 0
     for child in children[max(at - 1, 0) : at + 1]:
         pairs = enumerate(zip(child.tokens, tokens, strict=False))

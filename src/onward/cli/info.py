@@ -228,10 +228,12 @@ class CheckpointSummary:
 
     def memory_facts(self, context: int | None, batch: int) -> list[Fact]:
         """Memory of the weights and of a KV cache for `batch` rows of `context` positions (default: the model's)."""
+        from onward.models.architecture import cache_plan
+
         trained = self._config.max_position_embeddings
         positions = trained if context is None else context
         beyond = f" (the model was trained for {trained:,})" if positions > trained else ""
-        weights, cache = self._model.nbytes, self._cache_bytes(positions, batch)
+        weights, cache = self._model.nbytes, batch * cache_plan(self._config, self._dtype).bytes_of(positions)
         return [
             Fact("context", positions, f"{positions:,}{beyond}"),
             Fact("batch", batch),
@@ -239,18 +241,6 @@ class CheckpointSummary:
             Fact("cache_bytes", cache, f"{in_bytes(cache)} ({in_bytes(cache // (positions * batch))} a token)"),
             Fact("total_bytes", weights + cache, in_bytes(weights + cache)),
         ]
-
-    def _cache_bytes(self, positions: int, batch: int) -> int:
-        import torch
-
-        from onward.cache.kinds import kept_positions, new_states, widest_window
-        from onward.models.architecture import states_of
-
-        states = new_states(states_of(self._config), batch, self._dtype, torch.device("meta"))  # shapes alone
-        shapes = self._config.cached
-        window = widest_window(shapes)
-        numbers: int = sum(shape.features * kept_positions(shape, window, positions) for shape in shapes)
-        return sum(state.nbytes for state in states) + batch * numbers * int(self._dtype.itemsize)
 
     def _text_facts(self) -> list[Fact]:
         from onward.language_model import generation_defaults

@@ -228,7 +228,7 @@ def deploy(
     the server.
     """
     with importing("onward deploy needs", "cluster"):
-        import onward.cluster.launch as package
+        import onward.cluster.deployment as package
     model = with_source(model, source)
     options = package.DeployOptions(
         source=str(find(model.model)) if replicas.address is None else model.model,

@@ -6,18 +6,17 @@ Modules that need Ray are imported on first use (extra `onward[cluster]`).
 from typing import TYPE_CHECKING, Any
 
 from onward.cluster.ingress import RetryOptions
+from onward.cluster.options import DeployOptions
 
 if TYPE_CHECKING:
     from onward.cluster.deployment import build_app
-    from onward.cluster.options import DeployOptions
 
 __all__ = ["DeployOptions", "RetryOptions", "build_app"]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
+    if name != "build_app":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from onward.cluster import deployment
-    from onward.cluster import options as deploy_options
+    from onward.cluster.deployment import build_app
 
-    return getattr(deploy_options if name == "DeployOptions" else deployment, name)
+    return build_app

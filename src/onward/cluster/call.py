@@ -22,9 +22,8 @@ Emitted = tuple[tuple[int, ...], ...]
 @dataclass(frozen=True)
 class ProxiedRequest:
     """An HTTP request, with what makes its response the same on every replica. response_key: determines the response's
-    id, time and seed. emitted: token ids generated in earlier attempts, if known. last_event_id: the last event of a
-    stream that the client has. See `onward.server.resume`. client: a name for the client, among which engines divide
-    their time."""
+    id, time and seed. emitted, ended: the part of a stream that earlier attempts brought; see `onward.server.resume`.
+    client: a name for the client, among which engines divide their time."""
 
     method: str
     path: str
@@ -33,7 +32,7 @@ class ProxiedRequest:
     body: bytes
     response_key: str
     emitted: Emitted | None = None
-    last_event_id: str | None = None
+    ended: frozenset[int] = frozenset()
     client: str = ""
 
     @property
@@ -115,46 +114,54 @@ class DivergedError(Exception):
 class ProxiedResponse:
     """A response on its way to a client, from one attempt or several.
 
-    A later attempt resumes a stream after its last event (`last_event_id`). Any other body is sent again from its
-    start: the part that the client already has must be equal, and is skipped.
+    A later attempt resumes a stream (`emitted`, `ended`). Any other response is sent when it is complete.
 
-    started: whether the client has the status. is_complete: whether it has everything. emitted: token ids, if known.
-    last_event_id: the last event that the client has. log_fields: for the access log. log_values: whether these include
-    the values that an error's message quotes.
+    started: whether the client has the status. is_complete: whether it has everything. emitted: token ids of a stream
+    that the client has; None before its first event. ended: the body's requests whose ends it has. log_fields: for the
+    access log. log_values: whether these include the values that an error's message quotes.
     """
 
     def __init__(self, send: Send, *, log_values: bool = False) -> None:
         self._send, self._log_values = send, log_values
         self.log_fields: dict[str, Any] = {}
-        self.started = self.is_complete = self._is_stream = False
+        self.started = self.is_complete = False
         self.emitted: Emitted | None = None
-        self.last_event_id: str | None = None
-        self._status = 0
-        self._fingerprint: str | None = None  # of the replica that started it
-        self._sent = bytearray()  # the part of a body that is not a stream
-        self._repeated = 0  # how much of it this attempt has repeated
-
-    def begin(self) -> None:
-        """Start another attempt."""
-        self._repeated = 0
+        self.ended: frozenset[int] = frozenset()
+        self._fingerprint: str | None = None  # of the replica that started a stream
+        self._head: Mapping[str, Any] = {}  # of a response that is not a stream
+        self._body = bytearray()
 
     async def forward(self, reply: Reply) -> None:
-        """Forward what the client doesn't have yet. Raises `DivergedError`: it belongs to another response than the one
-        that was started."""
+        """Forward what the client doesn't have yet. Raises `DivergedError`: it belongs to another response than the
+        stream that was started."""
         if self.started and reply.fingerprint != self._fingerprint:
             raise DivergedError("the other replicas have another model, build or processor")
         for message in reply.messages:
-            if message["type"] != "http.response.start":
-                self.log_fields |= message.get(LOG_FIELDS, {})
-                await self._forward_body(message.get("body", b""), is_last=not message.get("more_body", False))
+            if message["type"] == "http.response.start":
+                await self._begin(message, reply.fingerprint)
+                continue
+            self.log_fields |= message.get(LOG_FIELDS, {})
+            self._body += message.get("body", b"")
+            self.is_complete = not message.get("more_body", False)
+            if self.is_complete and not self.started:
+                self.started = True
+                await self._send(self._head)
+            if self.started:
+                body, self._body = bytes(self._body), bytearray()
+                if body or self.is_complete:
+                    await self._send({"type": "http.response.body", "body": body, "more_body": not self.is_complete})
                 self._note(message.get("onward", {}))
-            elif not self.started:
-                self.started, self._fingerprint, self._status = True, reply.fingerprint, message["status"]
-                headers = [(name.lower(), value) for name, value in message.get("headers", ())]
-                self._is_stream = any(n == b"content-type" and v.startswith(b"text/event-stream") for n, v in headers)
-                await self._send(message)
-            elif message["status"] != self._status:
-                raise DivergedError(f"the response has the status {message['status']}; before, it had {self._status}")
+
+    async def _begin(self, message: Mapping[str, Any], fingerprint: str) -> None:
+        headers = [(name.lower(), value) for name, value in message.get("headers", ())]
+        is_stream = any(name == b"content-type" and value.startswith(b"text/event-stream") for name, value in headers)
+        if self.started:
+            if not is_stream:
+                raise DivergedError(f"the response has the status {message['status']}; before, it was a stream")
+        elif is_stream:
+            self.started, self._fingerprint = True, fingerprint
+            await self._send(message)
+        self._head, self._body = message, bytearray()
 
     async def send_response(self, response: Response) -> None:
         """Send a complete response that comes from no replica."""
@@ -170,9 +177,8 @@ class ProxiedResponse:
         if not self.started:
             await self.send_response(response)
             return
-        # A response that is not a stream is cut off.
-        content = b"data: " + bytes(response.body) + b"\n\n" if self._is_stream else b""
         self.is_complete = True
+        content = b"data: " + bytes(response.body) + b"\n\n"
         await self._send({"type": "http.response.body", "body": content, "more_body": False})
 
     def note_disconnect(self) -> None:
@@ -181,24 +187,10 @@ class ProxiedResponse:
         if self.emitted is not None:
             self.log_fields["completion_tokens"] = sum(map(len, self.emitted))
 
-    async def _forward_body(self, body: bytes, *, is_last: bool) -> None:
-        if not self._is_stream:  # it is sent again from its start
-            start, self._repeated = self._repeated, self._repeated + len(body)
-            known = bytes(self._sent[start : self._repeated])
-            if not body.startswith(known):
-                raise DivergedError("the response differs from the part that was sent")
-            body = body[len(known) :]
-            self._sent += body
-            if is_last and self._repeated < len(self._sent):
-                raise DivergedError("the response is shorter than the part that was sent")
-        self.is_complete = is_last
-        if body or is_last:
-            await self._send({"type": "http.response.body", "body": body, "more_body": not is_last})
-
     def _note(self, report: Mapping[str, Any]) -> None:
         """Note the report in a stream's message (`onward.server.resume`)."""
         if report:
-            self.last_event_id = report["id"]
+            self.ended |= set(report["ended"])
             new: Sequence[Sequence[int]] = report["emitted"]
             before = self.emitted or ((),) * len(new)
             self.emitted = tuple((*old, *ids) for old, ids in zip(before, new, strict=True))

@@ -32,6 +32,7 @@ RENEW_INTERVAL, _LEASE = 5.0, 25.0
 _IDLE_TIMEOUT = 5.0
 
 App = Callable[[Any, Any, Any], Awaitable[None]]
+Replies = asyncio.Queue[Reply | BaseException]  # to one call
 
 
 class ReplyQueue:
@@ -146,7 +147,7 @@ def _joined(messages: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     if reports := [message["onward"] for message in bodies if message.get("onward")]:
         sequences = zip(*(report["emitted"] for report in reports), strict=True)
         emitted = [list(itertools.chain.from_iterable(ids)) for ids in sequences]
-        joined["onward"] = {"id": reports[-1]["id"], "emitted": emitted}
+        joined["onward"] = {"emitted": emitted, "ended": [at for report in reports for at in report["ended"]]}
     return [*(message for message in messages if message["type"] != "http.response.body"), joined]
 
 
@@ -198,10 +199,8 @@ async def serve_into(
 
 
 def _scope(call: ProxiedRequest) -> dict[str, Any]:
-    resume: dict[str, Any] = {"answer": call.response_key}
-    if call.emitted is not None:
-        resume["emitted"] = call.emitted
-    if last := call.last_event_id or call.named_headers.get("last-event-id"):
+    resume: dict[str, Any] = {"answer": call.response_key, "emitted": call.emitted, "ended": call.ended}
+    if last := call.named_headers.get("last-event-id"):
         resume["last_event_id"] = last
     return {
         "type": "http",
@@ -220,52 +219,6 @@ def _scope(call: ProxiedRequest) -> dict[str, Any]:
         "onward": resume,
         "onward.client": call.client,
     }
-
-
-class Channel:
-    """Distributes the batches of one replica to their streams. keep_open: whether to stay open after so many seconds
-    without streams. on_close: called when the channel ends."""
-
-    def __init__(
-        self,
-        batches: AsyncGenerator[ReplyBatch, None],
-        keep_open: Callable[[float], bool],
-        on_close: Callable[[], None],
-    ) -> None:
-        self._batches, self._keep_open, self._on_close = batches, keep_open, on_close
-        self._streams: dict[int, asyncio.Queue[Reply | BaseException]] = {}
-        self._used = time.monotonic()
-        # In its own context: Ray ends what a request called in its context with that request, but this serves others.
-        self._task = asyncio.get_running_loop().create_task(self._read(), context=contextvars.Context())
-
-    def listen(self, number: int, queue: asyncio.Queue[Reply | BaseException]) -> None:
-        """Put the replies to a call into a queue."""
-        self._streams[number] = queue
-
-    def leave(self, number: int) -> None:
-        """Drop further replies to a call."""
-        self._streams.pop(number, None)
-        self._used = time.monotonic()
-
-    async def _read(self) -> None:
-        lost: Exception = ReplicaLostError("the connection to the replica was lost", died=False)
-        try:
-            async for batch in self._batches:
-                for reply in batch.items:
-                    if (queue := self._streams.get(reply.number)) is not None:
-                        queue.put_nowait(reply)
-                if batch.is_beat:
-                    for number in self._streams.keys() - {reply.number for reply in batch.items}:
-                        self._streams[number].put_nowait(Reply(batch.replica, batch.fingerprint))
-                if not self._streams and not self._keep_open(time.monotonic() - self._used):
-                    break
-        except Exception as error:
-            lost = error
-        finally:
-            self._on_close()
-            for queue in self._streams.values():
-                queue.put_nowait(lost)
-            await self._batches.aclose()
 
 
 class ReplicaTransport(Protocol):
@@ -294,7 +247,8 @@ class ChannelReplicaSet:
         self._remote = remote
         self._ingress = uuid.uuid4().hex  # the name of new channels
         self._numbers = itertools.count()
-        self._channels: dict[tuple[str, str], Channel] = {}
+        self._channels: dict[tuple[str, str], dict[int, Replies]] = {}  # the streams of each
+        self._reading: set[asyncio.Task[None]] = set()
         self._unassigned: set[int] = set()  # calls without a replica
 
     @property
@@ -306,19 +260,18 @@ class ChannelReplicaSet:
         """Have a replica serve a call, and assign it to `route`. Closing the generator cancels the call. Raises
         `ReplicaLostError`: the replica is gone."""
         loop, number, ingress = asyncio.get_running_loop(), next(self._numbers), self._ingress
-        replies: asyncio.Queue[Reply | BaseException] = asyncio.Queue()
-        channel: Channel | None = None
+        replies: Replies = asyncio.Queue()
+        streams: dict[int, Replies] = {}  # of the replica's channel
         is_closed = False
 
         def assign(replica: str) -> None:
-            nonlocal channel
+            nonlocal streams
             route.assign(replica)
             if is_closed:
                 return
-            if channel is not None:  # the previous replica did not take the call
-                channel.leave(number)
-            channel = self._channel(replica, ingress)
-            channel.listen(number, replies)
+            streams.pop(number, None)  # the previous replica did not take the call
+            streams = self._streams(replica, ingress)
+            streams[number] = replies
             self._unassigned.discard(number)
 
         def note_end(ended: asyncio.Future[None]) -> None:  # replies may still be on their way
@@ -346,22 +299,45 @@ class ChannelReplicaSet:
         finally:
             is_closed = True
             self._unassigned.discard(number)
-            if channel is not None:
-                channel.leave(number)
+            streams.pop(number, None)
             if not is_complete:
                 cancel()
 
-    def _channel(self, replica: str, ingress: str) -> Channel:
-        key = replica, ingress
-        if key not in self._channels:
+    def _streams(self, replica: str, ingress: str) -> dict[int, Replies]:
+        """The streams of a replica's channel, which is opened if necessary."""
+        if (replica, ingress) not in self._channels:
+            self._channels[replica, ingress] = {}
+            # In its own context: Ray ends what a request called in its context with that request; this serves others.
+            reading = self._read(replica, ingress)
+            task = asyncio.get_running_loop().create_task(reading, context=contextvars.Context())
+            self._reading.add(task)
+            task.add_done_callback(self._reading.discard)
+        return self._channels[replica, ingress]
 
-            def on_close() -> None:
-                del self._channels[key]
-                if self._ingress == ingress:
-                    self._ingress = uuid.uuid4().hex
-
-            def keep_open(idle: float) -> bool:  # a replica that leaves waits for its channels to close
-                return replica in self.names and (idle < _IDLE_TIMEOUT or bool(self._unassigned))
-
-            self._channels[key] = Channel(self._remote.batches(replica, ingress), keep_open, on_close)
-        return self._channels[key]
+    async def _read(self, replica: str, ingress: str) -> None:
+        """Distribute the batches of a channel to its streams. Without streams it is closed after a while, but at once
+        if the replica leaves, which waits for that."""
+        batches, streams = self._remote.batches(replica, ingress), self._channels[replica, ingress]
+        used = time.monotonic()
+        lost: Exception = ReplicaLostError("the connection to the replica was lost", died=False)
+        try:
+            async for batch in batches:
+                for reply in batch.items:
+                    if (queue := streams.get(reply.number)) is not None:
+                        queue.put_nowait(reply)
+                if batch.is_beat:
+                    for number in streams.keys() - {reply.number for reply in batch.items}:
+                        streams[number].put_nowait(Reply(batch.replica, batch.fingerprint))
+                now = time.monotonic()
+                used = now if streams else used
+                if not streams and not (replica in self.names and (now - used < _IDLE_TIMEOUT or self._unassigned)):
+                    break
+        except Exception as error:
+            lost = error
+        finally:
+            del self._channels[replica, ingress]
+            if self._ingress == ingress:
+                self._ingress = uuid.uuid4().hex
+            for queue in streams.values():
+                queue.put_nowait(lost)
+            await batches.aclose()

@@ -11,10 +11,12 @@ import enum
 import hashlib
 import time
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
+from starlette.routing import Router
 
 from onward.cluster.call import (
     DivergedError,
@@ -23,7 +25,6 @@ from onward.cluster.call import (
     ReplicaLostError,
     Reply,
     RouteAttempt,
-    Send,
     close_later,
 )
 from onward.cluster.channel import ChannelReplicaSet
@@ -33,14 +34,13 @@ from onward.engine.fingerprint import parts_that_differ
 from onward.errors import EngineBusyError, EngineError, OnwardError, RequestError
 from onward.protocols import ResponseKey
 from onward.server import Settings
-from onward.server.access import OPEN_PATHS, Access, with_cors
-from onward.server.client import client_of, whole_body
+from onward.server.client import MemoryBudget, whole_body
 from onward.server.errors import draining_answer
-from onward.server.gate import CLIENT_CLOSED, AccessRecord
+from onward.server.gate import AccessRecord, Gate, RequestCounts, access_of, is_open
 from onward.server.lifecycle import drain_requests
 from onward.server.log import log
-from onward.server.memory import MemoryBudget
-from onward.server.submission import IdempotencyKeys
+from onward.server.resume import idempotency_of
+from onward.server.submission import ResponseStore
 from onward.util.checks import check_whole, is_finite
 
 
@@ -103,22 +103,22 @@ class Quarantine:
 
     def __init__(self, options: RetryOptions) -> None:
         self._seconds = options.quarantine
-        self._deaths: OrderedDict[bytes, tuple[float, frozenset[str]]] = OrderedDict()
+        self._deaths: OrderedDict[str, tuple[float, frozenset[str]]] = OrderedDict()
 
-    def note_death(self, request: bytes, replica: str, now: float) -> None:
+    def note_death(self, request: str, replica: str, now: float) -> None:
         _, replicas = self._deaths.pop(request, (now, frozenset()))
         self._deaths[request] = (now, replicas | {replica})
         while len(self._deaths) > _MAX_QUARANTINED:
             self._deaths.popitem(last=False)
 
-    def contains(self, request: bytes, now: float) -> bool:
+    def contains(self, request: str, now: float) -> bool:
         since, replicas = self._deaths.get(request, (now, frozenset()))
         if now - since >= self._seconds:
             self.forget(request)
             return False
         return len(replicas) >= _MAX_DEATHS
 
-    def forget(self, request: bytes) -> None:
+    def forget(self, request: str) -> None:
         """Forget a request that was served completely."""
         self._deaths.pop(request, None)
 
@@ -140,92 +140,86 @@ class _Outcome(enum.Enum):
 
 
 class Ingress:
-    """An ASGI application that makes a server's access checks (`Access`) and forwards requests to replicas.
+    """An ASGI application that forwards requests to replicas, behind a server's gate.
 
     options: limits of retries. settings: for the ingress itself: access, the access log, and limits of requests.
     """
 
     def __init__(self, replicas: ChannelReplicaSet, options: RetryOptions, settings: Settings | None = None) -> None:
         self._replicas, self._options = replicas, options
-        self._settings = Settings() if settings is None else settings
-        self._log_prompts = self._settings.access_log and self._settings.log_prompts
-        self._memory = MemoryBudget(self._settings.request_memory)
-        self._access, self._outer = Access(self._settings), with_cors(self._respond, self._settings)
+        self.settings = Settings() if settings is None else settings
+        self.memory, self.metrics = MemoryBudget(self.settings.request_memory), RequestCounts()
+        self.gate = Gate(self._respond, self)
+        self._outer = self.gate.with_cors()
         self._state = State(replicas)
         self._budget, self._quarantine = RetryBudget(options), Quarantine(options)
-        self._idempotency = IdempotencyKeys(self._settings.idempotency_seconds)
+        self._responses = ResponseStore(self.settings.idempotency_seconds, self.memory)
         self._fingerprints: dict[str, str] = {}  # fingerprint: the first replica that had it
-        self._draining = False
+        self.draining = False
         self._ends: set[asyncio.Future[None]] = set()  # of running requests; done to cancel them
-        self.in_flight = 0
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] == "lifespan":
-            await _lifespan(receive, send)
-        else:
-            await self._outer(scope, receive, send)
+        await (Router().lifespan if scope["type"] == "lifespan" else self._outer)(scope, receive, send)
 
     async def _respond(self, scope: Any, receive: Any, send: Any) -> None:
-        access = AccessRecord(scope)
-        noting: Any = access.noting(send)
-        response = ProxiedResponse(noting, log_values=self._log_prompts)
-        self.in_flight += 1
+        access = access_of(scope)
+        response = ProxiedResponse(send, log_values=self.settings.log_prompts)
         try:
             await self._handle(scope, receive, response, access)
         except OnwardError as error:
             await response.fail(error)
         finally:
-            self.in_flight -= 1
-            if self._settings.access_log:
-                if not response.is_complete:
-                    response.note_disconnect()
-                access.status = access.status or CLIENT_CLOSED
-                access.fields |= response.log_fields
-                access.write()
+            if not response.is_complete:
+                response.note_disconnect()
+            access.fields |= response.log_fields
 
     async def _handle(self, scope: Any, receive: Any, response: ProxiedResponse, access: AccessRecord) -> None:
         """Handle a request until the client disconnects. Raises `OnwardError`: it is refused, or fails."""
-        self._access.check(scope, access.headers, in_flight=self.in_flight, draining=self._draining)
-        if self._draining and scope["path"] == "/ready":
+        if self.draining and scope["path"] == "/ready":
             await response.send_response(draining_answer())
             return
-        client = client_of(scope, access.headers, self._settings)
-        with self._memory.reservation(client) as memory:
-            body = b""
-            if scope["method"] == "POST" and scope["path"] not in OPEN_PATHS:  # nothing else has a body
-                try:
-                    body = await whole_body(Request(scope, receive), self._settings, memory)
-                except ClientDisconnect:
-                    return
-            call = replace(self._call_of(scope, body, access), client=client)
-            await self._forward(scope, receive, call, response)
-
-    async def _forward(self, scope: Any, receive: Any, call: ProxiedRequest, response: ProxiedResponse) -> None:
-        if self._log_prompts and scope["method"] == "POST":
-            response.log_fields["body"] = call.body.decode("utf-8", "replace")
+        body = b""
+        if scope["method"] == "POST" and not is_open(scope["path"]):  # nothing else has a body
+            try:
+                body = await whole_body(Request(scope, receive), self.settings, scope["onward.memory"])
+            except ClientDisconnect:
+                return
+        if self.settings.log_prompts and scope["method"] == "POST":
+            response.log_fields["body"] = body.decode("utf-8", "replace")
+        call = self._call_of(scope, body, access)
         serve = self._state.serve if self._state.has(call) else self._serve
         await self._until_disconnected(receive, serve(call, response))
 
     async def drain(self, seconds: float) -> None:
         """Refuse new requests, wait up to `seconds` for running ones, and cancel the others."""
-        self._draining = True
+        self.draining = True
 
         def cancel() -> None:
-            log("cancels", requests=self.in_flight)
+            log("cancels", requests=self.gate.in_flight)
             for end in self._ends:
                 end.set_result(None)
 
-        await drain_requests(lambda: self.in_flight, seconds, cancel)
+        await drain_requests(lambda: self.gate.in_flight, seconds, cancel)
 
     def _call_of(self, scope: Any, body: bytes, access: AccessRecord) -> ProxiedRequest:
         pairs = [(bytes(name), bytes(value)) for name, value in scope["headers"] if name not in _OWN_HEADERS]
         headers = (*pairs, (b"x-request-id", access.id.encode()))  # replicas log errors under it
-        call = ProxiedRequest(scope["method"], scope["path"], scope.get("query_string", b""), headers, body, "")
-        if last := call.named_headers.get("last-event-id"):  # starts with the key; the application checks the rest
+        method, path, query = scope["method"], scope["path"], scope.get("query_string", b"")
+        key = self._key_of(access.headers, _digest(path, body))
+        return ProxiedRequest(method, path, query, headers, body, key.text, client=scope["onward.client"])
+
+    def _key_of(self, headers: Mapping[bytes, bytes], digest: str) -> ResponseKey:
+        """The key of the response, which determines all of it. digest: of what the request asks for."""
+        if last := headers.get(b"last-event-id"):  # starts with the key; the application checks the rest
             with contextlib.suppress(OnwardError):
-                return replace(call, response_key=ResponseKey(last.partition(".")[0]).text)
-        key = self._idempotency.response_key(access.headers, _digest(call.path, body), time.monotonic())
-        return replace(call, response_key=key)
+                return ResponseKey(last.decode("latin-1").partition(".")[0])
+        key, name = ResponseKey.new(), idempotency_of(headers)
+        if name is None:
+            return key
+        stored = self._responses.get(name, key)
+        stored.check(digest)
+        stored.digest = digest
+        return stored.key
 
     async def _until_disconnected(self, receive: Any, serving: Any) -> None:
         """Run `serving` until the client disconnects. Raises `OnwardError`: as `serving`, or the ingress shuts down."""
@@ -261,7 +255,6 @@ class Ingress:
             raise EngineError("two replicas died while serving this request; it is temporarily refused")
         while True:
             route = RouteAttempt(key, avoid)
-            response.begin()
             try:
                 try:
                     outcome = await self._attempt(call, route, response)
@@ -281,7 +274,7 @@ class Ingress:
                 if not self._replicas.names - failed:
                     raise EngineError(str(error)) from error
             avoid |= tried
-            call = replace(call, emitted=response.emitted, last_event_id=response.last_event_id)
+            call = replace(call, emitted=response.emitted, ended=response.ended)
             names = self._replicas.names
             if names - failed and not names - avoid:  # the others are busy
                 if waited >= _TIMEOUT:
@@ -291,7 +284,7 @@ class Ingress:
                 waited += _RETRY_DELAY
                 avoid = failed
 
-    def _note(self, error: ReplicaLostError, digest: bytes, route: RouteAttempt, lost: int) -> None:
+    def _note(self, error: ReplicaLostError, digest: str, route: RouteAttempt, lost: int) -> None:
         """Note that a replica was lost. Raises `EngineError`: the request is not retried."""
         now = time.monotonic()
         log("replica lost", replica=route.replica, reason=str(error), lost=lost)
@@ -363,13 +356,5 @@ class Ingress:
         return bool(self._replicas.names - route.avoid - {route.replica})
 
 
-def _digest(path: str, body: bytes) -> bytes:
-    return hashlib.blake2b(path.encode() + b" " + body).digest()
-
-
-async def _lifespan(receive: Any, send: Send) -> None:
-    while True:
-        kind = (await receive())["type"]
-        await send({"type": f"{kind}.complete"})
-        if kind == "lifespan.shutdown":
-            return
+def _digest(path: str, body: bytes) -> str:
+    return hashlib.blake2b(path.encode() + b" " + body).hexdigest()

@@ -1,15 +1,22 @@
-"""Ray Serve's request router, with `HashRing`."""
+"""How an ingress reaches replicas through Ray Serve: its request router, with `HashRing`, and the calls."""
 
 import asyncio
+import contextlib
+import threading
 from collections import deque
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from itertools import islice
 from typing import Any
 
+import ray
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, ReplicaUnavailableError
 from ray.serve.experimental.consistent_hash_router import ConsistentHashRouter
 
 from onward.cluster import router as routing
-from onward.cluster.call import ReplicaLostError, RouteAttempt
+from onward.cluster.call import ProxiedRequest, ReplicaLostError, ReplyBatch, RouteAttempt
+from onward.cluster.channel import RENEW_INTERVAL
 from onward.cluster.router import HashRing
+from onward.errors import EngineBusyError, EngineError
 
 _MAX_CANDIDATES = 16  # replicas tried for a call before it backs off and the router chooses again
 _RETRY_DELAY = 0.1  # seconds before retrying the only replica for a call
@@ -91,3 +98,77 @@ def _name(replica_id: Any) -> str:
 def _route_of(pending_request: Any) -> RouteAttempt | None:
     route = None if pending_request is None else pending_request.kwargs.get("route")
     return route if isinstance(route, RouteAttempt) else None
+
+
+class RayReplicas:
+    """`ReplicaTransport` over a Ray Serve handle."""
+
+    def __init__(self, handle: Any) -> None:
+        self._calls = handle.options(method_name="serve")
+        self._batches = handle.options(stream=True, method_name="batches")
+        self._renew = handle.options(method_name="renew")
+        self._renewals: set[asyncio.Task[None]] = set()
+        self._deployment = str(handle.deployment_id)
+
+    @property
+    def names(self) -> frozenset[str]:
+        router = routing.ROUTERS.get(self._deployment)
+        return frozenset() if router is None else router.names
+
+    def call(
+        self, call: ProxiedRequest, route: RouteAttempt, ingress: str, number: int
+    ) -> tuple[Awaitable[None], Callable[[], None]]:
+        response = self._calls.remote(call, route=route, ingress=ingress, number=number)
+        return _result(response), lambda: _cancel(response)
+
+    async def batches(self, replica: str, ingress: str) -> AsyncGenerator[ReplyBatch, None]:
+        response = self._batches.remote(route=RouteAttempt(only=replica), ingress=ingress)
+        ended = asyncio.Event()
+        renewal = asyncio.create_task(self._keep_renewing(replica, ingress, ended))
+        self._renewals.add(renewal)
+        renewal.add_done_callback(self._renewals.discard)
+        try:
+            async for batch in response:
+                yield batch
+        except Exception as error:
+            raise _translated(error) from error
+        finally:
+            ended.set()
+            _cancel(response)
+
+    async def _keep_renewing(self, replica: str, ingress: str, ended: asyncio.Event) -> None:
+        """Renew the lease on a replica's queue until the channel has ended. If the replica is lost, the channel
+        raises."""
+        while not ended.is_set():
+            with contextlib.suppress(Exception):
+                await self._renew.remote(route=RouteAttempt(only=replica), ingress=ingress)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(ended.wait(), RENEW_INTERVAL)
+
+
+async def _result(response: Any) -> None:
+    try:
+        await response
+    except Exception as error:
+        raise _translated(error) from error
+
+
+def _translated(error: Exception) -> Exception:
+    """The error for the ingress that corresponds to one of Ray's."""
+    if isinstance(error, BackPressureError):
+        return EngineBusyError("all replicas are at their limit of requests; try again in 1 s", 1.0)
+    if isinstance(error, ray.exceptions.RayTaskError):  # from the application: it would fail elsewhere, too
+        return EngineError("the server failed; its log has the details")
+    if isinstance(error, ray.exceptions.RayError | ReplicaUnavailableError | DeploymentUnavailableError):
+        return ReplicaLostError(str(error).partition("\n")[0][:200], died=True)
+    return error
+
+
+def _cancel(response: Any) -> None:
+    """Cancel a call in a thread, since Ray may wait a minute for a replica that hangs."""
+
+    def cancel() -> None:
+        with contextlib.suppress(Exception):  # the call has failed, which its caller knows
+            response.cancel()
+
+    threading.Thread(target=cancel, daemon=True).start()

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from onward.util.text_input import TextError, parse_json
 
 if TYPE_CHECKING:
-    from onward.engine.stats import EngineStats
+    from onward.engine import EngineStats
 
 # The routers of this process, by deployment. Ray copies the module of a router class into each process, so they cannot
 # be stored there. Access them through this module.

@@ -4,7 +4,7 @@ from onward.decoding.api import decode, generate, stream
 from onward.decoding.batch import ScheduledSequence
 from onward.decoding.beam import BeamOptions, BeamSearch, BeamStep
 from onward.decoding.cache_manager import CacheManager
-from onward.decoding.loop import BatchSchedule, Schedule, StepOutput, decode_loop
+from onward.decoding.loop import BatchSchedule, Schedule, StepRouter, decode_loop
 from onward.decoding.row_cache import RowCacheManager
 from onward.decoding.sequence import FinishReason, Sequence, StoppedBy, StopWhen
 from onward.decoding.shared_cache import SharedCache, slots_for
@@ -27,7 +27,7 @@ __all__ = [
     "Sequence",
     "SharedCache",
     "Step",
-    "StepOutput",
+    "StepRouter",
     "StopWhen",
     "StoppedBy",
     "TokenSampler",

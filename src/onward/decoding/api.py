@@ -219,7 +219,7 @@ def stream(
     sequence = Sequence(ids, max_new_tokens, stop_ids, start=offset, sampling=sampling[0])
     first = run if isinstance(forward, Model) else _VocabularyCheck(run, name, max(ids))
     step = DecodeStep(first, slots, chooser, model.device)
-    return _ids(step, run, slots, BatchSchedule(slots, [sequence], prefill_chunk), on_token)
+    return _ids(step, run, slots, sequence, prefill_chunk, on_token)
 
 
 @checks_option_names
@@ -303,11 +303,17 @@ class _VocabularyCheck:
 
 
 def _ids(
-    step: DecodeStep, run: Run, slots: RowCacheManager, schedule: BatchSchedule, on_token: Callable[[int], Any] | None
+    step: DecodeStep,
+    run: Run,
+    slots: RowCacheManager,
+    sequence: Sequence,
+    prefill_chunk: int,
+    on_token: Callable[[int], Any] | None,
 ) -> Iterator[int]:
-    for emission in decode_loop(step, schedule, slots):
+    schedule = BatchSchedule(slots, [sequence], prefill_chunk)
+    for _ in decode_loop(step, schedule, slots):
         step.run = run  # after the first step
-        for _, token, _, _ in emission.pieces:
+        for _, token, _, _ in sequence.deliver():
             if on_token is not None:
                 on_token(token)
             yield token

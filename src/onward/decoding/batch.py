@@ -102,8 +102,7 @@ def inputs(
     offsets = [sequence.computed for sequence, _ in work]
     longest = max(map(len, ids))
     item_slots = [sequence.slot for sequence, _ in work]
-    slots.ensure_writable(item_slots, offsets, longest)
-    view = slots.view_of(item_slots, longest)
+    view = slots.view(item_slots, offsets, longest)
     # Any valid id works as padding.
     rows = [row if len(row) == longest else [*row, *[row[-1]] * (longest - len(row))] for row in ids]
     if view.offsets is not None:
@@ -127,8 +126,10 @@ def forward(
 ) -> StepResult:
     """Run a batch, check the shape of its logits, and keep its cache."""
     result = run.step(batch, sampler)
-    check_logits(result.logits, (batch.tokens if batch.logits_at is None else batch.logits_at).shape)
-    slots.check_written(view, result.cache)
+    shape = (batch.tokens if batch.logits_at is None else batch.logits_at).shape
+    if result.logits.shape[:-1] != shape:
+        check_logits(result.logits, shape)
+    slots.accept(view, result.cache)
     return result
 
 
@@ -158,7 +159,9 @@ def processed(
         batch = batch._replace(logits_at=at[:, : int(needs)])
     # The kernel takes all rows of the cache.
     logits, ids, _ = forward(run, slots, batch, view, sampler if view.offsets is None else None)
-    return view.select(logits) if needs else None, ids
+    if not needs:
+        return None, ids
+    return logits if view.offsets is None else view.select(logits), ids
 
 
 def _processed_as_rows(
@@ -172,8 +175,7 @@ def _processed_as_rows(
     ids = [token for sequence, first, count in spans for token in sequence.ids(first, first + count)]
     row_slots = [sequence.slot for sequence, _, count in spans for _ in range(count)]
     offsets = [position for _, first, count in spans for position in range(first, first + count)]
-    slots.ensure_writable(row_slots, offsets, 1)
-    view = slots.view_of(row_slots, 1)
+    view = slots.view(row_slots, offsets, 1)
     rows = max(_MIN_LOGITS, 1 << (len(needing) - 1).bit_length())
     batch = ForwardBatch(
         _int32(ids, device).unsqueeze(1),

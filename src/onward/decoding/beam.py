@@ -17,7 +17,6 @@ from torch import Tensor
 
 from onward.decoding.batch import ScheduledSequence, batches, processed
 from onward.decoding.cache_manager import CacheManager
-from onward.decoding.loop import Failed
 from onward.decoding.sequence import FinishReason, Sequence
 from onward.decoding.step import Emitted, Step
 from onward.errors import RequestError
@@ -62,12 +61,15 @@ class Beam(NamedTuple):
 class BeamSearch(Sequence):
     """The beam search of one prompt, which is processed like that of any sequence.
 
-    Its own last id stays pending, since tokens go to the beams. At its end, the search takes over the best beam.
+    Its own last id stays pending, since tokens go to the beams. At its end, the search takes over the best beam. A
+    `BeamStep` emits candidates for it.
 
     sampling: only the adjustments (penalties, bias, bans) apply; they act on logprobs, as in transformers.
     ended: scores and sequences of the beams that have ended, best first.
     tokens: the number of tokens decoded so far.
     """
+
+    streams = False
 
     def __init__(
         self, beams: BeamOptions, prompt: abc.Sequence[int], max_new_tokens: int, *args: Any, **options: Any
@@ -84,6 +86,10 @@ class BeamSearch(Sequence):
         return self.tokens > 0
 
     @property
+    def decoded(self) -> int:
+        return self.tokens
+
+    @property
     def is_over(self) -> bool:
         return self.finish_reason is not None
 
@@ -91,9 +97,43 @@ class BeamSearch(Sequence):
         """This search while its prompt is processed, then the running beams."""
         return super().holders() or [holder for beam in self.running for holder in beam.sequence.holders()]
 
+    def results(self, count: int) -> list[tuple[float | None, Sequence]]:
+        return [*self.ended[:count]] or super().results(count)  # none has ended if no tokens were asked for
+
     def restart(self) -> None:
         super().restart()
         self.running, self.ended, self.tokens = [Beam(self._first.fork(), 0.0)], [], 0
+
+    def take_step(self, processed: int, tokens: abc.Sequence[Any], slots: CacheManager) -> None:
+        """tokens: candidates, best first; none while the prompt is processed. The first child of a beam takes its slot,
+        the others get copies of it."""
+        if not tokens:
+            super().take_step(processed, (), slots)
+            return
+        super().take_step(processed - 1, (), slots)
+        self.slot = None
+        before = [beam.sequence for beam in self.running]
+        parents = self.advance(tokens)
+        if self.is_over:
+            self.running = []
+        children = list(zip(parents, (beam.sequence for beam in self.running), strict=False))
+        computed = before[0].computed + 1
+        first_children = dict(reversed(children))
+        for index, sequence in enumerate(before):
+            if index not in first_children:
+                slots.release(sequence.slot)
+        for parent, sequence in children:
+            sequence.computed = computed
+            if first_children[parent] is sequence:
+                sequence.slot = before[parent].slot
+        for parent, sequence in children:
+            if first_children[parent] is not sequence:
+                sequence.slot = slots.fork(before[parent].slot, computed, sequence.longest)
+                if sequence.slot is None:
+                    raise RequestError(
+                        "beams need a cache whose rows can be copied, a pytree of tensors that each have a dimension "
+                        "for the batch, and a row for each beam"
+                    )
 
     def advance(self, candidates: abc.Sequence[BeamCandidate]) -> list[int]:
         """Continue with the best of the candidates, which are sorted best first.
@@ -156,50 +196,40 @@ class BeamSearch(Sequence):
 
 
 class BeamStep:
-    """Advances every search by one token. It emits nothing: a finished search has ended its own sequence.
+    """Emits the candidates for the next token of every search, best first.
 
     plain: processes the prompts. run, slots, device: as in `DecodeStep`.
-    failed: called for a search that cannot continue, as in `decode_loop`. Without it, the step raises.
     """
 
-    def __init__(
-        self, plain: Step, run: Executable, slots: CacheManager, device: torch.device, failed: Failed | None = None
-    ) -> None:
+    def __init__(self, plain: Step, run: Executable, slots: CacheManager, device: torch.device) -> None:
         self._plain, self._run, self._slots, self._device = plain, run, slots, device
-        self._failed = failed
 
     @torch.no_grad()
     def __call__(self, work: abc.Sequence[ScheduledSequence]) -> Emitted:
         prompts = []
-        deciding = []
-        for search, count in work:
+        deciding: dict[int, BeamSearch] = {}
+        for index, (search, count) in enumerate(work):
             assert isinstance(search, BeamSearch), "a beam step advances searches"
             if count == search.pending and not search.is_over:
-                deciding.append(search)
+                deciding[index] = search
                 count -= 1
             if count:
                 prompts.append(ScheduledSequence(search, count))
-        before = [(search, search.computed, len(search.prompt_logprobs)) for search, _ in prompts]
+        before = [len(search.prompt_logprobs) for search, _ in prompts]
+        emitted: Emitted = [[] for _ in work]
         try:
             if prompts:
                 self._plain(prompts)
-            items = [ScheduledSequence(sequence, 1) for search in deciding for sequence in _last_ids(search)]
-            counts = [len(search.running) for search in deciding]
-            logits = torch.split(self._logits(items), counts) if items else []
-            decisions = [(search, _best_candidates(search, own)) for search, own in zip(deciding, logits, strict=True)]
+            items = [ScheduledSequence(sequence, 1) for search in deciding.values() for sequence in _last_ids(search)]
+            counts = [len(search.running) for search in deciding.values()]
+            logits = torch.split(self._logits(items), counts) if items else ()
+            for (index, search), own in zip(deciding.items(), logits, strict=True):
+                emitted[index] = _best_candidates(search, own)
         except BaseException:
-            for search, computed, logprobs in before:
-                search.computed = computed
+            for (search, _), logprobs in zip(prompts, before, strict=True):
                 del search.prompt_logprobs[logprobs:]
             raise
-        for search, candidates in decisions:
-            try:
-                self._advance(search, candidates)
-            except BaseException as error:
-                if self._failed is None:
-                    raise
-                self._failed(search, error)
-        return [[] for _ in work]
+        return emitted
 
     def _logits(self, items: abc.Sequence[ScheduledSequence]) -> Tensor:
         rows: list[Tensor | None] = [None] * len(items)
@@ -212,35 +242,6 @@ class BeamStep:
             for place, index in enumerate(indices):
                 rows[index] = logits[place, 0]
         return torch.stack([row for row in rows if row is not None])
-
-    def _advance(self, search: BeamSearch, candidates: abc.Sequence[BeamCandidate]) -> None:
-        """Continue with the best beams. The first child of a beam takes its slot, the others get copies of it."""
-        search.slot = None
-        before = [beam.sequence for beam in search.running]
-        parents = search.advance(candidates)
-        if search.is_over:
-            for beam in search.running:
-                beam.sequence.slot = None
-            search.running = []
-        children = list(zip(parents, (beam.sequence for beam in search.running), strict=False))
-        computed = before[0].computed + 1
-        first_children = dict(reversed(children))
-        for index, sequence in enumerate(before):
-            if index not in first_children:
-                self._slots.release(sequence.slot)
-        for parent, sequence in children:
-            sequence.computed = computed
-            if first_children[parent] is sequence:
-                sequence.slot = before[parent].slot
-        for parent, sequence in children:
-            if first_children[parent] is not sequence:
-                sequence.slot = self._slots.fork(before[parent].slot, computed, sequence.longest)
-                if sequence.slot is None:
-                    raise RequestError(
-                        "beams need a cache whose rows can be copied, a pytree of tensors that each have a dimension "
-                        "for the batch, and a row for each beam"
-                    )
-            self._slots.advance(sequence.slot, computed, sequence.ids)
 
 
 def _last_ids(search: BeamSearch) -> list[Sequence]:

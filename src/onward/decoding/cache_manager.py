@@ -4,23 +4,21 @@ A slot holds the computed positions of one sequence. A forward receives a view o
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from onward.cache import AdapterRef
-from onward.cache.slot import CacheView
+from onward.cache.slot import CacheStats, CacheView, Ids
 from onward.models import Cache
 
 Slot = Any
-# (first, last) -> the ids at the positions first … last - 1 of a slot
-Ids = Callable[[int, int], Sequence[int]]
 
 
 class CacheManager(Protocol):
     """Allocates slots for sequences. Capacity is counted in blocks.
 
-    lock: held by callers from `view_of` to `check_written`. total: the number of blocks. available: those that can be
-        allocated now. cached: available blocks that prompts can still reuse. hits, lookups: ids reused and looked up.
+    lock: held by callers from `view` to `accept`.
+    weights_version: the last key of `set_weights_version`.
     whole: whether every forward gets all rows, padded to one length, because the cache's row dimension is unknown.
     shares_rows: whether several rows of a view may belong to one slot.
     """
@@ -28,34 +26,22 @@ class CacheManager(Protocol):
     lock: threading.RLock
     whole: bool
     shares_rows: bool
-    hits: int
-    lookups: int
-
-    @property
-    def total(self) -> int: ...
-
-    @property
-    def available(self) -> int: ...
-
-    @property
-    def cached(self) -> int: ...
-
-    def blocks_for(self, length: int) -> int:
-        """The number of blocks of a slot of `length` positions."""
-
-    def shared_blocks(self, positions: int) -> int:
-        """The number of blocks that a fork at this many positions shares with its source."""
-
-    def blocks_of(self, slots: Sequence[Slot]) -> int:
-        """The number of blocks that these slots use together."""
+    weights_version: object
 
     def acquire(
-        self, ids: Sequence[int], length: int, *, reuse: bool = True, adapter: AdapterRef | None = None
+        self,
+        ids: Sequence[int],
+        length: int,
+        *,
+        reuse: bool = True,
+        adapter: AdapterRef | None = None,
+        pin: Slot | None = None,
     ) -> tuple[Slot, int] | None:
         """Allocate a slot for `length` positions. Returns it with the number of ids it already holds, at most all but
         the last; None, with nothing changed, if there is no room now.
 
-        adapter: the adapter that computes the slot's keys and values; forks inherit it.
+        reuse: whether to look for cached ids. adapter: the adapter that computes the slot's keys and values; forks
+        inherit it. pin: a pinned slot, whose ids may be reused like all others, and which is released.
         """
 
     def fork(self, slot: Slot, positions: int, length: int) -> Slot | None:
@@ -65,38 +51,54 @@ class CacheManager(Protocol):
     def reserve(self, slot: Slot, length: int) -> bool:
         """Make room for `length` positions. Returns False if there is none now."""
 
-    def holds(self, slot: Slot, positions: int) -> bool:
-        """Whether the slot can continue from an earlier position: not if the recurrent states there are gone."""
+    def commit(self, slot: Slot, computed: int, ids: Ids) -> None:
+        """Mark the first `computed` positions as final. Those after them will be written again."""
 
-    def truncate(self, slot: Slot, positions: int) -> None:
-        """Drop everything from `positions` on; it will be written again."""
+    def release(self, slot: Slot, ids: Sequence[int] = (), pin: bool = False) -> None:
+        """Release a slot whose first positions hold these ids. The garbage collector may call this at any moment, in
+        any thread: if the manager is in use, it does this later.
 
-    def advance(self, slot: Slot, computed: int, ids: Ids) -> None:
-        """Mark the first `computed` positions as final."""
+        pin: keep what the slot holds of the ids until the slot is released again, or given to `acquire`.
+        """
 
-    def release(self, slot: Slot, ids: Sequence[int] = ()) -> None:
-        """Release a slot whose first positions hold these ids."""
+    def pinned(self, pin: Slot) -> int:
+        """The number of ids that a pinned slot keeps; 0 once they cannot be reused."""
 
-    def release_later(self, slot: Slot, ids: Sequence[int] = ()) -> None:
-        """`release` for the garbage collector, which may call it in the middle of any other method."""
-
-    def groups(self, slots: Sequence[Slot], tokens: int) -> list[list[int]]:
-        """Group the slots, by index, that one forward of `tokens` tokens per row can serve together."""
-
-    def set_weights_version(self, key: object) -> None:
-        """Name the weights that compute new entries. A different key makes all cached entries unreachable."""
-
-    def max_step_tokens(self, slots: Sequence[Slot], computed: Sequence[int]) -> int | None:
-        """The most tokens per row in one forward if any of them may be removed again; None if unknown."""
+    def read(self, source: Slot, positions: int) -> Cache:
+        """The first positions of a slot, pinned or not, as a dense cache of one row."""
 
     def max_chunk(self, slot: Slot, first: int, count: int) -> int:
         """How many of `count` prompt ids, from position `first` of a slot on, to process at once."""
 
-    def ensure_writable(self, slots: Sequence[Slot], firsts: Sequence[int], tokens: int) -> None:
-        """Allocate blocks for writing `tokens` tokens from each slot's first position on. Call it before `view_of`."""
+    def room(self, slots: Sequence[Slot], computed: Sequence[int]) -> int | None:
+        """The most tokens per row in one forward if any of them may be removed again; None if unknown."""
 
-    def view_of(self, slots: Sequence[Slot], tokens: int) -> CacheView:
-        """The cache of these slots, for a forward of `tokens` tokens per row."""
+    def groups(self, slots: Sequence[Slot], tokens: int) -> list[list[int]]:
+        """Group the slots, by index, that one forward of `tokens` tokens per row can serve together."""
 
-    def check_written(self, view: CacheView, cache: Cache) -> None:
+    def view(self, slots: Sequence[Slot], firsts: Sequence[int], tokens: int) -> CacheView:
+        """The cache of these slots, for a forward that writes `tokens` tokens per row from each slot's first position
+        on. The cache is the same object as before while its rows are the same."""
+
+    def accept(self, view: CacheView, cache: Cache) -> None:
         """Accept the cache that a forward returned for a view."""
+
+    def cost(self, length: int, shared: int = 0) -> int:
+        """The number of blocks that a slot of `length` positions takes if it shares the first `shared` with another."""
+
+    def cost_of(self, slots: Sequence[Slot]) -> int:
+        """The number of blocks that these slots use together."""
+
+    def stats(self) -> CacheStats: ...
+
+    def set_weights_version(self, key: object) -> None:
+        """Name the weights that compute new entries. A different key makes all cached entries unreachable."""
+
+
+class Pinned(Protocol):
+    """A session's prefix (`onward.decoding.shared_cache.PinnedPrefix`). pin: its slot, if it has one."""
+
+    pin: Slot | None
+
+    def keep(self, slot: Slot, ids: Sequence[int]) -> None:
+        """Release a slot whose first positions hold these ids, and pin them."""

@@ -1,73 +1,131 @@
 """The decode loop. Streaming, batches, chat, speculation, user-defined forwards and the engine all run through it."""
 
 import time
+import weakref
 from collections import abc
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
 
 from onward.decoding.batch import ScheduledSequence
+from onward.decoding.beam import BeamStep
 from onward.decoding.cache_manager import CacheManager
 from onward.decoding.sequence import Sequence
-from onward.decoding.step import Emitted, Step
+from onward.decoding.speculation.drafter import DraftTarget
+from onward.decoding.speculation.pace import LENGTHS
+from onward.decoding.speculation.speculator import Speculator
+from onward.decoding.speculation.step import SpeculativeStep
+from onward.decoding.step import DecodeStep, Emitted, SamplerCache, Step
 from onward.errors import ContextOverflowError
+from onward.models import Run
+from onward.util.process import sigint_deferred
 
 # Returns the work of the next step, empty when all is done. It may admit and remove sequences.
 Schedule = Callable[[], abc.Sequence[ScheduledSequence]]
-# Called with a sequence that cannot continue, and the error.
-Failed = Callable[[Sequence, BaseException], None]
 
 
-class StepOutput(NamedTuple):
-    """The output of one step.
+def decode_loop(step: Step, schedule: Schedule, slots: CacheManager, *, isolates: bool = False) -> Iterator[float]:
+    """Run steps as long as there is work, and yield the seconds of each, without the time that the consumer takes.
 
-    pieces: (sequence, token id, text that became final, whether it was drafted) for every token that a sequence
-        accepted, in order.
-    seconds: the duration of the step, without the time its consumer takes.
-    work: the step's work.
-    """
+    The sequences hold the new tokens (`Sequence.deliver`). One that has ended takes no more tokens.
 
-    pieces: list[tuple[Sequence, int, str, bool]]
-    seconds: float
-    work: abc.Sequence[ScheduledSequence]
-
-
-def decode_loop(
-    step: Step, schedule: Schedule, slots: CacheManager, failed: Failed | None = None
-) -> Iterator[StepOutput]:
-    """Run steps as long as there is work. A sequence that has ended takes no more tokens.
-
-    failed: called for a sequence whose user-defined function raised. Without it, the loop raises.
+    isolates: record an exception of a sequence's function as its `error`; otherwise the loop raises it.
     """
     while work := schedule():
         began = time.perf_counter()
         emitted = step(work)
         seconds = time.perf_counter() - began
-        yield StepOutput(_accepted(work, emitted, slots, failed), seconds, work)
+        _take(work, emitted, slots, isolates)
         del work, emitted  # a schedule may block for long, and must not keep ended sequences alive
+        yield seconds
 
 
-def _accepted(
-    work: abc.Sequence[ScheduledSequence], emitted: Emitted, slots: CacheManager, failed: Failed | None
-) -> list[tuple[Sequence, int, str, bool]]:
-    pieces = []
-    for (sequence, _), tokens in zip(work, emitted, strict=True):
-        try:
-            for left, token in zip(range(len(tokens) - 1, -1, -1), tokens, strict=True):
-                if sequence.finish_reason is not None:
-                    break
-                # The last token of a step is the model's own; those before it were drafted.
-                pieces.append((sequence, token.id, sequence.accept(*token), left > 0))
-        except BaseException as error:
-            if failed is None:
-                raise
-            failed(sequence, error)
+def _take(work: abc.Sequence[ScheduledSequence], emitted: Emitted, slots: CacheManager, isolates: bool) -> None:
+    for (sequence, count), tokens in zip(work, emitted, strict=True):
+        if sequence.error is not None:  # its step failed
             continue
-        if tokens:
-            # Tokens after the end are not part of the sequence, so the cache drops them too.
-            sequence.computed = min(sequence.computed, sequence.length - 1)
-        if sequence.slot is not None:
-            slots.advance(sequence.slot, sequence.computed, sequence.ids)
-    return pieces
+        try:
+            sequence.take_step(count, tokens, slots)
+        except BaseException as error:
+            if not isolates:
+                raise
+            sequence.error = error
+            continue
+        for holder in (sequence,) if sequence.slot is not None else sequence.holders():
+            slots.commit(holder.slot, holder.computed, holder.ids)
+
+
+class StepRouter:
+    """A `Step` that runs each sequence with its kind of step: plain, beam search, or speculative with its drafter.
+
+    Sequences of one kind run together. If any sequence without a draft has a constraint, all of them run with a step
+    that drafts the tokens that constraints force.
+
+    isolates: when a step fails, run its halves, until the failing sequence is alone, and record the exception as its
+        `error`. The tokens of the others are the same. Otherwise the step raises.
+    rows, max_len: the most sequences at once, and the most positions of each; a draft model's cache is made for them.
+    """
+
+    def __init__(self, run: Run, slots: CacheManager, *, rows: int, max_len: int, isolates: bool = False) -> None:
+        self._run, self._slots, self._isolates = run, slots, isolates
+        self._rows, self._max_len = rows, max_len
+        device = run.model.device
+        self._plain = DecodeStep(run, slots, SamplerCache(device), device)
+        self._beams = BeamStep(self._plain, run, slots, device)
+        target = DraftTarget(run.model.vocab_size, device, rows, max_len, rows * max_len, LENGTHS[-1])
+        self._forced = SpeculativeStep(self._plain, run, slots, SamplerCache(device), target)
+        self._speculative: weakref.WeakKeyDictionary[Speculator, SpeculativeStep] = weakref.WeakKeyDictionary()
+
+    def join(self, sequences: abc.Sequence[Sequence], draft: Speculator | None) -> None:
+        """Choose the step of these sequences. draft: the drafter of all of them. Preempted sequences join again, and
+        keep the counts of their drafts."""
+        step, drafted = self._forced, sequences
+        if draft is None:
+            for sequence in sequences:
+                sequence.step = None if sequence.streams else self._beams
+            drafted = [sequence for sequence in sequences if sequence.streams and sequence.constraint is not None]
+        elif draft in self._speculative:
+            step = self._speculative[draft]
+        else:
+            device, vocab_size = self._run.model.device, self._run.model.vocab_size
+            sampler, rows, longest = SamplerCache(device), self._rows, self._max_len
+            step = draft.step(
+                self._plain, self._run, self._slots, sampler, device, vocab_size, rows=rows, max_len=longest
+            )
+            self._speculative[draft] = step
+        step.join(drafted)
+
+    def by_kind(self, work: abc.Sequence[ScheduledSequence]) -> list[tuple[Step, abc.Sequence[int]]]:
+        """Divide work by kind: steps with the indices of their items."""
+        first = work[0].sequence.step
+        if all(sequence.step is first for sequence, _ in work):
+            return [(first or self._plain, range(len(work)))]
+        kinds: dict[Step, list[int]] = {}
+        for index, (sequence, _) in enumerate(work):
+            kinds.setdefault(sequence.step or self._plain, []).append(index)
+        if self._forced in kinds and self._plain in kinds:
+            kinds[self._forced] = sorted([*kinds[self._forced], *kinds.pop(self._plain)])
+        return list(kinds.items())
+
+    def __call__(self, work: abc.Sequence[ScheduledSequence]) -> Emitted:
+        kinds = self.by_kind(work)
+        if len(kinds) == 1:
+            return self._tried(kinds[0][0], work)
+        emitted: Emitted = [[] for _ in work]
+        for step, indices in kinds:
+            for index, tokens in zip(indices, self._tried(step, [work[at] for at in indices]), strict=True):
+                emitted[index] = tokens
+        return emitted
+
+    def _tried(self, step: Step, work: abc.Sequence[ScheduledSequence]) -> Emitted:
+        try:
+            return step(work)
+        except BaseException as error:
+            if not self._isolates:
+                raise
+            if len(work) == 1:
+                work[0].sequence.error = error
+                return [[]]
+            half = len(work) // 2
+            return [*self._tried(step, work[:half]), *self._tried(step, work[half:])]
 
 
 # Logits at every position are computed at most this many at a time: 2^26 take 256 MB in float32, 440 positions of a
@@ -83,20 +141,13 @@ def scored_chunk(vocab_size: int) -> int:
 class BatchSchedule:
     """A `Schedule` that starts all sequences at once, or as many as fit.
 
-    siblings: for some sequences, one with the same prompt; they start from its computed positions.
+    Sequences with a `leader` start from its computed positions.
+
     chunk: the most prompt ids of a sequence per step. vocab_size: V of the logits.
-    keep: whether sequences that already have slots keep them after their end, because the caller owns these.
     """
 
     def __init__(
-        self,
-        slots: CacheManager,
-        sequences: abc.Sequence[Sequence],
-        chunk: int = 512,
-        *,
-        vocab_size: int = 0,
-        siblings: abc.Mapping[Sequence, Sequence] | None = None,
-        keep: bool = False,
+        self, slots: CacheManager, sequences: abc.Sequence[Sequence], chunk: int = 512, *, vocab_size: int = 0
     ) -> None:
         self._slots = slots
         self._waiting = [sequence for sequence in sequences if sequence.pending]
@@ -104,15 +155,12 @@ class BatchSchedule:
         self._chunk = chunk
         scored = sum(sequence.prompt_top is not None for sequence in self._waiting)
         self._scored_chunk = min(chunk, scored_chunk(scored * vocab_size)) if scored * vocab_size else chunk
-        # Without a row dimension rows cannot be copied, so nothing is gained by waiting for a sibling.
-        self._siblings = {} if siblings is None or slots.whole else siblings
-        self._awaited: set[Sequence] = set()  # sequences whose prompts others wait for
-        self._pinned = {sequence for sequence in sequences if keep and sequence.slot is not None}
 
     def __call__(self) -> list[ScheduledSequence]:
         self._release_ended()
         if self._waiting:
-            self._admit()
+            with sigint_deferred():  # or a slot could be lost before its sequence has it
+                self._admit()
         if not self._running:
             if self._waiting:
                 longest = self._waiting[0].longest
@@ -128,13 +176,13 @@ class BatchSchedule:
     def close(self) -> None:
         """Release all slots. The garbage collector closes an abandoned stream."""
         for sequence in self._running:
-            self._release(sequence, self._slots.release_later)
+            sequence.release(self._slots)
         self._running = []
 
     def _prompt_ids(self, sequence: Sequence) -> int | None:
         """The number of prompt ids to process next; None if the sequence decodes or waits for others."""
         pending = sequence.pending
-        if sequence in self._awaited:
+        if self._waiting and any(other.leader is sequence for other in self._waiting):
             # The last id is processed together with those of the sequences that share the prompt.
             pending -= 1
             return self._max_chunk(sequence, pending) if pending else None
@@ -149,46 +197,18 @@ class BatchSchedule:
         waiting: list[Sequence] = []
         is_full = False
         for sequence in self._waiting:
-            if is_full or self._awaits_prompt(sequence):
+            # Without a row dimension rows cannot be copied, so nothing is gained by waiting for the leader's prompt.
+            leader = None if self._slots.whole else sequence.leader
+            if is_full or (leader is not None and leader.finish_reason is None and not leader.has_prompt):
                 waiting.append(sequence)
-            elif sequence in self._pinned or self._fork(sequence) or self._acquire(sequence):
+            elif (
+                leader is not None and leader.has_prompt and sequence.fork_slot(self._slots, leader)
+            ) or sequence.acquire(self._slots, sequence.longest):
                 self._running.append(sequence)
             else:
                 is_full = True
                 waiting.append(sequence)
         self._waiting = waiting
-        self._awaited = {self._siblings[sequence] for sequence in waiting if sequence in self._siblings}
-
-    def _awaits_prompt(self, sequence: Sequence) -> bool:
-        """Whether a sibling still has to compute the prompt, all but its last id."""
-        sibling = self._siblings.get(sequence)
-        if sibling is None or sibling.finish_reason is not None:
-            return False
-        return sibling.slot is None or sibling.computed < sibling.output_at - 1
-
-    def _acquire(self, sequence: Sequence) -> bool:
-        acquired = self._slots.acquire(
-            sequence.prompt,
-            sequence.longest,
-            reuse=sequence.prompt_top is None and not sequence.start,
-            adapter=sequence.adapter,
-        )
-        if acquired is None:
-            return False
-        sequence.slot, sequence.cached = acquired
-        sequence.computed += sequence.cached
-        return True
-
-    def _fork(self, sequence: Sequence) -> bool:
-        sibling = self._siblings.get(sequence)
-        if sibling is None or sibling.slot is None:
-            return False
-        computed = sibling.output_at - 1  # every sequence processes the last prompt id itself
-        sequence.slot = self._slots.fork(sibling.slot, computed, sequence.longest)
-        if sequence.slot is None:
-            return False
-        sequence.computed = computed
-        return True
 
     def _release_ended(self) -> None:
         running = []
@@ -196,12 +216,5 @@ class BatchSchedule:
             if sequence.pending:
                 running.append(sequence)
             else:
-                self._release(sequence, self._slots.release)
+                sequence.release(self._slots)
         self._running = running
-
-    def _release(self, sequence: Sequence, release: Callable[[Any, list[int]], None]) -> None:
-        if sequence in self._pinned:
-            return
-        for holder in sequence.holders():
-            release(holder.slot, holder.computed_ids())
-            holder.slot = None

@@ -10,8 +10,7 @@ from torch.utils import _pytree as pytree
 
 from onward.cache import AdapterRef, KVCache, length_of
 from onward.cache.dense import copy_positions, copy_row, have_rows, position_dims, row_dims
-from onward.cache.slot import CacheView, index_of
-from onward.decoding.cache_manager import Ids
+from onward.cache.slot import CacheStats, CacheView, Ids, digest_of, index_of
 from onward.errors import RequestError
 from onward.models import Cache, Model, padded_length
 from onward.ops.recurrent_state import STATE_BLOCK
@@ -19,15 +18,18 @@ from onward.ops.recurrent_state import STATE_BLOCK
 
 @dataclass(eq=False)
 class CacheRow:
-    """A row of the cache. filled: the number of its computed positions. used: whether a sequence has it.
-    written: the position after those written by a forward, before `advance` says how many of them are final.
+    """A row of the cache, and its slot. used: whether a sequence or a pin has it. ids: those of a pin.
+
+    filled: the number of computed positions. written: the position after those written by a forward, before `commit`
+    says how many of them are final.
     """
 
     row: int
     filled: int = 0
     written: int = 0
+    used: bool = False
     adapter: AdapterRef | None = None
-    used: bool = True
+    ids: Sequence[int] = ()
 
 
 class RowCacheManager:
@@ -37,10 +39,11 @@ class RowCacheManager:
     dims: the row dimension of each tensor in the cache; None if unknown: then rows are never moved or copied, and every
         forward gets all of them.
     model: allocates a longer cache on `reserve`. Only for a cache that the manager owns, since rows may move.
-    filled: the number of positions that each row already holds.
+    filled: the number of positions that each row already holds; by default none.
     """
 
     shares_rows = False
+    weights_version: object = None
 
     def __init__(
         self,
@@ -52,18 +55,13 @@ class RowCacheManager:
         filled: Sequence[int] | None = None,
     ) -> None:
         self.lock = threading.RLock()
-        self.hits = self.lookups = self.cached = 0
-        self.cache = cache
-        self.rows = self.total = rows
-        self.length = length
+        self.cache, self.rows, self.length, self.model = cache, rows, length, model
         self.whole = dims is None and rows > 1
         self._dims = dims
-        self._model = model
-        self._filled = [0] * rows if filled is None else filled
-        self._slots: list[CacheRow | None] = [None] * rows
+        self._slots = [CacheRow(row, count, count) for row, count in enumerate(filled or [0] * rows)]
         self._views: dict[tuple[int, int], Cache] = {}
         self._adapters: dict[tuple[int, int], Tensor] = {}
-        self._ready: list[tuple[CacheRow, int]] = []  # for the next view, each with the position after its tokens
+        self._ends: list[tuple[CacheRow, int]] = []  # of the tokens of the last view
 
     @classmethod
     def allocate(cls, model: Model, rows: int, length: int) -> "RowCacheManager":
@@ -77,30 +75,43 @@ class RowCacheManager:
         """A caller's cache, whose rows are never moved."""
         return cls(cache, rows, None, dims_of(model, cache, rows), filled=filled)
 
-    @property
-    def available(self) -> int:
-        return sum(slot is None or not slot.used for slot in self._slots)
+    def stats(self) -> CacheStats:
+        return CacheStats(self.rows, sum(not slot.used for slot in self._slots), 0)
 
-    def blocks_for(self, length: int) -> int:
+    def cost(self, length: int, shared: int = 0) -> int:
         return 1 if self.length is None or length <= self.length else self.rows + 1
 
-    def shared_blocks(self, positions: int) -> int:
-        return 0
-
-    def blocks_of(self, slots: Sequence[CacheRow]) -> int:
+    def cost_of(self, slots: Sequence[CacheRow]) -> int:
         return len(slots)
 
     def acquire(
-        self, ids: Sequence[int], length: int, *, reuse: bool = True, adapter: AdapterRef | None = None
+        self,
+        ids: Sequence[int],
+        length: int,
+        *,
+        reuse: bool = True,
+        adapter: AdapterRef | None = None,
+        pin: CacheRow | None = None,
     ) -> tuple[CacheRow, int] | None:
-        row = next((row for row, slot in enumerate(self._slots) if slot is None or not slot.used), None)
-        if row is None or (self._model is not None and not self._make_room(length)):
+        slot = pin or next((slot for slot in self._slots if not slot.used), None)
+        if slot is None:
             return None
-        slot = self._slots[row] = CacheRow(row, self._filled[row], self._filled[row], adapter)
-        return slot, 0
+        reused, before = 0, slot.filled
+        if reuse and pin is not None and digest_of(pin.adapter) == digest_of(adapter):
+            reused = min(_common_prefix(pin.ids, ids), len(ids) - 1)
+            reused = reused if self._holds(pin, reused) else 0
+        if self.model is not None:
+            slot.filled = slot.written = reused
+            if not self.reserve(slot, length):
+                slot.filled = slot.written = reused = 0  # what cannot be copied is computed again
+                if not self.reserve(slot, length):
+                    slot.filled = slot.written = before
+                    return None
+        slot.used, slot.written, slot.adapter, slot.ids = True, slot.filled, adapter, ()
+        return slot, reused
 
     def fork(self, slot: CacheRow, positions: int, length: int) -> CacheRow | None:
-        if self._dims is None or not self.holds(slot, positions):
+        if self._dims is None or not self._holds(slot, positions):
             return None
         if (acquired := self.acquire((), length, adapter=slot.adapter)) is None:
             return None
@@ -110,27 +121,58 @@ class RowCacheManager:
         return fork
 
     def reserve(self, slot: CacheRow, length: int) -> bool:
-        return self._model is None or self._make_room(length)
+        """Lengthen the cache if necessary. It at least doubles, so a growing sequence is copied at most twice."""
+        if self.model is None or self.length is None or length <= self.length:
+            return True
+        doubled = 2 * self.length if self.model.max_seq_len is None else min(2 * self.length, self.model.max_seq_len)
+        longer = max(padded_length(length, self.model), doubled)
+        cache, filled = self.model.new_cache(self.rows, longer), max(slot.written for slot in self._slots)
+        dims = position_dims(self.cache, self.length, cache, longer)
+        if dims is not None:
+            copy_positions(self.cache, cache, dims, filled)
+        elif filled:
+            return False  # the position dimension is unknown
+        self.cache, self.length, self._views = cache, longer, {}
+        return True
 
-    def holds(self, slot: CacheRow, positions: int) -> bool:
-        return not isinstance(self.cache, KVCache) or self.cache.holds(slot.row, positions)
-
-    def truncate(self, slot: CacheRow, positions: int) -> None:
-        slot.filled = slot.written = min(slot.filled, positions)
-
-    def advance(self, slot: CacheRow, computed: int, ids: Ids) -> None:
+    def commit(self, slot: CacheRow, computed: int, ids: Ids) -> None:
         slot.filled = slot.written = computed
 
-    def release(self, slot: CacheRow, ids: Sequence[int] = ()) -> None:
-        slot.used = False
-        if self._model is not None:
-            self._slots[slot.row] = None
+    def release(self, slot: CacheRow, ids: Sequence[int] = (), pin: bool = False) -> None:
+        slot.used, slot.filled = pin, len(ids) if pin else 0
+        if pin or self.model is not None:  # forwards write to a caller's other rows only past what these hold
+            slot.written = slot.filled
+        slot.ids = list(ids) if pin else ()
+        slot.adapter = slot.adapter if pin else None
 
-    release_later = release
+    def pinned(self, pin: CacheRow) -> int:
+        return len(pin.ids)
+
+    def read(self, source: CacheRow, positions: int) -> Cache:
+        """The cache itself, of one row."""
+        assert self.rows == 1, self.rows
+        return self.cache
+
+    def set_weights_version(self, key: object) -> None:
+        if key != self.weights_version:
+            for slot in self._slots:
+                slot.ids = ()
+        self.weights_version = key
+
+    def max_chunk(self, slot: CacheRow, first: int, count: int) -> int:
+        return count
+
+    def room(self, slots: Sequence[CacheRow], computed: Sequence[int]) -> int | None:
+        length = length_of(self.cache) or self.length
+        others = [slot.written for slot in self._slots if self.whole]
+        room = None if length is None else length - max([*computed, *others])
+        if isinstance(self.cache, KVCache) and self.cache.states:
+            return STATE_BLOCK if room is None else min(room, STATE_BLOCK)
+        return room
 
     def groups(self, slots: Sequence[CacheRow], tokens: int) -> list[list[int]]:
         """All slots for one token per row, because writes to the other rows are never read; else neighbouring rows."""
-        if self._model is not None and self._dims is not None:
+        if self.model is not None and self._dims is not None:
             self._close_gaps()
         order = sorted(range(len(slots)), key=lambda index: slots[index].row)
         if tokens == 1 or self.whole:
@@ -143,26 +185,8 @@ class RowCacheManager:
                 groups.append([index])
         return groups
 
-    def set_weights_version(self, key: object) -> None:
-        """Released slots keep nothing."""
-
-    def max_step_tokens(self, slots: Sequence[CacheRow], computed: Sequence[int]) -> int | None:
-        length = length_of(self.cache) or self.length
-        others = [slot.filled for slot in self._slots if slot is not None and self.whole]
-        room = None if length is None else length - max([*computed, *others])
-        if isinstance(self.cache, KVCache) and self.cache.states:
-            return STATE_BLOCK if room is None else min(room, STATE_BLOCK)
-        return room
-
-    def max_chunk(self, slot: CacheRow, first: int, count: int) -> int:
-        return count
-
-    def ensure_writable(self, slots: Sequence[CacheRow], firsts: Sequence[int], tokens: int) -> None:
-        """Record where the tokens end: a step may run a row twice before its slot advances (a beam search's prompt,
-        then its last id)."""
-        self._ready = [(slot, first + tokens) for slot, first in zip(slots, firsts, strict=True)]
-
-    def view_of(self, slots: Sequence[CacheRow], tokens: int) -> CacheView:
+    def view(self, slots: Sequence[CacheRow], firsts: Sequence[int], tokens: int) -> CacheView:
+        self._ends = [(slot, first + tokens) for slot, first in zip(slots, firsts, strict=True)]
         if self.rows == 1:
             return CacheView(self._adapted(self.cache, 0, 1), (0,))
         rows = [slot.row for slot in slots]
@@ -171,13 +195,12 @@ class RowCacheManager:
         places = [row - first for row in rows]
         if places == list(range(last - first)):
             return CacheView(cache, places)
-        offsets = [0 if slot is None else slot.written for slot in self._slots[first:last]]
-        return CacheView(cache, places, offsets)
+        return CacheView(cache, places, [slot.written for slot in self._slots[first:last]])
 
-    def check_written(self, view: CacheView, cache: Cache) -> None:
+    def accept(self, view: CacheView, cache: Cache) -> None:
         """Keep the cache that a forward returned: it may have new tensors, and only some rows."""
-        for slot, end in self._ready:
-            slot.written = end
+        for slot, end in self._ends:
+            slot.written = end  # a step may run a row twice before `commit` (a search's prompt, then its last id)
         if cache is view.cache:
             return
         if view.cache is self.cache:
@@ -189,7 +212,7 @@ class RowCacheManager:
 
     def _adapted(self, cache: Cache, first: int, count: int) -> Cache:
         """The cache of some rows, with the adapter index of each if any row has an adapter."""
-        indices = [0 if slot is None else index_of(slot.adapter) for slot in self._slots[first : first + count]]
+        indices = [index_of(slot.adapter) for slot in self._slots[first : first + count]]
         if not any(indices):
             return cache
         if not isinstance(cache, KVCache):
@@ -216,16 +239,16 @@ class RowCacheManager:
 
     def _close_gaps(self) -> None:
         """Move rows from the end into free rows, so that a forward over all rows costs no more than necessary."""
-        while True:
-            used = [row for row, slot in enumerate(self._slots) if slot is not None]
-            free = next((row for row, slot in enumerate(self._slots) if slot is None), self.rows)
-            if not used or used[-1] < free:
-                return
-            slot = self._slots[used[-1]]
-            assert slot is not None
-            self._copy(slot.row, free, slot.written)  # a forward of this step may have written it
-            self._slots[free], self._slots[slot.row] = slot, None
-            slot.row = free
+        slots, count = self._slots, sum(slot.used for slot in self._slots)
+        for row, free in enumerate(slots[:count]):
+            if not free.used:
+                last = next(slot for slot in reversed(slots) if slot.used)
+                self._copy(last.row, row, last.written)  # a forward of this step may have written it
+                slots[row], slots[last.row] = last, free
+                last.row, free.row = row, last.row
+
+    def _holds(self, slot: CacheRow, positions: int) -> bool:
+        return not isinstance(self.cache, KVCache) or self.cache.holds(slot.row, positions)
 
     def _copy(self, source: int, to: int, positions: int) -> None:
         assert self._dims is not None, "the row dimension is unknown"
@@ -233,25 +256,6 @@ class RowCacheManager:
             self.cache.copy_row(source, to, positions)
         else:
             copy_row(self.cache, self._dims, source, to)
-
-    def _make_room(self, length: int) -> bool:
-        """Lengthen the cache if necessary. It at least doubles, so a growing sequence is copied at most twice."""
-        assert self._model is not None
-        assert self.length is not None
-        if length <= self.length:
-            return True
-        model, limit = self._model, self._model.max_seq_len
-        doubled = 2 * self.length if limit is None else min(2 * self.length, limit)
-        longer = max(padded_length(length, model), doubled)
-        cache = model.new_cache(self.rows, longer)
-        filled = max((slot.written for slot in self._slots if slot is not None), default=0)
-        dims = position_dims(self.cache, self.length, cache, longer)
-        if dims is not None:
-            copy_positions(self.cache, cache, dims, filled)
-        elif filled:
-            return False  # the position dimension is unknown
-        self.cache, self.length, self._views = cache, longer, {}
-        return True
 
 
 def dims_of(model: Model, cache: Cache, rows: int) -> Sequence[int] | None:
@@ -262,3 +266,11 @@ def dims_of(model: Model, cache: Cache, rows: int) -> Sequence[int] | None:
         return None
     dims = row_dims(model.new_cache)
     return dims if dims is not None and have_rows(cache, dims, rows) else None
+
+
+def _common_prefix(ids: Sequence[int], others: Sequence[int]) -> int:
+    length = min(len(ids), len(others))
+    # Usually one continues the other, and comparing whole lists is fast.
+    if list(ids[:length]) == list(others[:length]):
+        return length
+    return next(index for index in range(length) if ids[index] != others[index])

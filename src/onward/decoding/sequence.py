@@ -9,10 +9,12 @@ from collections.abc import Set as AbstractSet
 from typing import Any, Literal, Self
 
 from onward.cache import AdapterRef
+from onward.decoding.cache_manager import CacheManager, Pinned, Slot
 from onward.errors import RequestError
 from onward.sampling import ConstraintState, History, SamplingParams
-from onward.sampling.logprobs import TokenLogprobs
+from onward.sampling.logprobs import Token, TokenLogprobs
 from onward.tokenizer.text_stream import NoTextStream, SpecialTokenMark, TextStream
+from onward.util.process import sigint_deferred
 
 FinishReason = Literal["stop", "length", "time", "cancelled"]
 # (ids so far, text so far) -> whether to stop
@@ -20,6 +22,11 @@ StopWhen = Callable[[abc.Sequence[int], str], bool]
 
 # The id of `eos`, the stop string or the `stop_when` that ended a sequence.
 StoppedBy = int | str | StopWhen
+
+
+# The index of an output token, its id, the text that became final with it, and whether it was drafted. (Making a plain
+# tuple takes a fifth of the time of a named one.)
+TakenToken = tuple[int, int, str, bool]
 
 
 class Sequence:
@@ -38,13 +45,24 @@ class Sequence:
 
     stopped_by: the id, the stop string or the `stop_when` that ended it with "stop"; otherwise None.
     prompt: at least one id. start: the position of the first; earlier positions are only in the cache. output_at: the
-        position of the first new id. cached: the number of prompt ids reused from the cache.
+        position of the first new id. cached: the number of prompt ids that its first slot had; None before, and if the
+        slot is a fork.
     sampling: the sampling parameters, with the seed; None if the token sampler needs none.
     top_logprobs: how many of the most likely ids to report with each token; None reports no logprobs. prompt_top: the
         same for the prompt's ids. `prompt_logprobs` collects them: None for the first id.
     replayed: how many of `token_ids` were emitted elsewhere. Their logprobs are added when they are computed.
-    slot: the cache slot, once there is one. history: the ids for penalties. drafting: the state of a speculative step.
+    slot: the cache slot, once there is one, with room for `reserved` positions. pinned: the `PinnedPrefix` of its
+        session, if any.
+    history: the ids for penalties. drafting: the state of a speculative step.
+    step: the `Step` that runs it; None for the plain one. leader: a sequence with the same prompt; this one starts from
+        its computed positions.
+    error: the exception of its step or of one of its functions, if the loop isolates errors; it takes no more tokens.
+    lap_seconds, waited: the seconds of each new token, and of the steps since the last one.
+    parser: parses its text, in a chat.
+    streams: whether its tokens are final one by one.
     """
+
+    streams = True
 
     def __init__(
         self,
@@ -67,16 +85,24 @@ class Sequence:
         self.prompt = prompt
         self.start = self.computed = start
         self.output_at = start + len(prompt)
-        self.cached = 0
+        self.cached: int | None = None
         self.sampling = sampling
         self.adapter = adapter
         self.constraint = constraint
         self.top_logprobs = top_logprobs
         self.prompt_top = prompt_top
         self.prompt_logprobs: list[TokenLogprobs | None] = [None]
-        self.slot: Any = None
+        self.slot: Slot | None = None
+        self.reserved = 0
+        self.pinned: Pinned | None = None
         self.history: History | None = None
         self.drafting: Any = None
+        self.step: Any = None
+        self.leader: Sequence | None = None
+        self.error: BaseException | None = None
+        self.parser: Any = None
+        self.lap_seconds: list[float] = []
+        self.waited = 0.0
         self.token_ids: list[int] = []
         self.replayed = 0
         self.logprobs: list[TokenLogprobs] = []
@@ -91,6 +117,7 @@ class Sequence:
         self._stop_when = stop_when
         self._deadline = deadline
         self._cancel = cancel
+        self._undelivered: list[TakenToken] = []
 
     @property
     def length(self) -> int:
@@ -103,9 +130,19 @@ class Sequence:
         return self.output_at + self._max_new_tokens
 
     @property
+    def has_prompt(self) -> bool:
+        """Whether its slot has the prompt, but its last id."""
+        return self.slot is not None and self.computed >= self.output_at - 1
+
+    @property
     def has_begun(self) -> bool:
         """Whether it has tokens after the prompt."""
         return bool(self.token_ids)
+
+    @property
+    def decoded(self) -> int:
+        """The number of tokens decoded so far."""
+        return len(self.token_ids) - self.replayed
 
     @property
     def room(self) -> int:
@@ -133,7 +170,8 @@ class Sequence:
             return self.output_at + len(self.token_ids) - self.computed  # inlined: every step reads this often
         if self.scoring_from is None:
             return 0
-        return (self.length if self._lacks_logprobs else self.output_at) - 1 - self.computed
+        lacks_logprobs = self.top_logprobs is not None and len(self.logprobs) < len(self.token_ids)
+        return (self.length if lacks_logprobs else self.output_at) - 1 - self.computed
 
     @property
     def scoring_from(self) -> int | None:
@@ -141,15 +179,62 @@ class Sequence:
         are missing."""
         if self.prompt_top is not None and len(self.prompt_logprobs) < len(self.prompt):
             return self.start + len(self.prompt_logprobs) - 1
-        return self.output_at + len(self.logprobs) - 1 if self._lacks_logprobs else None
-
-    @property
-    def _lacks_logprobs(self) -> bool:
-        return self.top_logprobs is not None and len(self.logprobs) < len(self.token_ids)
+        if self.top_logprobs is None or len(self.logprobs) >= len(self.token_ids):
+            return None
+        return self.output_at + len(self.logprobs) - 1
 
     def holders(self) -> list["Sequence"]:
         """The sequences that have slots for this request: this one, or the beams of its search."""
         return [] if self.slot is None else [self]
+
+    def results(self, count: int) -> list[tuple[float | None, "Sequence"]]:
+        """The ended texts, each with its score: this one without a score, or the best `count` beams of its search."""
+        return [(None, self)]
+
+    def acquire(self, slots: CacheManager, length: int, most: int | None = None) -> bool:
+        """Take a slot of `length` positions, with the cached prefix of the first `most` ids (by default all). Returns
+        False, with nothing changed, if there is no room now."""
+        prefix = self.pinned
+        acquired = slots.acquire(
+            self.reusable_ids()[:most],
+            length,
+            reuse=not self.start and self.scoring_from != 0,
+            adapter=self.adapter,
+            pin=None if prefix is None else prefix.pin,
+        )
+        if acquired is None:
+            return False
+        if prefix is not None:
+            prefix.pin = None  # it was released
+        self.slot, reused = acquired
+        self.reserved = length
+        self.computed = self.start + reused
+        if self.cached is None:
+            self.cached = min(reused, len(self.prompt))
+        return True
+
+    def fork_slot(self, slots: CacheManager, leader: "Sequence") -> bool:
+        """Take a slot that shares the prompt with another's, but its last id, which every sequence processes itself.
+        Returns False if that is not possible, or if there is no room now."""
+        computed = leader.output_at - 1
+        self.slot = slots.fork(leader.slot, computed, self.longest)
+        if self.slot is None:
+            return False
+        self.computed, self.reserved = computed, self.longest
+        return True
+
+    def release(self, slots: CacheManager) -> None:
+        """Release the slot, or those of the beams, and what a drafter has for the sequence. A session's prefix keeps
+        its slot."""
+        with sigint_deferred():
+            for holder in self.holders():
+                if holder.pinned is not None:
+                    holder.pinned.keep(holder.slot, holder.computed_ids())
+                else:
+                    slots.release(holder.slot, holder.computed_ids())
+                holder.slot = None
+            if self.drafting is not None:
+                self.drafting.leave(self)
 
     def restart(self) -> None:
         """Compute everything again after the slot was released. This changes no ids."""
@@ -178,8 +263,8 @@ class Sequence:
         first = self.scoring_from
         return self.ids(self.start, self.length if first is None else first + 1)
 
-    def replay(self, token_ids: abc.Sequence[int]) -> list[str]:
-        """Append ids that were emitted elsewhere, before any others, and return the text that became final with each.
+    def replay(self, token_ids: abc.Sequence[int]) -> None:
+        """Append ids that were emitted elsewhere, before any others.
 
         They end the sequence as they did there; `deadline` and `cancel` apply from the next token on.
 
@@ -188,25 +273,55 @@ class Sequence:
         """
         assert not self.token_ids, "replayed ids come first"
         self.replayed = len(token_ids)
-        texts: list[str] = []
-        for token in token_ids:
+        for at, token in enumerate(token_ids):
             if self.finish_reason is not None:
                 raise RequestError(
-                    f"the text ends ({self.finish_reason!r}) with {len(texts)} of the {len(token_ids)} ids in emitted: "
+                    f"the text ends ({self.finish_reason!r}) with {at} of the {len(token_ids)} ids in emitted: "
                     "give those that were emitted for this prompt and these options"
                 )
             if self.constraint is not None and not self.constraint.admits(token):
                 raise RequestError(
-                    f"emitted[{len(texts)}] is id {token}, which the request's constraint forbids there: give the ids "
+                    f"emitted[{at}] is id {token}, which the request's constraint forbids there: give the ids "
                     "that were emitted for this prompt and these options"
                 )
-            texts.append(self.accept(token))
-        return texts
+            self._undelivered.append((at, token, self.accept(token), False))
 
-    def take_back(self, count: int, text: str) -> None:
-        """Keep only the first `count` ids after the end; their text is `text`."""
-        del self.token_ids[count:]
-        self.text = text
+    def take_step(self, processed: int, tokens: abc.Sequence[Token], slots: CacheManager) -> None:
+        """Take the result of a step that processed this many pending ids, and the drafts that it accepted.
+
+        tokens: the emitted ones, of which all but the last were drafted. Those after the end of the sequence are not
+            part of it. slots: the cache manager, for the beams of a search.
+        """
+        left = len(tokens)
+        for token in tokens:
+            if self.finish_reason is not None:
+                break
+            left -= 1
+            at = len(self.token_ids)
+            self._undelivered.append((at, token.id, self.accept(*token), left > 0))
+        self.computed += processed
+        if tokens:
+            self.computed = min(self.computed + len(tokens) - 1, self.length - 1)
+
+    def deliver(self) -> list[TakenToken]:
+        """The tokens that no earlier call has returned, without replayed ones whose logprobs are not computed yet."""
+        tokens = self._undelivered
+        if self.top_logprobs is None or not tokens or len(self.logprobs) > tokens[-1][0]:
+            self._undelivered = []
+            return tokens
+        count = max(0, len(self.logprobs) - tokens[0][0])
+        self._undelivered = tokens[count:]
+        return tokens[:count]
+
+    def record_step(self, seconds: float) -> None:
+        """Record the time of a step, after its tokens were taken. They share it; if there are none, it counts for the
+        next one."""
+        new = self.decoded - len(self.lap_seconds)
+        if new or self.finish_reason is None:
+            self.waited += seconds
+        if new:
+            self.lap_seconds += [self.waited / new] * new
+            self.waited = 0.0
 
     def accept(self, token_id: int, logprobs: TokenLogprobs | None = None) -> str:
         """Append a token and return the text that became final with it."""
@@ -233,12 +348,16 @@ class Sequence:
         return piece
 
     def end(self, reason: FinishReason) -> None:
-        """End the sequence between two steps, without text that is not final yet.
+        """End the sequence between two steps, without text that is not final yet and without undelivered ids.
 
         An ended sequence keeps running while logprobs of its prompt or of replayed ids are missing.
         """
         assert self.finish_reason is None or self.pending, "a sequence that has ended is final"
         self.finish_reason, self.stopped_by = reason, None
+        if self._undelivered:  # replayed ids without logprobs
+            del self.token_ids[self._undelivered[0][0] :]
+            self.text = self.text[: len(self.text) - sum(len(text) for _, _, text, _ in self._undelivered)]
+            self._undelivered = []
 
     def reopen(self) -> None:
         """Continue after the end: a draft may end where the target's sequence does not."""
@@ -250,7 +369,7 @@ class Sequence:
         other.token_ids, other.logprobs = self.token_ids.copy(), self.logprobs.copy()
         other.history = None if self.history is None else self.history.fork()
         other.constraint = None if self.constraint is None else self.constraint.fork()
-        other.slot = None
+        other.slot, other._undelivered = None, []
         other._stream = self._stream.fork()
         return other
 

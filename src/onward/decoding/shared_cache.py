@@ -1,32 +1,34 @@
-"""Slots for a call: its own, or slots shared by all calls of one owner."""
+"""Slots for a call: its own, or slots shared by all calls of one owner; and what a session keeps in them."""
 
+import sys
 import threading
 import weakref
+from collections import abc
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from onward.cache import KVPool
-from onward.cache.budget import BlockCosts
-from onward.cache.kinds import is_lazy
+from onward.cache import AdapterRef, KVPool
 from onward.cache.manager import PagedCacheManager
-from onward.decoding.cache_manager import CacheManager
+from onward.cache.plan import is_lazy
+from onward.decoding.cache_manager import CacheManager, Slot
 from onward.decoding.row_cache import RowCacheManager
-from onward.errors import RequestError
-from onward.models import Model, NewBlocks, padded_length
-from onward.models.model import computation
+from onward.decoding.sequence import Sequence
+from onward.errors import ContextOverflowError, RequestError
+from onward.models import Cache, Model, NewBlocks, padded_length
+from onward.models.model import WeightsVersion, computation
 from onward.native.machine import memory_limit
 from onward.ops.heads import BLOCK
-from onward.util.process import renew_in_forks
+from onward.util.checks import check_whole
+from onward.util.process import renew_in_forks, sigint_deferred
 
 # Every block costs some bytes of accounting, even if it is never used.
 MAX_BLOCKS = 2**15
-
-# (model, rows, length) -> slots with room for this many sequences, until the context exits
-Lease = Callable[[Model, int, int], AbstractContextManager[CacheManager]]
+# The positions of a block table of a model without a limit, at least.
+_MIN_TABLE = 2**15
 
 
 def slots_for(model: Model, rows: int, length: int) -> CacheManager:
@@ -37,21 +39,25 @@ def slots_for(model: Model, rows: int, length: int) -> CacheManager:
     return PagedCacheManager(blocks, max_len=_table_length(model, length), cached_blocks=0)
 
 
-@contextmanager
-def private_lease(model: Model, rows: int, length: int) -> Iterator[CacheManager]:
-    """A lease of slots that are not shared."""
-    yield slots_for(model, rows, length)
+def bounded_slots(model: Model, rows: int, length: int, positions: int) -> CacheManager:
+    """Private slots for at most `rows` sequences of at most `length` positions, and about `positions` of all together:
+    fewer if the system refuses the memory. Released slots stay cached."""
+    if model.new_blocks is None:
+        return RowCacheManager.allocate(model, rows, min(length, -(-positions // rows)))
+    count = min(rows * -(-length // BLOCK), rows + -(-positions // BLOCK), MAX_BLOCKS)
+    blocks = blocks_within(model.new_blocks, sys.maxsize, count, model.device)
+    return PagedCacheManager(blocks, max_len=_table_length(model, length), cached_blocks=count)
 
 
 def _table_length(model: Model, length: int) -> int:
     """The positions of a block table: the same for every call if possible, so that all calls share programs."""
-    return padded_length(length, model) if model.max_seq_len is None else model.max_seq_len
+    return padded_length(max(length, _MIN_TABLE), model) if model.max_seq_len is None else model.max_seq_len
 
 
 class SharedCache:
     """Slots shared by the calls of one owner, so that common prompt prefixes are processed once.
 
-    memory: the most bytes of keys and values kept between calls; 0 keeps none.
+    memory: the most bytes of keys and values kept between calls, apart from those of sessions.
     """
 
     def __init__(self, memory: int) -> None:
@@ -71,26 +77,43 @@ class SharedCache:
             self._shared.promised = 0
 
     @contextmanager
-    def lease(self, model: Model, rows: int, length: int) -> Iterator[CacheManager]:
+    def lease(
+        self, model: Model, rows: int, length: int, prefix: "PinnedPrefix | None" = None
+    ) -> Iterator[CacheManager]:
         """Slots with room for `rows` sequences of at most `length` positions until the lease ends.
 
         They are private if the shared slots have no room or the model's cache is not paged. Blocks promised to other
         leases count as used, so concurrent calls never take each other's room.
+
+        prefix: the session's that the only sequence continues. It has private slots only if the cache is not paged.
         """
-        shared, blocks = None, 0
-        if model.new_blocks is not None and self.memory:
-            with self._lock:
-                shared = self._shared_slots(model, length)
-                slots = shared.slots
-                blocks = rows * slots.blocks_for(length)
-                if blocks <= slots.available - shared.promised and length <= slots.max_len:
-                    slots.set_weights_version(computation(model))
-                    shared.promised += blocks
-                else:
-                    shared = None
-        if shared is None:
+        if model.new_blocks is None:
+            before = None if prefix is None else prefix.slots
+            if not isinstance(before, RowCacheManager) or before.model is not model:
+                before = RowCacheManager.allocate(model, rows, length)
+            before.set_weights_version(computation(model))
+            yield before
+            return
+        with self._lock:
+            shared = self._shared_slots(model, length)
+            slots = shared.slots
+            slots.set_weights_version(computation(model))
+            blocks = rows * slots.cost(length)
+            if prefix is not None and prefix.pin is not None and prefix.slots is slots:
+                blocks = max(0, blocks - slots.cost_of([prefix.pin]))
+            available = slots.stats().available - shared.promised
+            has_room = blocks <= available and length <= slots.max_len
+            if has_room:
+                shared.promised += blocks
+        if not has_room and prefix is None:
             yield slots_for(model, rows, length)
             return
+        if not has_room:
+            raise ContextOverflowError(
+                f"a session of {length} positions needs {blocks} more blocks of the cache, but {available} of "
+                f"{slots.stats().total} are left: other sessions and running calls have the rest. Drop sessions that "
+                "you no longer need, ask for fewer tokens, or set a larger prefix_memory"
+            )
         try:
             yield slots
         finally:
@@ -103,11 +126,11 @@ class SharedCache:
             # On the CPU, memory that is never written is never allocated, so the limit may be all of the machine's.
             limit = memory_limit()
             limit = limit if is_lazy(limit, model.device) else self.memory
-            blocks = blocks_within(model.new_blocks, limit, MAX_BLOCKS, model.device)
+            unit = PagedCacheManager(model.new_blocks(1), max_len=1, cached_blocks=0).unit_nbytes
             slots = PagedCacheManager(
-                blocks,
+                blocks_within(model.new_blocks, limit, MAX_BLOCKS, model.device),
                 max_len=_table_length(model, length),
-                cached_blocks=min(self.memory, limit) // BlockCosts.of(blocks).unit,
+                cached_blocks=min(self.memory, limit) // unit,
                 nbytes=limit,
             )
             self._shared = _Shared(slots, weakref.ref(model))
@@ -121,6 +144,137 @@ class _Shared:
     slots: PagedCacheManager
     model: "weakref.ref[Model]"
     promised: int = 0
+
+
+class PinnedPrefix:
+    """The ids of one text whose keys and values are cached: those of the running request, or else a pinned prefix.
+
+    A request finds the pinned prefix as any other. When it ends, however it ends, its slot becomes the pin.
+
+    shared: returns the cache of the model.
+    """
+
+    def __init__(self, shared: Callable[[], SharedCache]) -> None:
+        self._shared = shared
+        self._reset()
+        renew_in_forks(self)
+
+    def _reset(self) -> None:
+        self.slots: CacheManager | None = None
+        self.pin: Slot | None = None
+        self._ids: abc.Sequence[int] = ()
+        self._running: Sequence | None = None
+        self._thread = threading.get_ident()  # that has the slot
+
+    def renew(self) -> None:
+        """In a forked child: begin anew if the child lacks the thread, whose slots have been released."""
+        if self._thread != threading.get_ident():
+            self._reset()
+
+    def __del__(self, is_exiting: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not is_exiting():  # then modules are cleared already
+            self._drop()
+
+    @property
+    def tokens(self) -> list[int]:
+        """The ids, in order of position."""
+        if self._running is not None and self._running.slot is not None:
+            return self._running.computed_ids()
+        return [] if self.slots is None or self.pin is None else list(self._ids[: self.slots.pinned(self.pin)])
+
+    @property
+    def adapter(self) -> AdapterRef | None:
+        """The adapter that computed the keys and values."""
+        adapter: AdapterRef | None = None if self._source is None else self._source.adapter
+        return adapter
+
+    @property
+    def _source(self) -> Slot | None:
+        return self.pin if self._running is None or self._running.slot is None else self._running.slot
+
+    def is_of(self, model: Model) -> bool:
+        """Whether this model computed the keys and values, with its current weights."""
+        version = None if self.slots is None else self.slots.weights_version
+        return isinstance(version, tuple) and version[0] == WeightsVersion(model)
+
+    def snapshot(self) -> tuple[Cache, int] | None:
+        """The text as a dense cache of one row, with its number of positions. None if it is empty."""
+        count = len(self.tokens)
+        if not count or self.slots is None:
+            return None
+        cache = self.slots.read(self._source, count)
+        return cache, (self.slots.length or count) if isinstance(self.slots, RowCacheManager) else count
+
+    def adopt(
+        self, model: Model, cache: Cache, capacity: int, ids: abc.Sequence[int], adapter: AdapterRef | None
+    ) -> None:
+        """Continue with a dense cache of one row of `capacity` positions, which `model` computed for `ids`."""
+        rows = RowCacheManager(cache, 1, capacity, None, model)
+        rows.set_weights_version(computation(model))
+        lease = self._shared().lease(model, 1, len(ids), self) if model.new_blocks is not None else nullcontext(rows)
+        with lease as slots:
+            slot: Slot
+            slot, _ = slots.acquire(ids, len(ids), reuse=False, adapter=adapter) or (None, 0)
+            if slot is None:
+                raise ContextOverflowError(f"there is no room in the cache for a session of {len(ids)} positions")
+            self.slots, self._thread = slots, threading.get_ident()
+            if isinstance(slots, PagedCacheManager):
+                slots.write(slot, cache, len(ids))
+            self.keep(slot, ids)
+
+    @contextmanager
+    def turn(self, model: Model, sequence: Sequence) -> Iterator[CacheManager]:
+        """The cache for a request, which `sequence` is. Another request that has not ended cannot continue."""
+        self._end_turn()
+        with self._shared().lease(model, 1, sequence.longest, self) as slots:
+            if slots is not self.slots:
+                self._drop()
+            self.slots, self._running, self._thread, sequence.pinned = slots, sequence, threading.get_ident(), self
+            try:
+                yield slots
+            finally:
+                if self._running is sequence:
+                    self._end_turn()
+
+    def check(self, sequence: Sequence) -> None:
+        """Raise `RequestError` unless this request is the last one."""
+        if self._running is not sequence:
+            raise RequestError(
+                "this stream cannot continue: its session has since begun another request or was truncated; a session "
+                "decodes one request at a time"
+            )
+
+    def keep(self, slot: Slot, ids: abc.Sequence[int]) -> None:
+        """Release a slot whose first positions hold these ids, and pin them."""
+        assert self.slots is not None, "a slot is of a manager"
+        self.slots.release(slot, ids, pin=True)
+        self.pin, self._ids = slot, ids
+
+    def truncate(self, length: int) -> None:
+        """Drop the ids from position `length` on.
+
+        Raises:
+            RequestError: a length below 0 or above the number of ids.
+        """
+        check_whole("length", length, low=0)
+        if length > len(ids := self.tokens):
+            raise RequestError(f"cannot truncate to {length} ids: only {len(ids)} are cached")
+        self._end_turn()
+        self._ids = ids[:length]
+        if not length:
+            self._drop()
+
+    def _end_turn(self) -> None:
+        running, self._running = self._running, None
+        if running is not None and running.slot is not None:
+            with sigint_deferred():
+                self.keep(running.slot, running.computed_ids())
+                running.slot = None
+
+    def _drop(self) -> None:
+        pin, self.pin, self._ids = self.pin, None, ()
+        if self.slots is not None and pin is not None:
+            self.slots.release(pin)
 
 
 def blocks_within(new_blocks: NewBlocks, nbytes: int, max_blocks: int, device: torch.device) -> KVPool:

@@ -4,18 +4,12 @@ import math
 import weakref
 from collections import abc
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from onward.decoding.batch import (
-    LogitsNeeded,
-    ScheduledSequence,
-    batches,
-    needs_of,
-    processed,
-)
+from onward.decoding.batch import LogitsNeeded, ScheduledSequence, batches, needs_of, processed
 from onward.decoding.cache_manager import CacheManager
 from onward.decoding.sequence import Sequence
 from onward.program import Executable, SamplingKernel
@@ -106,8 +100,9 @@ def sampling_of(sequence: Sequence) -> SamplingParams:
     return sequence.sampling
 
 
-# The tokens that a step emitted for each item of its work; none while prompt ids are still pending.
-Emitted = list[list[Token]]
+# What a step emitted for each item of its work, for `Sequence.take_step`: tokens, or the candidates of a beam search;
+# nothing while prompt ids are still pending.
+Emitted = list[list[Any]]
 
 
 class Step(Protocol):
@@ -147,8 +142,6 @@ class DecodeStep:
         for sequence, of_prompt, of_output in scored:
             sequence.prompt_logprobs += of_prompt
             sequence.logprobs += of_output
-        for sequence, count in work:
-            sequence.computed += count
         return emitted
 
     def _tokens(

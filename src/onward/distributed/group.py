@@ -1,4 +1,4 @@
-"""Rank 0's side of a split model: messages to the other ranks, and the blocks of their KV caches."""
+"""The messages of a split model: rank 0 sends them and mirrors the blocks of all KV caches; the others execute them."""
 
 import itertools
 import os
@@ -7,41 +7,35 @@ import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import NoReturn
 
 import torch
 from torch import Tensor
 
-from onward.cache import KVCache, KVPool, LayerShape
-from onward.cache.kinds import lazy_zeros
-from onward.cache.slot import Slot
+from onward.cache import CachePlan, KVCache, KVPool, Slot
 from onward.distributed.launchers import HeartbeatMonitor, RankHandles
-from onward.distributed.links import Kind, Links
+from onward.distributed.links import ForwardMessage, Kind, Links
 from onward.errors import RankError
-from onward.ops.heads import BLOCK
+from onward.models import Run
+from onward.program import ForwardBatch
 
 
-def empty_row(shapes: Sequence[LayerShape], positions: int, dtype: torch.dtype, batch: int = 1) -> KVCache:
-    """A dense cache of these layers, for one row by default."""
-    return KVCache.of(shapes, batch=batch, max_len=positions, dtype=dtype, device="cpu")
+def rows_of_table(rows: int, tokens: int) -> Tensor:
+    """int32 [B, T], the rows of a forward's hidden states in the table."""
+    return torch.arange(rows * tokens, dtype=torch.int32).view(rows, tokens)
 
 
 class RankGroup:
     """Rank 0's handle of all ranks, which end when it is garbage collected.
 
-    shapes: the cache shapes of each rank's layers. pools: the number of each pool of blocks, by the address of its
+    plans: the caches of each rank's layers. pools: the number of each pool of blocks, by the address of its
     keys. processes: the other ranks, if this process started them. A rank that hangs while this one waits for it breaks
     the group.
     """
 
-    def __init__(
-        self,
-        links: Links,
-        shapes: Sequence[tuple[LayerShape, ...]],
-        dtype: torch.dtype,
-        processes: RankHandles | None,
-    ) -> None:
-        self.links, self.shapes, self.dtype, self.processes = links, shapes, dtype, processes
+    def __init__(self, links: Links, plans: Sequence[CachePlan], processes: RankHandles | None) -> None:
+        self.links, self.plans, self.processes = links, plans, processes
         self.lock = threading.RLock()
         self.pools: dict[int, int] = {}
         self.others = range(1, links.world)
@@ -109,7 +103,7 @@ class RankGroup:
 
     def read(self, pool: int, blocks: Sequence[int], positions: int, own: KVCache) -> KVCache:
         """A row of a pool with all ranks' layers. own: rank 0's layers."""
-        rows = [own, *(empty_row(shapes, positions, self.dtype) for shapes in self.shapes[1:])]
+        rows = [own, *(KVCache.of(plan, 1, positions) for plan in self.plans[1:])]
         with self.exchanging():
             self.broadcast(Kind.READ, pool, positions, *blocks)
             for rank in self.others:
@@ -118,7 +112,7 @@ class RankGroup:
 
     def write(self, pool: int, blocks: Sequence[int], positions: int, row: KVCache) -> KVCache:
         """Send the other ranks their layers of a row; return rank 0's."""
-        ends = list(itertools.accumulate(map(len, self.shapes), initial=0))
+        ends = list(itertools.accumulate((len(plan.shapes) for plan in self.plans), initial=0))
         layers = [slice(begin, end) for begin, end in itertools.pairwise(ends)]
         with self.exchanging():
             self.broadcast(Kind.WRITE, pool, positions, *blocks)
@@ -158,16 +152,15 @@ def _close(
 class ShardedKVPool(KVPool):
     """Rank 0's pool of blocks, which mirrors its operations on all ranks. Blocks have the same numbers on all ranks."""
 
-    def __init__(self, buffer: Tensor, group: RankGroup) -> None:
-        """buffer: the blocks of rank 0's layers."""
-        super().__init__(buffer, group.shapes[0])
+    def __init__(self, group: RankGroup, count: int) -> None:
+        super().__init__(group.plans[0], count)
         self._group = group
         self.number = group.new_pool(self.count)
         # Every view of the pool references this tensor.
         key = self._keys[0].data_ptr()
         group.pools[key] = self.number
         weakref.finalize(self._keys[0], group.free_pool, key).atexit = False
-        self.block_nbytes = sum(map(_block_size, group.shapes)) * buffer.itemsize
+        self.block_nbytes = sum(plan.block_nbytes for plan in group.plans)
 
     def copy(self, source: int, to: int, positions: int) -> None:
         super().copy(source, to, positions)
@@ -184,20 +177,10 @@ class ShardedKVPool(KVPool):
         super().write(place, self._group.write(self.number, place.blocks, positions, cache), positions)
 
 
-def new_blocks(group: RankGroup, count: int) -> ShardedKVPool:
-    """A pool of `count` blocks on every rank. Raises `RequestError`: not enough memory."""
-    size = _block_size(group.shapes[0])
-    return ShardedKVPool(lazy_zeros((count + 1, size), group.dtype, torch.device("cpu"), huge_pages=True), group)
-
-
 def new_cache(group: RankGroup, batch: int, max_len: int) -> KVCache:
     """A dense cache of all ranks' layers, for rows that are saved or restored; forwards don't support it."""
-    return empty_row([shape for shapes in group.shapes for shape in shapes], max_len, group.dtype, batch)
-
-
-def _block_size(shapes: Sequence[LayerShape]) -> int:
-    """The number of elements in a block of these layers."""
-    return BLOCK * sum(shape.features for shape in shapes)
+    shapes = tuple(shape for plan in group.plans for shape in plan.shapes)
+    return KVCache.of(replace(group.plans[0], shapes=shapes), batch, max_len)
 
 
 class Tables:
@@ -217,3 +200,62 @@ class Tables:
         table = self._tables[key]
         table[:, : rows.shape[1]] = rows
         return table
+
+
+class RankWorker:
+    """The message loop of a rank.
+
+    run: its part of the model, over a table of hidden states. plan: the caches of its layers. width: the maximum
+    number of blocks of a sequence. to: the rank that receives its hidden states.
+    """
+
+    def __init__(self, links: Links, run: Run, hidden: Tensor, plan: CachePlan, width: int, to: int) -> None:
+        self._links, self._run, self._hidden = links, run, hidden
+        self._plan, self._width, self._to = plan, width, to
+        self._tables = Tables()
+        self._pools: dict[int, KVPool] = {}
+
+    @torch.no_grad()
+    def serve(self) -> None:
+        """Execute messages until `Kind.END`."""
+        while True:
+            kind, *numbers = self._links.recv_ints()
+            if kind == Kind.END:
+                return
+            if kind == Kind.FORWARD:
+                self._forward(ForwardMessage.parse(numbers))
+            elif kind == Kind.NEW_POOL:
+                pool, count = numbers
+                self._pools[pool] = KVPool(self._plan, count)
+            elif kind == Kind.FREE_POOL:
+                del self._pools[numbers[0]]
+            else:
+                self._execute(Kind(kind), self._pools[numbers[0]], numbers[1:])
+
+    def _execute(self, kind: Kind, pool: KVPool, numbers: list[int]) -> None:
+        if kind is Kind.COPY:
+            pool.copy(*numbers)
+        elif kind is Kind.GIVE_BACK:
+            pool.give_back(numbers)
+        elif kind in (Kind.READ, Kind.WRITE):
+            positions, *blocks = numbers
+            slot = Slot(positions, blocks=blocks)
+            if kind is Kind.READ:
+                row = pool.read(slot, positions)
+                self._links.send(0, *row.keys, *row.values)
+                self._links.settle()
+            else:
+                row = KVCache.of(self._plan, 1, positions)
+                self._links.receive(0, *row.keys, *row.values)
+                pool.write(slot, row, positions)
+
+    def _forward(self, message: ForwardMessage) -> None:
+        rows = rows_of_table(len(message.offsets), message.tokens)
+        self._links.receive(self._links.rank - 1, self._hidden[: rows.numel()])
+        self._links.settle()  # the last sends completed long ago
+        view = self._pools[message.pool].view(self._tables.filled(message.table, self._width))
+        is_last = self._to == 0
+        logits_at = message.logits_at if is_last and message.has_result else None
+        out = self._run.step(ForwardBatch(rows, message.offsets, view, logits_at)).logits
+        if not is_last or message.has_result:
+            self._links.send(self._to, out)

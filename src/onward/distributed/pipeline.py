@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from onward.cache import PagedKVCache
-from onward.cache.kinds import lazy_zeros
-from onward.distributed.group import RankGroup, Tables
+from onward.cache.plan import lazy_zeros
+from onward.distributed.group import RankGroup, Tables, rows_of_table
 from onward.distributed.links import ForwardMessage, Kind
 from onward.errors import RequestError
 from onward.models import Architecture, Embedding, Model, Run, WeightScope
@@ -144,11 +144,6 @@ def hidden_states(width: int, dtype: torch.dtype) -> Tensor:
     return lazy_zeros((MAX_TOKENS, width), dtype, torch.device("cpu"))
 
 
-def rows_of_table(rows: int, tokens: int) -> Tensor:
-    """int32 [B, T], the rows of a forward's hidden states in the table."""
-    return torch.arange(rows * tokens, dtype=torch.int32).view(rows, tokens)
-
-
 # The minimum tokens of a prompt, and the minimum rows, of a microbatch: each microbatch reads all weights of a rank.
 # Eight rows of a 0.6B model in two microbatches took twice as long as in one process (benchmarks/LOG.md).
 _MIN_TOKENS = 32
@@ -240,7 +235,7 @@ class PipelineForward:
         # A separate thread, so that an interrupt of the caller doesn't interrupt the exchange between ranks.
         self._thread = ThreadPoolExecutor(1, "onward-ranks")
         self._vocab_size = stage.vocab_size
-        self._hidden = hidden_states(stage.hidden_size, group.dtype)
+        self._hidden = hidden_states(stage.hidden_size, group.plans[0].dtype)
         self._first_layers = rank_run(stage.hidden, params, stage.hidden_size, compile)
         head_params = HeadParams(Embedding(self._hidden), params)
         self._head = rank_run(stage.head, head_params, stage.vocab_size, compile)
@@ -286,7 +281,7 @@ class PipelineForward:
             links.send(1, x)
         logits = [self._logits(*batch.logits_shape) for batch in batches if batch.has_result]
         if not logits:
-            return torch.empty(*whole.logits_shape, self._vocab_size, dtype=self.group.dtype)
+            return torch.empty(*whole.logits_shape, self._vocab_size, dtype=self.group.plans[0].dtype)
         links.settle()
         return logits[0] if len(logits) == 1 else torch.cat(logits)
 

@@ -3,99 +3,26 @@ and execute its messages."""
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from onward import native
-from onward.cache import KVPool, LayerShape, Slot
-from onward.cache.kinds import without_windows
 from onward.checkpoint import GgufCheckpoint, open_checkpoint
-from onward.distributed.group import RankGroup, Tables, empty_row, new_blocks, new_cache
+from onward.distributed.group import RankGroup, RankWorker, ShardedKVPool, new_cache
 from onward.distributed.launchers import Processes, RankHandles, RayRanks, address_here, heartbeats
-from onward.distributed.links import ForwardMessage, Kind, Links, await_all, is_loopback, meet
-from onward.distributed.pipeline import (
-    PipelineForward,
-    Stage,
-    StageParams,
-    hidden_states,
-    rank_run,
-    rows_of_table,
-    stage_of,
-)
+from onward.distributed.links import Links, await_all, is_loopback, meet
+from onward.distributed.pipeline import PipelineForward, Stage, StageParams, hidden_states, rank_run, stage_of
 from onward.errors import RequestError
 from onward.language_model.session_fingerprint import fingerprint
 from onward.language_model.weights import LayersInPlace, WeightsReader
-from onward.models import Embedding, Model, Run, read_config
-from onward.models.architecture import num_parameters
+from onward.models import Embedding, Model, read_config
+from onward.models.architecture import cache_plan, num_parameters
 from onward.ops.heads import BLOCK
-from onward.program import ForwardBatch
-
-
-class RankWorker:
-    """The message loop of a rank.
-
-    run: its part of the model, over a table of hidden states. shapes: the cache shapes of its layers. width: the
-    maximum number of blocks of a sequence. to: the rank that receives its hidden states.
-    """
-
-    def __init__(
-        self, links: Links, run: Run, hidden: Tensor, shapes: Sequence[LayerShape], width: int, to: int
-    ) -> None:
-        self._links, self._run, self._hidden = links, run, hidden
-        self._shapes, self._width, self._to = tuple(shapes), width, to
-        self._tables = Tables()
-        self._pools: dict[int, KVPool] = {}
-
-    @torch.no_grad()
-    def serve(self) -> None:
-        """Execute messages until `Kind.END`."""
-        while True:
-            kind, *numbers = self._links.recv_ints()
-            if kind == Kind.END:
-                return
-            if kind == Kind.FORWARD:
-                self._forward(ForwardMessage.parse(numbers))
-            elif kind == Kind.NEW_POOL:
-                pool, count = numbers
-                self._pools[pool] = KVPool.of(self._shapes, count=count, dtype=self._hidden.dtype, device="cpu")
-            elif kind == Kind.FREE_POOL:
-                del self._pools[numbers[0]]
-            else:
-                self._execute(Kind(kind), self._pools[numbers[0]], numbers[1:])
-
-    def _execute(self, kind: Kind, pool: KVPool, numbers: list[int]) -> None:
-        if kind is Kind.COPY:
-            pool.copy(*numbers)
-        elif kind is Kind.GIVE_BACK:
-            pool.give_back(numbers)
-        elif kind in (Kind.READ, Kind.WRITE):
-            positions, *blocks = numbers
-            slot = Slot(blocks, positions, 0)
-            if kind is Kind.READ:
-                row = pool.read(slot, positions)
-                self._links.send(0, *row.keys, *row.values)
-                self._links.settle()
-            else:
-                row = empty_row(self._shapes, positions, self._hidden.dtype)
-                self._links.receive(0, *row.keys, *row.values)
-                pool.write(slot, row, positions)
-
-    def _forward(self, message: ForwardMessage) -> None:
-        rows = rows_of_table(len(message.offsets), message.tokens)
-        self._links.receive(self._links.rank - 1, self._hidden[: rows.numel()])
-        self._links.settle()  # the last sends completed long ago
-        view = self._pools[message.pool].view(self._tables.filled(message.table, self._width))
-        is_last = self._to == 0
-        logits_at = message.logits_at if is_last and message.has_result else None
-        out = self._run.step(ForwardBatch(rows, message.offsets, view, logits_at)).logits
-        if not is_last or message.has_result:
-            self._links.send(self._to, out)
 
 
 @dataclass(frozen=True)
@@ -168,7 +95,7 @@ def load_ranks(settings: Settings, layers: Callable[[int], LayersInPlace], addre
         if processes is not None:
             processes.end()
         raise
-    group = RankGroup(links, [without_windows(stage.cached) for stage in stages], dtype, processes)
+    group = RankGroup(links, [cache_plan(stage, dtype).without_windows() for stage in stages], processes)
     return Model(
         forward=PipelineForward(group, stages[0], params, settings.compile),
         params=RankParams(params, torch.tensor(digests)),
@@ -178,7 +105,7 @@ def load_ranks(settings: Settings, layers: Callable[[int], LayersInPlace], addre
         num_parameters=num_parameters(architecture),
         compiles=False,
         why_eager=_WHY_EAGER,
-        new_blocks=partial(new_blocks, group),
+        new_blocks=partial(ShardedKVPool, group),
     )
 
 
@@ -222,7 +149,8 @@ def _run_worker(settings: Settings, links: Links) -> None:
     run = rank_run(stage.hidden, params._replace(embed_tokens=Embedding(hidden)), stage.hidden_size, settings.compile)
     links.send_ints([_digest(run.model)], [0])
     to = (links.rank + 1) % links.world
-    RankWorker(links, run, hidden, without_windows(stage.cached), -(-settings.context // BLOCK), to).serve()
+    plan = cache_plan(stage, dtype).without_windows()
+    RankWorker(links, run, hidden, plan, -(-settings.context // BLOCK), to).serve()
 
 
 def _read(settings: Settings, stage: Stage, layers: Callable[[int], LayersInPlace] | None = None) -> Any:

@@ -8,22 +8,20 @@ from typing import Any, NoReturn, Self, Unpack, overload
 
 from torch import Tensor
 
-from onward.cache.kinds import total_memory
 from onward.cache.manager import PagedCacheManager
+from onward.cache.plan import total_memory
 from onward.cache.slot import digest_of
 from onward.decoding import CacheManager, RowCacheManager
 from onward.decoding.row_cache import dims_of
 from onward.decoding.shared_cache import MAX_BLOCKS, blocks_within
 from onward.engine.fingerprint import bits_fingerprint, check_same_bits
-from onward.engine.generation import Generation
-from onward.engine.request import EngineRequest
+from onward.engine.request import EngineRequest, Generation, needed_blocks
 from onward.engine.scheduler import Scheduler
-from onward.engine.stats import EngineStats
-from onward.engine.worker import EngineWorker
-from onward.errors import ContextOverflowError, EngineError, OptionError, RequestError
+from onward.engine.worker import EngineStats, EngineWorker
+from onward.errors import EngineError, OptionError, RequestError
 from onward.language_model import ChatOptionsDict, GenerateOptionsDict, LanguageModel, Messages, Prompt, Request
-from onward.language_model.job import RequestState
 from onward.language_model.request import Emitted, checked_emitted, one_prompt
+from onward.language_model.runner import RequestState
 from onward.models import Model
 from onward.models.model import computation
 from onward.ops.heads import BLOCK
@@ -39,6 +37,10 @@ _DEFAULT_CONTEXT = 4096
 _MAX_PRIORITY = 2**31
 
 
+def _context(model: Model) -> int:
+    return _DEFAULT_CONTEXT if model.max_seq_len is None else model.max_seq_len
+
+
 def engine_slots(model: Model, max_sequences: int, cache_memory: int | None) -> CacheManager:
     """The cache of an engine. Raises `RequestError` for too little memory for one block.
 
@@ -48,13 +50,13 @@ def engine_slots(model: Model, max_sequences: int, cache_memory: int | None) -> 
     if cache_memory is not None:
         check_whole("cache_memory", cache_memory, low=1)
     limit = int(_MAX_MEMORY_SHARE * total_memory(model.device)) if cache_memory is None else cache_memory
-    context = _DEFAULT_CONTEXT if model.max_seq_len is None else model.max_seq_len
+    context = _context(model)
     if model.new_blocks is None:
         return _dense(model, max_sequences, context, limit, cache_memory)
     single = PagedCacheManager(model.new_blocks(1), max_len=context, cached_blocks=0)
     unit = single.unit_nbytes
-    limit = min(limit, max_sequences * single.blocks_for(context) * unit)
-    if limit < (minimum := single.blocks_for(BLOCK) * unit):
+    limit = min(limit, max_sequences * single.cost(context) * unit)
+    if limit < (minimum := single.cost(BLOCK) * unit):
         raise OptionError(
             "cache_memory",
             f"must be at least one block of {BLOCK} positions, {in_bytes(minimum)}; got {in_bytes(limit)}",
@@ -143,7 +145,8 @@ class Engine:
             overcommit=overcommit,
             ageing=ageing,
         )
-        self._worker = EngineWorker(lm._model_run, slots, scheduler)
+        max_len = slots.length if isinstance(slots, RowCacheManager) else None
+        self._worker = EngineWorker(lm._model_run, slots, scheduler, max_len or _context(lm.model))
         self._fingerprints: tuple[object, dict[str, str]] | None = None  # of one state of the weights, by adapter
         weakref.finalize(self, self._worker.abandon).atexit = False
 
@@ -272,15 +275,16 @@ class Engine:
                 "give the engine a larger max_sequences",
                 "n" if request.options.n == rows else "beams",
             )
-        job = RequestState(request, self.lm.tokenizer, self.lm.adapters)
-        if emitted is not None:
-            job.replay(emitted)
         worker, vocab_size = self._worker, self.lm.model.vocab_size
-        queued = EngineRequest(job, priority, client, worker.slots, vocab_size, worker.cancel, worker.notifier)
-        self._check_fits(queued)
-        if replayed := job.replayed_pieces():
-            queued.generation.add(replayed, None)
-        if job.has_ended:  # no tokens are asked for, or all were emitted
+        blocks = needed_blocks(request, worker.slots)
+        state = RequestState(request, self.lm.tokenizer, self.lm.adapters)
+        if emitted is not None:
+            state.replay(emitted)
+        queued = EngineRequest(
+            state, priority, client, worker.slots, blocks, vocab_size, worker.cancel, worker.notifier.add
+        )
+        queued.generation.add(state.new_pieces()[0], None)
+        if state.has_ended:  # no tokens are asked for, or all were emitted
             queued.end()
         else:
             worker.offer(queued)
@@ -340,14 +344,6 @@ class Engine:
             return self.lm.chat_request(messages, **options)
         assert prompt is not None
         return self.lm.request(one_prompt(prompt, "submit", "submit each"), **options)
-
-    def _check_fits(self, request: EngineRequest) -> None:
-        if request.needed_blocks > self._worker.slots.total:
-            longest = request.job.sequences[0].longest
-            raise ContextOverflowError(
-                f"the request may take {request.sequences} x {longest} positions, more than the engine's whole cache: "
-                "ask for fewer new tokens, shorten the prompt, or give the engine more cache_memory"
-            )
 
 
 # The probe's numbers of prompt ids and of new tokens.

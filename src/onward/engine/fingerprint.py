@@ -27,22 +27,24 @@ PARTS = (
 )
 # The part that a replica adds, `onward.engine.engine.probe`.
 PROBE = "what they compute of one text"
-# The folders and modules of Onward that the ids and logprobs of a request depend on. The others (servers, commands,
-# the engine, session files) change no bits. `chat` renders prompts, and makes grammars of tools.
+# The folders and modules of Onward that compute the ids and logprobs of a request. `chat` renders prompts and makes
+# grammars of tools, `schemas` makes grammars. Weights count by their digests, whichever code read or quantized them.
+# The others (servers, commands, the engine, session files) change no bits.
 COMPUTING = (
     "cache",
     "chat",
-    "checkpoint",
     "constraints",
     "decoding",
-    "distributed",
-    "language_model",
-    "loading.py",
+    "distributed/group.py",
+    "distributed/pipeline.py",
+    "language_model/chat.py",
+    "language_model/options.py",
+    "language_model/request.py",
+    "language_model/runner.py",
     "models",
     "native",
     "ops",
     "program",
-    "quantization",
     "sampling",
     "schemas",
     "tokenizer",
@@ -86,14 +88,13 @@ def parts_that_differ(theirs: str, ours: str) -> str:
     return " and ".join(name for name, left, right in pairs if left != right)
 
 
-def _sources() -> str:
+def _sources(package: Path = Path(__file__).parents[1]) -> str:
     """A hash of Onward's own modules that compute, since an installed version may have been edited."""
-    folder = Path(__file__).parents[1]
-    return _hash_of(tuple(sorted(file for name in COMPUTING for file in _modules(folder / name))))
+    return _hash_of(tuple(sorted(file for name in COMPUTING for file in _modules(package / name))))
 
 
 def _modules(place: Path) -> list[Path]:
-    return [place] if place.is_file() else list(place.rglob("*.py"))
+    return [place] if place.suffix else list(place.rglob("*.py"))
 
 
 @functools.cache

@@ -87,7 +87,7 @@ class Scheduler(Generic[ItemT]):
         overcommit: float = 1.0,
         ageing: float = 10.0,
     ) -> None:
-        self._max_sequences = max_sequences
+        self.max_sequences = max_sequences
         self._max_waiting, self._max_waiting_tokens = max_waiting, max_waiting_tokens
         self._max_step = None if max_step_ms is None else max_step_ms / 1000
         self._min_tokens = _MIN_TOKENS if max_step_ms is None else _MIN_TOKENS_LIMITED
@@ -121,7 +121,7 @@ class Scheduler(Generic[ItemT]):
 
     def offer(self, item: ItemT, now: float) -> QueueFull | None:
         """Queue a request and return None, or reject it and change nothing."""
-        assert 0 < item.sequences <= self._max_sequences, "such a request could never run"
+        assert 0 < item.sequences <= self.max_sequences, "such a request could never run"
         tokens, most, most_tokens = item.prompt_tokens, self._max_waiting, self._max_waiting_tokens
         waiting, waiting_tokens = self.waiting, self.waiting_tokens
         if waiting >= most or waiting_tokens + tokens > most_tokens:
@@ -166,7 +166,7 @@ class Scheduler(Generic[ItemT]):
         admitted: list[ItemT] = []
         clients = self._clients
         while not self._waits_for_an_end and (item := clients.next()) is not None:
-            if clients.sequences + item.sequences > self._max_sequences:
+            if clients.sequences + item.sequences > self.max_sequences:
                 break
             returns = item in self._preempted
             overcommit = 1.0 if returns else self._overcommit

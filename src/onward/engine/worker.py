@@ -4,24 +4,22 @@ One lock guards the requests and the scheduler. The thread holds it only between
 of the slots and that of a `Generation`; holders of those never ask for this one.
 """
 
+import asyncio
 import atexit
 import os
 import queue
 import threading
 import time
 import weakref
-from collections import abc
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from onward.decoding import CacheManager, FinishReason, ScheduledSequence, Sequence, Step, decode_loop
-from onward.decoding.loop import StepOutput
-from onward.decoding.step import Emitted
-from onward.engine.generation import LoopNotifier
-from onward.engine.request import EngineRequest, Row
+from onward.decoding import CacheManager, FinishReason, ScheduledSequence, StepRouter, decode_loop
+from onward.engine.request import EngineRequest, Listener, Row
 from onward.engine.scheduler import Scheduler
-from onward.engine.stats import EngineStats, Seconds, block_counts
 from onward.errors import ContextOverflowError, EngineBusyError, EngineError, one_line
-from onward.language_model.runner import StepRouter
 from onward.models import Run
 from onward.models.model import computation
 from onward.util.process import renew_in_forks
@@ -32,6 +30,84 @@ _CANCEL_INTERVAL = 0.02
 _EXIT_TIMEOUT = 10.0
 
 
+@dataclass
+class Seconds:
+    """Seconds spent so far: schedule: planning steps; step: running the model and sampling; give_out: delivering
+    tokens."""
+
+    schedule: float = 0.0
+    step: float = 0.0
+    give_out: float = 0.0
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """The state of an engine, and its counts since it was created.
+
+    waiting, running: requests. sequences: the running sequences. waiting_tokens: prompt tokens in the queue.
+    blocks: all blocks of the cache; blocks_used: those of running sequences; blocks_cached: those of the prefix cache;
+        blocks_free: the others. A block has 64 positions; without paging it is a row, and for models with sliding or
+        recurrent layers it is a unit of memory.
+    hit_rate: the share of prompt ids that were found in the cache.
+    tokens_per_second, prompt_tokens_per_second: over the last half minute of work.
+    steps, tokens, preemptions: counts. seconds: for each part of a step.
+    """
+
+    waiting: int
+    running: int
+    sequences: int
+    waiting_tokens: int
+    blocks: int
+    blocks_used: int
+    blocks_cached: int
+    blocks_free: int
+    hit_rate: float
+    tokens_per_second: float
+    prompt_tokens_per_second: float
+    steps: int
+    tokens: int
+    preemptions: int
+    seconds: Seconds = field(default_factory=Seconds)
+
+
+def block_counts(slots: CacheManager) -> dict[str, Any]:
+    """The fields of `EngineStats` that describe the cache."""
+    total, available, cached, hits, lookups = slots.stats()
+    return {
+        "blocks": total,
+        "blocks_used": total - available,
+        "blocks_cached": cached,
+        "blocks_free": available - cached,
+        "hit_rate": hits / lookups if lookups else 0.0,
+    }
+
+
+class LoopNotifier:
+    """Collects the callbacks that are due after a step. Only the engine's thread uses it.
+
+    A call into a loop wakes its thread, which then competes with this one for the interpreter. So each step makes one,
+    when this thread has nothing left to do but run the model.
+    """
+
+    def __init__(self) -> None:
+        self._due: dict[asyncio.AbstractEventLoop, dict[Callable[[], None], None]] = {}
+
+    def add(self, listeners: Iterable[Listener]) -> None:
+        for loop, changed, _ in listeners:
+            self._due.setdefault(loop, {})[changed] = None
+
+    def notify(self) -> None:
+        due, self._due = self._due, {}
+        for loop, changed in due.items():
+            with suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(_call, changed)
+
+
+def _call(functions: Iterable[Callable[[], None]]) -> None:
+    for function in functions:
+        function()
+
+
 class EngineWorker:
     """Serves requests in a thread of its own until it is closed.
 
@@ -39,18 +115,17 @@ class EngineWorker:
     ends the thread.
     """
 
-    def __init__(self, run: Run, slots: CacheManager, scheduler: Scheduler[EngineRequest]) -> None:
+    def __init__(self, run: Run, slots: CacheManager, scheduler: Scheduler[EngineRequest], max_len: int) -> None:
         self.run, self.slots = run, slots
         self.notifier = LoopNotifier()
         self._scheduler = scheduler
-        self._steps = StepRouter(run, slots, self._failed, self._run_step)
+        self._steps = StepRouter(run, slots, rows=scheduler.max_sequences, max_len=max_len, isolates=True)
         self._lock = threading.RLock()
         self._wakes: queue.SimpleQueue[None] = queue.SimpleQueue()  # a finalizer may call its `put`, but take no lock
         self._requests: dict[EngineRequest, None] = {}  # all that have not ended
         self._cancelled: list[EngineRequest] = []  # since the last step
         self._cancel_events: dict[EngineRequest, threading.Event] = {}  # set by callers
         self._next_cancel_check = 0.0
-        self._by_sequence: dict[Sequence, EngineRequest] = {}  # of running requests
         self._state: Literal["open", "draining", "closed"] = "open"
         self._failure: BaseException | None = None
         self._process = os.getpid()
@@ -82,7 +157,7 @@ class EngineWorker:
                     f"the engine is busy: {rejected.reason}; try again in {rejected.seconds:.1f} s", rejected.seconds
                 )
             self._requests[request] = None
-            if (cancel := request.job.request.options.cancel) is not None:
+            if (cancel := request.state.request.options.cancel) is not None:
                 self._cancel_events[request] = cancel
         self._wakes.put(None)
 
@@ -98,7 +173,7 @@ class EngineWorker:
             return EngineStats(
                 waiting=scheduler.waiting,
                 running=len(scheduler.running),
-                sequences=len(self._by_sequence),
+                sequences=sum(len(request.state.sequences) for request in scheduler.running),
                 waiting_tokens=scheduler.waiting_tokens,
                 tokens_per_second=scheduler.throughput.output,
                 prompt_tokens_per_second=scheduler.throughput.prompt,
@@ -143,9 +218,8 @@ class EngineWorker:
 
     def _serve(self) -> None:
         try:
-            for emission in decode_loop(self._steps, self._schedule, self.slots, self._failed):
-                self._deliver(emission)
-                del emission  # the next one may come much later
+            for seconds in decode_loop(self._steps, self._schedule, self.slots, isolates=True):
+                self._deliver(seconds)
         except BaseException as error:
             self._failure = error
         finally:
@@ -183,10 +257,12 @@ class EngineWorker:
         """Start requests of the queue, and preempt those of other clients where fairness asks for it."""
         while True:
             for request in self._scheduler.admit(self._begin):
-                self._join(request)
+                try:
+                    self._steps.join(request.state.sequences, request.state.request.options.draft)
+                except Exception as error:
+                    request.error = error
             if (victim := self._scheduler.make_room()) is None:
                 return
-            self._remove(victim)
             victim.preempt()
 
     def _plan(self) -> list[ScheduledSequence]:
@@ -204,13 +280,12 @@ class EngineWorker:
                 return [
                     ScheduledSequence(row.sequence, self.slots.max_chunk(row.sequence.slot, row.computed, tokens))
                     for row, tokens in planned
-                    if self._by_sequence[row.sequence].error is None
+                    if row.request.error is None
                 ]
             victim = self._scheduler.preempt()
             if victim is None:
                 running[0].error = ContextOverflowError("the text has outgrown the engine's whole cache")
                 return []
-            self._remove(victim)
             victim.preempt()
 
     def _begin(self, request: EngineRequest, new_tokens: int) -> bool:
@@ -224,71 +299,37 @@ class EngineWorker:
             request.error = error
             return True
 
-    def _join(self, request: EngineRequest) -> None:
-        self._by_sequence.update(dict.fromkeys(request.job.sequences, request))
-        try:
-            self._steps.join(request.job.sequences, request.job.request.options.draft)
-        except Exception as error:
-            request.error = error
-
     def _has_room(self, row: Row, tokens: int) -> bool:
-        sequence = row.sequence
-        if sequence.slot is None:  # a beam search, which has reserved all its blocks
+        slots, sequence = self.slots, row.sequence
+        length = min(row.computed + tokens + row.request.longest_draft, sequence.longest)
+        if sequence.slot is None or length <= sequence.reserved:  # a beam search has reserved all its blocks
             return True
-        slots, slot = self.slots, sequence.slot
-        drafted = self._by_sequence[sequence].longest_draft
-        length = min(row.computed + tokens + drafted, sequence.longest)
         try:
-            more = slots.blocks_for(length) - slots.blocks_of([slot])
-            return (more <= 0 or more <= self._available()) and slots.reserve(slot, length)
+            more = slots.cost(length) - slots.cost_of([sequence.slot])
+            if (more > 0 and more > self._available()) or not slots.reserve(sequence.slot, length):
+                return False
+            sequence.reserved = length
+            return True
         except Exception as error:
-            self._failed(sequence, error)
+            row.request.error = error
             return True
 
     def _available(self) -> int:
         """The number of free blocks that are not reserved for running requests."""
-        return self.slots.available - sum(request.promised_blocks for request in self._scheduler.running)
+        return self.slots.stats().available - sum(request.promised_blocks for request in self._scheduler.running)
 
-    def _run_step(self, step: Step, work: abc.Sequence[ScheduledSequence]) -> Emitted:
-        """Run a step. If it fails, run its halves, until the failing row is alone; other rows' tokens are the same."""
-        try:
-            return step(work)
-        except BaseException as error:
-            if len(work) == 1:
-                self._failed(work[0].sequence, error)
-                return [[]]
-            half = len(work) // 2
-            return [*self._run_step(step, work[:half]), *self._run_step(step, work[half:])]
-
-    def _failed(self, sequence: Sequence, error: BaseException) -> None:
-        self._by_sequence[sequence].error = error
-
-    def _deliver(self, emission: StepOutput) -> None:
-        began = time.perf_counter()
-        pieces: dict[EngineRequest, list[Any]] = {}
-        for request in dict.fromkeys(self._by_sequence.values()):
-            request.job.record_step(emission.seconds)
+    def _deliver(self, seconds: float) -> None:
+        began, now, tokens = time.perf_counter(), time.monotonic(), 0
+        for request in self._scheduler.running:
             try:
-                if request.job.replays and (replayed := request.job.replayed_pieces()):
-                    request.generation.add(replayed, None)  # they were waiting for the step's logprobs
-            except Exception as error:  # from the caller's own message format
-                request.error = error
-        for sequence, token, text, drafted in emission.pieces:
-            request = self._by_sequence[sequence]
-            try:
-                piece = request.job.next_piece(sequence, token, text, drafted)
+                tokens += request.deliver(seconds, now)
             except BaseException as error:  # from the caller's own message format
-                self._failed(sequence, error)
-                continue
-            pieces.setdefault(request, []).append(piece)
-        now = time.monotonic()
-        for request, new in pieces.items():
-            request.generation.add(new, now)
+                request.error = error
         with self._lock:
-            self._scheduler.record_step(emission.seconds, len(emission.pieces))
+            self._scheduler.record_step(seconds, tokens)
             self._steps_run += 1
-            self._output_tokens += len(emission.pieces)
-            self._seconds.step += emission.seconds
+            self._output_tokens += tokens
+            self._seconds.step += seconds
             self._seconds.give_out += time.perf_counter() - began
 
     def _end_some(self, now: float) -> None:
@@ -305,9 +346,9 @@ class EngineWorker:
         for request in cancelled:
             self._end(request, "cancelled")
         for request in self._scheduler.running:
-            if request.error is not None or request.job.has_ended:
+            if request.error is not None or request.state.has_ended:
                 self._end(request)
-            elif request.deadline <= now and not request.job.has_tokens:
+            elif request.deadline <= now and not request.state.has_tokens:
                 self._end(request, "time")
             else:
                 request.release_ended()
@@ -319,13 +360,7 @@ class EngineWorker:
         del self._requests[request]
         self._cancel_events.pop(request, None)
         self._scheduler.ended(request)
-        self._remove(request)
         request.end(reason)
-
-    def _remove(self, request: EngineRequest) -> None:
-        for sequence in request.job.sequences:
-            self._by_sequence.pop(sequence, None)
-        self._steps.leave(request.job.sequences)
 
     def _end_all(self) -> None:
         """End all requests with the thread, as cancelled or with the error that ended it."""

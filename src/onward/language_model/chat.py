@@ -14,6 +14,7 @@ from onward.chat import (
     ChatTemplate,
     Content,
     Message,
+    MessageDelta,
     MessageFormat,
     Tool,
     ToolUse,
@@ -24,6 +25,7 @@ from onward.chat import (
     template_messages,
 )
 from onward.constraints import AfterText, Grammar, GrammarConstraint, JsonSchema, Lark, compiled, symbol
+from onward.decoding import Sequence as TokenSequence
 from onward.errors import OptionError, RequestError, TokenizerError, blaming
 from onward.language_model.options import CONSTRAINTS, GenerateOptions, split_chat_options
 from onward.language_model.options_dict import GenerateOptionsDict
@@ -160,3 +162,50 @@ class ChatReader:
     def _symbols(self, tokenizer: Tokenizer) -> dict[str, int]:
         """The ids of the markers that grammars cannot express as text."""
         return {mark: id for mark in self.format.all_marks if (id := symbol(mark, tokenizer)) is not None}
+
+
+class AnswerParser:
+    """Parses the text of one sequence of a chat into a message. seed: of the sampling."""
+
+    def __init__(self, answer: AnswerFormat, prompt: Sequence[int], seed: int | None) -> None:
+        self._parser = answer.parser(prompt, seed)
+        self._deltas: list[MessageDelta] = []
+        self._characters = 0  # of the text, parsed so far
+        self._marks = 0
+
+    def read(self, sequence: TokenSequence, at: int, text: str) -> MessageDelta:
+        """The part of the message for token number `at`. text: the text that became final with it."""
+        first, end = self._characters, self._characters + len(text)
+        for mark in sequence.marks[self._marks :]:
+            if mark.at > at or mark.position > end:  # of a later token, or after text that is not final yet
+                break
+            self._parser.feed(text[self._characters - first : mark.position - first])
+            self._parser.feed(mark.text)
+            self._characters = mark.position
+            self._marks += 1
+        self._parser.feed(text[self._characters - first :])
+        self._characters = end
+        if sequence.finish_reason is not None and at + 1 == len(sequence.token_ids):
+            self._parser.finish()
+        delta = self._parser.take()
+        self._deltas.append(delta)
+        return delta
+
+    def message(self) -> AssistantMessage:
+        """The message so far. If the sequence was ended from outside, text that was not final is missing."""
+        return AssistantMessage.of(self._deltas)
+
+    def reasoning_tokens(self, ends: Sequence[int]) -> int:
+        """The number of ids with at least a part of a character of the reasoning, without its markers. ends: those of
+        the sequence."""
+        spans = self._parser.reasoning_spans
+        count = waiting = begin = 0
+        for at, end in enumerate(ends, 1):
+            waiting += 1  # with ids that end inside a character, which counts for the next one
+            if end == begin and at < len(ends):
+                continue
+            after = max(end, begin + 1)  # an incomplete character at the end counts as one
+            if any(first < after and last > begin for first, last in spans):
+                count += waiting
+            waiting, begin = 0, end
+        return count

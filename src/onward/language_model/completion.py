@@ -1,5 +1,6 @@
 """The results of a request: pieces, the completion, and their timing."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -54,6 +55,14 @@ class Timing:
     per_token_ms: list[float]
     total_ms: float
     tokens_per_second: float
+
+    @classmethod
+    def of(cls, laps: Sequence[float], waited: float = 0.0) -> "Timing":
+        """laps: the seconds of each token. waited: without tokens, the seconds of all steps."""
+        per_token = [1e3 * lap for lap in laps[1:]]
+        prefill = 1e3 * (laps[0] if laps else waited)
+        rest = sum(per_token)
+        return cls(prefill, per_token, prefill + rest, 1e3 * len(per_token) / rest if per_token else 0.0)
 
     def __repr__(self) -> str:
         return (
@@ -131,32 +140,3 @@ class Completion:
             raise RequestError("the answer has tool calls, but no text to parse: see message.tool_calls")
         content = None if self.message is None else self.message.content  # without the reasoning
         return self.json_schema.parsed(self.text if content is None else content)
-
-
-class Stopwatch:
-    """Measures the time of one text's tokens. Steps without a token count towards its next one."""
-
-    def __init__(self) -> None:
-        self._laps_ms: list[float] = []
-        self._since_ms = 0.0
-
-    def step(self, seconds: float, tokens: int) -> None:
-        """Record a step that brought this many tokens; they share its time."""
-        self._since_ms += seconds * 1e3
-        if tokens:
-            self._laps_ms += [self._since_ms / tokens] * tokens
-            self._since_ms = 0.0
-
-    @property
-    def tokens(self) -> int:
-        return len(self._laps_ms)
-
-    def timing(self) -> Timing:
-        per_token = self._laps_ms[1:]
-        prefill = self._laps_ms[0] if self._laps_ms else self._since_ms
-        return Timing(
-            prefill_ms=prefill,
-            per_token_ms=per_token,
-            total_ms=prefill + sum(per_token),
-            tokens_per_second=1e3 * len(per_token) / sum(per_token) if per_token else 0.0,
-        )

@@ -1,6 +1,5 @@
 """`LanguageModel`: a model with its tokenizer, chat template and default options."""
 
-import dataclasses
 import datetime
 import os
 from collections.abc import Generator, Iterable, Mapping, Sequence
@@ -351,8 +350,7 @@ class LanguageModel:
         self, messages: Messages, options: Mapping[str, Any], cache: Any = None, *, one_text: bool = False
     ) -> Request:
         chat = self._chat_reader.read(messages, options)
-        (request,) = self._reader.read([chat.ids], chat.options, cache=cache, one_text=one_text)
-        return dataclasses.replace(request, answer=chat.answer)
+        return self._reader.read([chat.ids], chat.options, cache=cache, one_text=one_text, answer=chat.answer)[0]
 
     def _speculator(self, draft: Any) -> Speculator | None:
         return self._speculators.get(draft, self._drafter if isinstance(draft, LanguageModel) else as_drafter)

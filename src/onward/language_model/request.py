@@ -14,8 +14,8 @@ from torch import Tensor
 from onward.cache import length_of
 from onward.chat import AnswerFormat
 from onward.constraints import Grammar
-from onward.decoding.pinned_prefix import PinnedPrefix
 from onward.decoding.prompt import check_context_length
+from onward.decoding.shared_cache import PinnedPrefix
 from onward.decoding.speculation import Drafter, Speculator, as_drafter
 from onward.errors import ContextOverflowError, OptionError, RequestError, TokenizerError, blaming
 from onward.language_model.options import GenerateOptions, option_names
@@ -25,9 +25,12 @@ from onward.models.adapters import Adapters
 from onward.tokenizer import TextLengths, Tokenizer
 from onward.util.checks import check_whole, plain, plain_items
 from onward.util.option_names import check_option_names
+from onward.util.options import options_of
 from onward.util.process import renew_in_forks
 from onward.util.text import brief, brief_list
 from onward.util.text_input import check_value
+
+_SEED = options_of(GenerateOptions)["seed"]
 
 # Ids: a list or a tuple, or one dimension of an array or a tensor of whole numbers.
 Ids: TypeAlias = Sequence[int] | NDArray[Any] | Tensor
@@ -53,6 +56,11 @@ class Request:
         return f"Request({brief_list(self.prompt)}, {self.options!r})"
 
     @property
+    def longest(self) -> int:
+        """The most positions of a text: the prompt and all new tokens."""
+        return len(self.prompt) + self.max_new_tokens
+
+    @property
     def max_new_tokens(self) -> int:
         """The maximum number of tokens to emit. `LanguageModel.request` has replaced None by a number."""
         assert self.options.max_new_tokens is not None, "a running request has been validated"
@@ -61,6 +69,10 @@ class Request:
     def replace(self, **options: Unpack[GenerateOptionsDict]) -> Self:
         """The same prompt with `options` changed, as in `GenerateOptions.replace`."""
         return dataclasses.replace(self, options=self.options.replace(**options))
+
+    def with_seed(self, seed: int) -> Self:
+        """`replace(seed=seed)`, which validates the seed alone."""
+        return dataclasses.replace(self, options=self.options.with_values(seed=_SEED.normalized(seed)))
 
 
 Prompt: TypeAlias = str | Ids | Request
@@ -89,34 +101,39 @@ class RequestReader:
         cache: Cache | PinnedPrefix | None = None,
         *,
         one_text: bool = False,
+        answer: AnswerFormat | None = None,
     ) -> list[Request]:
         """Make a request for each prompt. The errors are those of `LanguageModel.generate`.
 
         options: for all prompts. per_prompt: those that differ between prompts. cache: the caller's.
-        one_text: ignore defaults of beams or several texts, as sessions do.
+        one_text: ignore defaults of beams or several texts, as sessions do. answer: the format of a chat's answer.
         """
         check_option_names(options, option_names())
         each: Sequence[Mapping[str, Any]] = [{}] * len(prompts)
         if per_prompt is not None:
             each = _checked_per_prompt(per_prompt, len(prompts))
-        alone = one_text or isinstance(cache, PinnedPrefix)
-        defaults = self.defaults.replace(n=1, beams=1) if alone else self.defaults
+        alone: dict[str, Any] = {"n": 1, "beams": 1} if one_text or isinstance(cache, PinnedPrefix) else {}
         return [
-            self._read(prompt, defaults, {**options, **own}, length_of(cache))
+            self._read(prompt, {**({} if isinstance(prompt, Request) else alone), **options, **own}, cache, answer)
             for prompt, own in zip(prompts, each, strict=True)
         ]
 
     def _read(
-        self, prompt: Prompt, defaults: GenerateOptions, options: Mapping[str, Any], cache_len: int | None
+        self,
+        prompt: Prompt,
+        options: Mapping[str, Any],
+        cache: Cache | PinnedPrefix | None,
+        answer: AnswerFormat | None,
     ) -> Request:
-        base = prompt.options if isinstance(prompt, Request) else defaults
-        chosen = base.replace(**{**options, **self._own_draft(prompt, base, options)})
+        base = prompt.options if isinstance(prompt, Request) else self.defaults
+        changes = {**options, **self._own_draft(prompt, base, options)}
+        chosen = base.replace(**changes) if changes else base  # a request's own options are valid
         if isinstance(prompt, str):
             check_length(prompt, self.tokenizer, self.model.max_seq_len)
         with blaming("prompt"):
             ids = self.prompt_ids(prompt.prompt if isinstance(prompt, Request) else prompt)
-        answer = prompt.answer if isinstance(prompt, Request) else None
-        return Request(tuple(ids), self._served(chosen, len(ids), cache_len), answer)
+        answer = prompt.answer if isinstance(prompt, Request) else answer
+        return Request(tuple(ids), self._served(chosen, len(ids), length_of(cache)), answer)
 
     def _own_draft(
         self, prompt: Prompt, base: GenerateOptions, options: Mapping[str, Any]
@@ -152,8 +169,9 @@ class RequestReader:
                     "give a number",
                     option="max_new_tokens",
                 )
-            changes["max_new_tokens"] = max(0, min(limits) - prompt_len)
-        options = options.replace(**changes) if changes else options
+            new = changes["max_new_tokens"] = max(0, min(limits) - prompt_len)
+            changes["min_new_tokens"] = min(options.min_new_tokens, new)
+        options = options.with_values(**changes) if changes else options
         options.check_ids(vocab_size)
         check_context_length(prompt_len, options.max_new_tokens or 0, context=context, cache=cache_len)
         if isinstance(options.constrained_by, Grammar):  # compile it now: the result is cached

@@ -2,113 +2,166 @@
 
 import time
 from collections import abc
-from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass
+from collections.abc import Generator
+from contextlib import AbstractContextManager, closing, nullcontext
+from dataclasses import dataclass, replace
+from operator import itemgetter
+from typing import Any
 
 from onward.cache import KVCache
+from onward.constraints import AfterText, JsonSchema
 from onward.decoding import (
     BatchSchedule,
+    BeamOptions,
     BeamSearch,
-    BeamStep,
     CacheManager,
-    DecodeStep,
+    FinishReason,
     RowCacheManager,
-    SamplerCache,
-    ScheduledSequence,
     Sequence,
     SharedCache,
-    Step,
+    StepRouter,
     decode_loop,
 )
-from onward.decoding.loop import Failed
-from onward.decoding.pinned_prefix import PinnedPrefix, Turn
-from onward.decoding.speculation import SpeculativeStep, Speculator
-from onward.decoding.speculation.pace import LENGTHS
-from onward.decoding.speculation.step import draft_forced
-from onward.decoding.step import Emitted
+from onward.decoding.shared_cache import PinnedPrefix
+from onward.decoding.speculation.step import speculation_of
 from onward.errors import RequestError
-from onward.language_model.completion import Completion, Piece
-from onward.language_model.job import RequestState
+from onward.language_model.chat import AnswerParser, ToolGrammar
+from onward.language_model.completion import Completion, Piece, Timing
+from onward.language_model.options import ConstraintMaker
 from onward.language_model.request import Request
 from onward.models import Cache, Run
 from onward.models.adapters import Adapters
-from onward.tokenizer import Tokenizer
+from onward.sampling import ConstraintState, fresh_seed, sample_seed
+from onward.tokenizer import NoTextStream, StopStrings, StreamingDetokenizer, TextStream, Tokenizer, special_tokens
 
 
-class StepRouter:
-    """A `Step` that runs each sequence with its kind of step: plain, beam search, or speculative with its drafter.
+class RequestState:
+    """The state of one request: a sequence for each of its `n` texts, or one beam search.
 
-    Sequences of one kind run together. If any sequence without a draft has a constraint, all of them run with a step
-    that drafts the tokens that constraints force.
-
-    failed: called for a failed search, as in `decode_loop`. run_step: runs the step of one kind.
+    deadline: on the clock `time.monotonic`; None for none.
     """
 
-    def __init__(
-        self,
-        run: Run,
-        slots: CacheManager,
-        failed: Failed | None = None,
-        run_step: Callable[[Step, abc.Sequence[ScheduledSequence]], Emitted] = lambda step, work: step(work),
-    ) -> None:
-        self._run, self._slots, self._run_step = run, slots, run_step
-        device, vocab_size = run.model.device, run.model.vocab_size
-        self._plain = DecodeStep(run, slots, SamplerCache(device), device)
-        self._beams = BeamStep(self._plain, run, slots, device, failed)
-        self._forced = SpeculativeStep(
-            self._plain, run, slots, SamplerCache(device), device, longest=LENGTHS[-1], vocab_size=vocab_size
+    def __init__(self, request: Request, tokenizer: Tokenizer | None, adapters: Adapters) -> None:
+        """Create the sequences and start the time limit. Raises `RequestError` if the adapter has been dropped."""
+        self.request = request
+        options = request.options
+        self.deadline = None if options.time_limit is None else time.monotonic() + options.time_limit
+        adapter, constraint = adapters.find(options.adapter), options.new_constraint(tokenizer)
+        marks = None if request.answer is None else dict(request.answer.marks)
+        searches = options.beams > 1
+        base = 0 if searches else fresh_seed() if options.seed is None else options.seed
+        self.sequences: list[Sequence] = []
+        for index in range(1 if searches else options.n):
+            text: TextStream = NoTextStream()
+            if tokenizer is not None:
+                detokenizer = StreamingDetokenizer(tokenizer.decode, before=request.prompt)
+                text = StopStrings(detokenizer, options.stop, marks, special_tokens(tokenizer))
+            given = request.prompt, request.max_new_tokens, options.stop_ids, text
+            kinds: dict[str, Any] = {
+                "sampling": options if searches else options.with_values(seed=sample_seed(base, index)),
+                "adapter": adapter,
+                "top_logprobs": options.logprobs,
+                "prompt_top": None if index else options.prompt_logprobs,
+                "stop_when": options.stop_when,
+                "deadline": self.deadline,
+                "cancel": options.cancel,
+                "constraint": None if constraint is None else ConstraintState(constraint.fork(), options.stop_ids),
+            }
+            beams = BeamOptions(options.beams, options.length_penalty, options.early_stopping)
+            sequence = BeamSearch(beams, *given, **kinds) if searches else Sequence(*given, **kinds)
+            if self.sequences:
+                sequence.leader = self.sequences[0]
+            if sequence.streams:  # beams are parsed at the end
+                sequence.parser = self._new_parser(sequence)
+            self.sequences.append(sequence)
+
+    @property
+    def has_ended(self) -> bool:
+        return not any(sequence.pending for sequence in self.sequences)
+
+    @property
+    def has_tokens(self) -> bool:
+        return any(sequence.lap_seconds for sequence in self.sequences)
+
+    def replay(self, emitted: abc.Sequence[abc.Sequence[int]]) -> None:
+        """Start each text with ids that were emitted elsewhere; beam search, which emits nothing before its end,
+        restarts. Raises `RequestError` for ids that the text cannot have."""
+        for sequence, ids in zip(self.sequences, emitted, strict=False):
+            if sequence.streams:
+                sequence.replay(ids)
+
+    def end(self, reason: FinishReason) -> None:
+        for sequence in self.sequences:
+            if sequence.pending:
+                sequence.end(reason)
+
+    def new_pieces(self) -> tuple[list[Piece], list[Piece]]:
+        """The pieces that no earlier call has returned: those of replayed ids, and the others. Pieces with logprobs
+        wait for these."""
+        replayed: list[tuple[int, Piece]] = []
+        new = []
+        for choice, sequence in enumerate(self.sequences):
+            for at, token, text, drafted in sequence.deliver():
+                logprobs = sequence.logprobs[at] if sequence.top_logprobs is not None else None
+                message = None if sequence.parser is None else sequence.parser.read(sequence, at, text)
+                piece = Piece(text, token, logprobs, choice, message, drafted)
+                if at < sequence.replayed:
+                    replayed.append((at, piece))
+                else:
+                    new.append(piece)
+        replayed.sort(key=itemgetter(0))
+        return [piece for _, piece in replayed], new
+
+    def completion(self) -> Completion:
+        """The completion of the first text, with the others' in `others`. All sequences must have ended."""
+        texts = [
+            self._completion(sequence, text, score)
+            for sequence in self.sequences
+            for score, text in sequence.results(self.request.options.n)
+        ]
+        return replace(texts[0], others=texts[1:])
+
+    def _completion(self, timed: Sequence, text: Sequence, score: float | None) -> Completion:
+        """The completion of a text of a sequence, which is the sequence itself or one of its beams."""
+        request, options = self.request, self.request.options
+        parser = timed.parser
+        if parser is None and (parser := self._new_parser(text)) is not None:
+            parser.read(text, len(text.token_ids) - 1, text.text)
+        return Completion(
+            text=text.text,
+            token_ids=text.token_ids,
+            finish_reason=text.finish_reason or "length",
+            stopped_by=text.stopped_by,
+            timing=Timing.of(timed.lap_seconds, timed.waited),
+            prompt_tokens=len(request.prompt),
+            cached_tokens=next((each.cached for each in self.sequences if each.cached is not None), 0),
+            seed=self._seed(text),
+            logprobs=None if options.logprobs is None else text.logprobs,
+            prompt_logprobs=None if options.prompt_logprobs is None else self.sequences[0].prompt_logprobs,
+            score=score,
+            speculation=speculation_of(text),
+            json_schema=_json_schema(options.constrained_by),
+            message=None if parser is None else parser.message(),
+            reasoning_tokens=None if parser is None else parser.reasoning_tokens(text.ends),
         )
-        self._speculative: dict[Speculator, Step] = {}
-        self._special: dict[Sequence, Step] = {}  # of sequences whose step is not the plain one
 
-    def join(self, sequences: abc.Sequence[Sequence], draft: Speculator | None) -> None:
-        """Choose the step of these sequences. draft: the drafter of all of them. Preempted sequences join again, and
-        keep the state of their drafts."""
-        for sequence in sequences:
-            if isinstance(sequence, BeamSearch):
-                self._special[sequence] = self._beams
-        if draft is None:
-            constrained = [
-                each for each in sequences if each.constraint is not None and not isinstance(each, BeamSearch)
-            ]
-            draft_forced(sequence for sequence in constrained if sequence.drafting is None)
-            self._special.update(dict.fromkeys(constrained, self._forced))
-            return
-        device, vocab_size = self._run.model.device, self._run.model.vocab_size
-        if draft not in self._speculative:
-            used = set(self._special.values())
-            self._speculative = {drafter: step for drafter, step in self._speculative.items() if step in used}
-            sampler = SamplerCache(device)
-            self._speculative[draft] = draft.step(self._plain, self._run, self._slots, sampler, device, vocab_size)
-        if new := [sequence for sequence in sequences if sequence.drafting is None]:
-            draft.join(new, vocab_size, device)
-        self._special.update(dict.fromkeys(sequences, self._speculative[draft]))
+    def _new_parser(self, sequence: Sequence) -> AnswerParser | None:
+        answer = self.request.answer
+        return None if answer is None else AnswerParser(answer, sequence.prompt, self._seed(sequence))
 
-    def leave(self, sequences: abc.Iterable[Sequence]) -> None:
-        """Forget sequences that have ended. An unused drafter's step is dropped when a new drafter joins."""
-        for sequence in sequences:
-            self._special.pop(sequence, None)
+    def _seed(self, sequence: Sequence) -> int | None:
+        options = self.request.options
+        assert sequence.sampling is not None
+        return None if options.temperature == 0 or options.beams > 1 else sequence.sampling.seed
 
-    def by_kind(self, work: abc.Sequence[ScheduledSequence]) -> list[tuple[Step, abc.Sequence[int]]]:
-        """Divide work by kind: steps with the indices of their items."""
-        if not self._special:
-            return [(self._plain, range(len(work)))]
-        kinds: dict[Step, list[int]] = {}
-        for index, (sequence, _) in enumerate(work):
-            kinds.setdefault(self._special.get(sequence, self._plain), []).append(index)
-        if self._forced in kinds and self._plain in kinds:
-            kinds[self._forced] = sorted([*kinds[self._forced], *kinds.pop(self._plain)])
-        return list(kinds.items())
 
-    def __call__(self, work: abc.Sequence[ScheduledSequence]) -> Emitted:
-        kinds = self.by_kind(work)
-        if len(kinds) == 1:
-            return self._run_step(kinds[0][0], work)
-        emitted: Emitted = [[] for _ in work]
-        for step, indices in kinds:
-            for index, tokens in zip(indices, self._run_step(step, [work[at] for at in indices]), strict=True):
-                emitted[index] = tokens
-        return emitted
+def _json_schema(constraint: ConstraintMaker | None) -> JsonSchema | None:
+    """The schema of the text, or of the part after reasoning."""
+    if isinstance(constraint, AfterText):
+        constraint = constraint.grammar
+    if isinstance(constraint, ToolGrammar):
+        return constraint.json_schema
+    return constraint if isinstance(constraint, JsonSchema) else None
 
 
 Pieces = Generator[Piece, None, list[Completion]]
@@ -131,7 +184,6 @@ class Runner:
         cache: has `options.rows` rows for each request, and is overwritten; or a `PinnedPrefix`, which one request
             continues. None uses the prefix cache.
         """
-        jobs = [RequestState(request, self.tokenizer, self.adapters) for request in requests]
         rows = sum(request.options.rows for request in requests)
         if isinstance(cache, PinnedPrefix) and rows != 1:
             options = requests[0].options
@@ -146,6 +198,7 @@ class Runner:
             raise RequestError(
                 f"the cache was made for {cache.batch} rows, but there are {len(requests)} prompts{suffix}"
             )
+        jobs = [RequestState(request, self.tokenizer, self.adapters) for request in requests]
         return self._pieces(jobs, rows, cache)
 
     def stream(self, request: Request, cache: Cache | PinnedPrefix | None) -> Generator[Piece, None, Completion]:
@@ -156,52 +209,34 @@ class Runner:
 
     def _pieces(self, jobs: abc.Sequence[RequestState], rows: int, cache: Cache | PinnedPrefix | None) -> Pieces:
         started = time.perf_counter()
+        run, model = self.run, self.run.model
+        lease: AbstractContextManager[CacheManager]
         if isinstance(cache, PinnedPrefix):
-            turn = self._turn(jobs[0], cache)
-            yield from self._decode(jobs, turn.slots, turn, started)
+            lease = cache.turn(model, jobs[0].sequences[0])
         elif cache is not None:
-            yield from self._decode(jobs, RowCacheManager.wrap(self.run.model, cache, rows), None, started)
+            lease = nullcontext(RowCacheManager.wrap(model, cache, rows))
         else:
-            longest = max(sequence.longest for job in jobs for sequence in job.sequences)
-            with self.prefix_cache.lease(self.run.model, rows, longest) as slots:
-                yield from self._decode(jobs, slots, None, started)
-        return [job.completion() for job in jobs]
-
-    def _decode(
-        self, jobs: abc.Sequence[RequestState], slots: CacheManager, turn: Turn | None, started: float
-    ) -> Iterator[Piece]:
-        """Decode the jobs to their ends in these slots. started: on the clock `time.perf_counter`."""
-        steps = StepRouter(self.run, slots)
-        for draft in dict.fromkeys(job.request.options.draft for job in jobs):
-            steps.join([each for job in jobs if job.request.options.draft is draft for each in job.sequences], draft)
+            lease = self.prefix_cache.lease(model, rows, max(job.request.longest for job in jobs))
         sequences = [sequence for job in jobs for sequence in job.sequences]
-        siblings = {sequence: first for job in jobs for sequence, first in job.siblings.items()}
-        vocab_size, keep = self.run.model.vocab_size, turn is not None
-        schedule = BatchSchedule(slots, sequences, self.chunk, vocab_size=vocab_size, siblings=siblings, keep=keep)
-        preparation = time.perf_counter() - started
-        for job in jobs:
-            job.record_step(preparation)
-        job_of = {sequence: job for job in jobs for sequence in job.sequences}
-        try:
-            for emission in decode_loop(steps, schedule, slots):
-                if turn is not None:
-                    turn.note(sequences[0].computed_ids())
+        with (
+            lease as slots,
+            closing(BatchSchedule(slots, sequences, self.chunk, vocab_size=model.vocab_size)) as schedule,
+        ):
+            steps = StepRouter(run, slots, rows=len(sequences), max_len=max(each.longest for each in sequences))
+            for job in jobs:
+                steps.join(job.sequences, job.request.options.draft)
+            preparation = time.perf_counter() - started
+            for sequence in sequences:
+                sequence.record_step(preparation)
+            for seconds in decode_loop(steps, schedule, slots):
+                for sequence in sequences:
+                    sequence.record_step(seconds)
                 for job in jobs:
-                    job.record_step(emission.seconds)
-                for sequence, token, text, drafted in emission.pieces:
-                    yield job_of[sequence].next_piece(sequence, token, text, drafted)
-                if turn is not None:
-                    turn.check()
-        finally:
-            schedule.close()
-
-    def _turn(self, job: RequestState, text: PinnedPrefix) -> Turn:
-        (sequence,) = job.sequences
-        if sequence.prompt_top is not None:  # prompt logprobs need the whole prompt
-            text.truncate(0)
-        turn = text.begin(self.run.model, sequence.prompt, sequence.longest, sequence.adapter)
-        sequence.slot, sequence.computed, sequence.cached = turn.slot, turn.reused, turn.reused
-        return turn
+                    for piece in job.new_pieces()[1]:
+                        yield piece
+                        if isinstance(cache, PinnedPrefix):
+                            cache.check(job.sequences[0])
+        return [job.completion() for job in jobs]
 
 
 def drained(pieces: Pieces) -> list[Completion]:

@@ -134,8 +134,9 @@ def score_continuations(
         texts = [Sequence([*context, *ids], 0, prompt_top=top, adapter=adapter) for ids in batch]
         for text in texts:
             text.prompt_logprobs = [None] * len(context)  # the ids of the context are not scored
+            text.leader = first
         with prefix_cache.lease(run.model, 1 + len(texts), max(text.longest for text in (first, *texts))) as slots:
-            _score(run, slots, [first, *texts], chunk, dict.fromkeys(texts, first))
+            _score(run, slots, [first, *texts], chunk)
         scores += [Score([*context, *ids], text.prompt_logprobs) for ids, text in zip(batch, texts, strict=True)]
     return scores
 
@@ -157,16 +158,10 @@ def _joined(
     return logprobs
 
 
-def _score(
-    run: Run,
-    slots: CacheManager,
-    sequences: abc.Sequence[Sequence],
-    chunk: int,
-    siblings: abc.Mapping[Sequence, Sequence] | None = None,
-) -> None:
+def _score(run: Run, slots: CacheManager, sequences: abc.Sequence[Sequence], chunk: int) -> None:
     """Run sequences to their ends. They collect the logprobs of their prompts."""
     device, vocab_size = run.model.device, run.model.vocab_size
-    schedule = BatchSchedule(slots, sequences, chunk, vocab_size=vocab_size, siblings=siblings)
+    schedule = BatchSchedule(slots, sequences, chunk, vocab_size=vocab_size)
     _process(DecodeStep(run, slots, SamplerCache(device), device), schedule, slots)
 
 
@@ -191,7 +186,6 @@ def logits_of(run: Run, ids: list[int], chunk: int, adapter: AdapterRef | None =
             logits, _ = processed(run, slots, work, LogitsNeeded.ALL, run.model.device)
         assert logits is not None, "all logits were asked for"
         parts.append(logits[0].to(device="cpu", dtype=torch.float32))
-        sequence.computed += logits.shape[1]
         return [[]]
 
     _process(step, BatchSchedule(slots, [sequence], chunk), slots)

@@ -1,21 +1,48 @@
-"""Sessions: a text that grows from call to call and reuses its KV cache."""
+"""Sessions: a text that grows from call to call and reuses its KV cache.
 
+A saved session is a safetensors file with the ids, their KV cache, and the model's fingerprint:
+
+tokens               int32 [N]
+cache.<leaf>         the first N positions of a tensor of the cache: [1, G, N, D] of a `KVCache`; for sliding layers
+                     only the last of these, from the first block that the next token sees
+__metadata__         onward_session (the format's version), model (a fingerprint), computed_by, capacity, notes,
+                     adapter (the digest of the adapter, if any), and sha256 (of everything else)
+"""
+
+import hashlib
+import json
 import os
-from collections.abc import Generator
+import re
+from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn, Self, Unpack
 
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from onward.cache import KVCache
+from onward.cache.dense import position_dims
+from onward.cache.plan import first_seen
 from onward.cache.slot import digest_of
-from onward.decoding.pinned_prefix import PinnedPrefix
-from onward.errors import RequestError, SessionError
-from onward.language_model import session_file
+from onward.decoding.shared_cache import PinnedPrefix
+from onward.errors import RequestError, SessionError, one_line, warn
 from onward.language_model.completion import Completion, Piece
 from onward.language_model.language_model import LanguageModel, Messages
 from onward.language_model.options import ChatOptionsDict
 from onward.language_model.options_dict import GenerateOptionsDict
 from onward.language_model.request import Prompt, one_prompt
-from onward.language_model.session_file import SavedSession
+from onward.language_model.session_fingerprint import as_bytes, computed_by, difference, fingerprint
+from onward.models import Cache, Model, padded_length
+from onward.util.files import write_whole
 from onward.util.text import described
+
+_MARK, _VERSION = "onward_session", "1"
+# The canonical form of a whole number; `int` would accept others too.
+_WHOLE = re.compile("0|[1-9][0-9]{0,9}")
+_PROBE_LENGTHS = (16, 32)
 
 
 class Session:
@@ -42,7 +69,7 @@ class Session:
             raise RequestError(f"a session needs a LanguageModel; got {type(lm).__name__}: see onward.load")
         self.lm = lm
         self.notes: dict[str, str] = {}
-        self._text = PinnedPrefix(lambda *asked: lm._prefix_cache.lease(*asked))
+        self._text = PinnedPrefix(lambda: lm._prefix_cache)
 
     def __repr__(self) -> str:
         return described(self, f"{len(self.tokens):,} ids cached", repr(self.lm))
@@ -77,18 +104,41 @@ class Session:
         return self.lm.stream_chat(messages, **with_cache)
 
     def truncate(self, length: int = 0) -> None:
-        """Forget the ids from position `length` on. The cache is not moved or cleared."""
+        """Drop the ids from position `length` on. They may stay in the prefix cache, like those of other texts."""
         self._text.truncate(length)
 
     def save(self, file: str | os.PathLike[str]) -> None:
         """Write the ids, their keys and values, and the notes to a safetensors file, atomically and readable only by
         its owner. The file is as large as the cache for these positions (see `onward info`). Raises `SessionError` if
         it cannot be written or is not a session, and if the model's cache is not a pytree of tensors."""
-        if not self._text.is_of(self.lm.model):  # the cache was filled with other weights
+        file, model = Path(file), self.lm.model
+        if not _are_strings(self.notes):
+            raise SessionError(f"the notes of a session are strings by name; got {self.notes!r}")
+        if file.exists():
+            _read_header(file, f"{str(file)!r} exists and is not a saved session, choose another name")
+        if not self._text.is_of(model):  # the cache was filled with other weights
             self.truncate(0)
-        digest = digest_of(self._text.adapter) if self._text.tokens else ""
-        saved = SavedSession(self._text.tokens, self._text.snapshot, self.notes, digest)
-        session_file.save(Path(file), self.lm.model, saved)
+        tokens = self.tokens
+        tensors, capacity = {"tokens": torch.tensor(tokens, dtype=torch.int32)}, 0
+        if (snapshot := self._text.snapshot()) is not None:
+            cache, capacity = snapshot
+            for name, leaf in _stored(model, cache, capacity, len(tokens))[0].items():
+                # A copy, since the session may write to its cache again, and two leaves may share memory.
+                tensors[name] = leaf.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+        metadata = {
+            _MARK: _VERSION,
+            "model": json.dumps(fingerprint(model)),
+            "computed_by": computed_by(model),
+            "capacity": str(capacity),
+            "notes": json.dumps(self.notes),
+            "adapter": digest_of(self._text.adapter) if tokens else "",
+        }
+        metadata["sha256"] = _digest(metadata, tensors)
+        try:
+            write_whole(file, lambda temporary: save_file(tensors, temporary, metadata))
+        except (OSError, ValueError, KeyError, SafetensorError) as error:  # KeyError: a dtype that safetensors lacks
+            reason = error.strerror if isinstance(error, OSError) and error.strerror else one_line(error)
+            raise SessionError(f"{str(file)!r} cannot be written: {reason}") from error
 
     @classmethod
     def load(cls, file: str | os.PathLike[str], lm: LanguageModel) -> Self:
@@ -98,16 +148,146 @@ class Session:
         Raises:
             SessionError: the file cannot be read, is damaged, is not a session, or is of a newer Onward, another model
                 or an adapter that is not loaded.
+            ContextOverflowError: there is no room for it in the cache.
         """
-        saved = session_file.load(Path(file), lm.model)
-        adapter = lm.adapters.by_digest(saved.adapter)
-        if saved.adapter and adapter is None:
+        file, model, session = Path(file), lm.model, cls(lm)
+        metadata, tensors = _read_verified(file)
+        try:
+            saved_model, session.notes = json.loads(metadata["model"]), json.loads(metadata["notes"])
+            if not _are_strings(session.notes):
+                raise ValueError("its notes are not strings by name")
+            tokens, saved_by = _checked_tokens(tensors.pop("tokens"), model.vocab_size), metadata["computed_by"]
+            capacity = _checked_capacity(metadata["capacity"], len(tokens) if tensors else 0)
+            digest, reason = metadata["adapter"], difference(saved_model, model)
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+            raise SessionError(f"{str(file)!r} is not a session saved by Onward: {one_line(error)}") from error
+        if reason is not None:
+            raise SessionError(f"{str(file)!r} is the session of another model: {reason}")
+        if model.max_seq_len is not None and len(tokens) > model.max_seq_len:
             raise SessionError(
-                f"{str(file)!r} was computed with an adapter of digest {saved.adapter}, which this model does not have "
+                f"{str(file)!r} holds {len(tokens)} tokens, but the context is {model.max_seq_len}: load the model "
+                "with a larger max_seq_len"
+            )
+        if digest and lm.adapters.by_digest(digest) is None:
+            raise SessionError(
+                f"{str(file)!r} was computed with an adapter of digest {digest}, which this model does not have "
                 "loaded: use load_adapter"
             )
-        session = cls(lm)
-        session.notes = saved.notes
-        if saved.snapshot is not None:
-            session._text.adopt(lm.model, saved.snapshot, saved.tokens, adapter)
+        if (loaded_by := computed_by(model)) != saved_by:
+            warn(
+                f"{str(file)!r} was computed by {saved_by!r} and continues on {loaded_by!r}, which may round "
+                "differently: its tokens can differ from those of a fresh call"
+            )
+        if tensors:
+            cache, length = _restored(file, model, tensors, len(tokens), capacity)
+            session._text.adopt(model, cache, length, tokens, lm.adapters.by_digest(digest))
         return session
+
+
+def _are_strings(notes: dict[Any, Any]) -> bool:
+    return all(isinstance(text, str) for note in notes.items() for text in note)
+
+
+def _checked_tokens(tokens: Tensor, vocab_size: int | None) -> list[int]:
+    if tokens.dtype != torch.int32 or tokens.dim() != 1:
+        raise ValueError(f"its tokens are {tokens.dtype} {list(tokens.shape)} and not int32 [N]")
+    ids: list[int] = tokens.tolist()
+    if ids and (min(ids) < 0 or (vocab_size is not None and max(ids) >= vocab_size)):
+        raise ValueError(f"its tokens range from {min(ids)} to {max(ids)}, and the vocabulary has {vocab_size}")
+    return ids
+
+
+def _checked_capacity(text: str, count: int) -> int:
+    if not _WHOLE.fullmatch(text) or not count <= int(text) < 2**31:
+        raise ValueError(f"its capacity is {text!r}, and its cache holds {count} positions")
+    return int(text)
+
+
+def _stored(model: Model, cache: Cache, capacity: int, count: int) -> tuple[dict[str, Tensor], bool]:
+    """Views of the parts of a cache of `capacity` positions that a file has for the first `count`, by name; and whether
+    these are parts. A cache whose tensors do not show their positions is stored whole."""
+    leaves = {f"cache{pytree.keystr(path)}": leaf for path, leaf in pytree.tree_flatten_with_path(cache)[0]}
+    for name, leaf in leaves.items():
+        if not isinstance(leaf, Tensor):
+            raise SessionError(f"a cache is saved if it is a pytree of tensors; {name} is a {type(leaf).__name__}")
+    # The dimension of positions is found by comparing with an empty cache of another length.
+    length = next(length for length in _PROBE_LENGTHS if length != capacity)
+    dims = position_dims(cache, capacity, model.new_cache(1, length), length) or [None] * len(leaves)
+    firsts = [0] * len(leaves)
+    blocks = None if model.new_blocks is None else model.new_blocks(1)
+    if isinstance(cache, KVCache) and blocks is not None and blocks.windows is not None:
+        seen = first_seen(blocks.windows.window, count)
+        of_layers = [0 if shape.window is None else seen for shape in blocks.plan.shapes]
+        firsts[: 2 * len(of_layers)] = of_layers * 2  # of keys, then of values
+    parts = {
+        name: leaf if dim is None else leaf.narrow(dim, first, count - first)
+        for (name, leaf), dim, first in zip(leaves.items(), dims, firsts, strict=True)
+    }
+    return parts, None not in dims
+
+
+def _restored(file: Path, model: Model, tensors: Mapping[str, Tensor], count: int, capacity: int) -> tuple[Cache, int]:
+    """The cache with these tensors, and its number of positions."""
+    cache = model.new_cache(1, length := padded_length(count, model))
+    parts, shows_positions = _stored(model, cache, length, count)
+    if not shows_positions and length != capacity:  # a tensor that was saved whole is as long as its cache was
+        try:
+            cache, length = model.new_cache(1, capacity), capacity
+        except (RuntimeError, MemoryError) as error:
+            raise SessionError(
+                f"{str(file)!r} needs a cache for {capacity} positions, which cannot be made: {one_line(error)[:200]}"
+            ) from error
+        parts, _ = _stored(model, cache, length, count)
+    if parts.keys() != tensors.keys():
+        raise SessionError(f"{str(file)!r} holds a cache of other tensors than this model's")
+    for name, part in parts.items():
+        saved = tensors[name]
+        if (part.shape, part.dtype) != (saved.shape, saved.dtype):
+            raise SessionError(
+                f"{str(file)!r}: {name} is {saved.dtype} {list(saved.shape)}, but this model's cache has {part.dtype} "
+                f"{list(part.shape)}"
+            )
+        part.copy_(saved)
+    return cache, length
+
+
+def _read_verified(file: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
+    metadata = _read_header(file, f"{str(file)!r} is not a saved session or is damaged")
+    try:
+        with safe_open(file, framework="pt", device="cpu") as content:
+            tensors = {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118 (no mapping)
+    except (SafetensorError, OSError, RuntimeError, ValueError, MemoryError) as error:
+        raise SessionError(f"{str(file)!r} cannot be read: {one_line(error)}") from error
+    if _digest(metadata, tensors) != metadata.get("sha256"):
+        raise SessionError(f"{str(file)!r} is damaged: its checksum does not match")
+    return metadata, tensors
+
+
+def _read_header(file: Path, message: str) -> dict[str, str]:
+    """The metadata of a session of a known format. `message` begins the error for other files."""
+    if file.is_dir():
+        raise SessionError(f"{str(file)!r} is a folder, but a session is a file: choose another name")
+    try:
+        with safe_open(file, framework="pt", device="cpu") as content:
+            metadata: dict[str, str] = content.metadata() or {}
+    except OSError as error:
+        raise SessionError(f"{str(file)!r} cannot be read: {error.strerror or one_line(error)}") from error
+    except (SafetensorError, ValueError, MemoryError) as error:
+        raise SessionError(f"{message}: {one_line(error)}") from error
+    version = metadata.get(_MARK)
+    if version is None:
+        raise SessionError(f"{message}: it is a safetensors file of something else")
+    if version != _VERSION:
+        raise SessionError(
+            f"{str(file)!r} is a session of format {version}, but this Onward reads format {_VERSION}: upgrade it"
+        )
+    return metadata
+
+
+def _digest(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str:
+    described = {name: [str(tensor.dtype), *tensor.shape] for name, tensor in tensors.items()}
+    rest = {key: value for key, value in metadata.items() if key != "sha256"}
+    digest = hashlib.sha256(json.dumps([rest, described], sort_keys=True).encode())
+    for name in sorted(tensors):
+        digest.update(as_bytes(tensors[name]))
+    return digest.hexdigest()

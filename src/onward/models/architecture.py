@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from onward import ops
-from onward.cache import KVCache, KVPool, LayerShape, StateShape
-from onward.cache.kinds import without_useless_windows
+from onward.cache import CachePlan, KVCache, KVPool, LayerShape
 from onward.models.linear import Embedding, ExpertLinear, LatentLinear, Linear, Router, ShortConv
 from onward.models.model import Cache, Model, Params
+from onward.ops.kv_format import KVFormat
 
 
 class Tensors(Protocol):
@@ -79,8 +79,9 @@ class WeightScope(NamedTuple):
 class Architecture(Protocol):
     """A frozen dataclass that is the forward of its models (`onward.models.model`).
 
-    cached: the cache shape of each attention layer. float_tensor: name and shape of a tensor that is never quantized.
-    max_position_embeddings: the trained context. serves_longer_texts: whether RoPE extends it.
+    cached: the cache shape of each attention layer; one with recurrent layers has the `states` of each, too.
+    float_tensor: name and shape of a tensor that is never quantized. max_position_embeddings: the trained context.
+    serves_longer_texts: whether RoPE extends it.
     """
 
     @property
@@ -121,14 +122,6 @@ class Architecture(Protocol):
 
 
 @runtime_checkable
-class RecurrentArchitecture(Protocol):
-    """An architecture with recurrent layers. states: the state shape of each."""
-
-    @property
-    def states(self) -> Sequence[StateShape]: ...
-
-
-@runtime_checkable
 class PartOfCheckpoint(Protocol):
     """An architecture whose checkpoints have other tensors too. unread: the prefixes of their names."""
 
@@ -139,11 +132,6 @@ class PartOfCheckpoint(Protocol):
 def is_unread(architecture: Architecture, name: str) -> bool:
     """Whether a tensor of a checkpoint belongs to another part than the model."""
     return isinstance(architecture, PartOfCheckpoint) and name.startswith(architecture.unread)
-
-
-def states_of(architecture: Architecture) -> tuple[StateShape, ...]:
-    """The state shape of each recurrent layer."""
-    return tuple(architecture.states) if isinstance(architecture, RecurrentArchitecture) else ()
 
 
 def parameter_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
@@ -158,22 +146,33 @@ def num_parameters(architecture: Architecture) -> int:
     return sum(torch.Size(shape).numel() for shape in parameter_shapes(architecture).values())
 
 
-def build_model(architecture: Architecture, params: Any, max_seq_len: int | None = None) -> Model:
-    """A `Model` of this architecture with `params`, stock or packed, on their device and in their dtype."""
+def cache_plan(
+    architecture: Architecture, dtype: torch.dtype, device: torch.device | str = "cpu", format: KVFormat | None = None
+) -> CachePlan:
+    """The caches of this architecture. format: of keys and values; floats of the dtype by default."""
+    return CachePlan(tuple(architecture.cached), dtype, device, tuple(getattr(architecture, "states", ())), format)
+
+
+def build_model(
+    architecture: Architecture, params: Any, max_seq_len: int | None = None, cache_format: KVFormat | None = None
+) -> Model:
+    """A `Model` of this architecture with `params`, stock or packed, on their device and in their dtype.
+
+    cache_format: of its KV caches (`cache_plan`).
+    """
     dtype, device = params.embed_tokens.weight.dtype, params.embed_tokens.weight.device
     max_seq_len = max_seq_len or architecture.max_position_embeddings
     architecture = architecture.serving(max_seq_len)
-    shapes = tuple(architecture.cached)
-    states = states_of(architecture)
+    plan = cache_plan(architecture, dtype, device, cache_format).up_to(max_seq_len)
     return Model(
         forward=partial(architecture),  # a new object: programs are cached by forward
         params=params,
-        new_cache=partial(new_cache, shapes, states, dtype, device),
+        new_cache=partial(KVCache.of, plan),
         vocab_size=architecture.vocab_size,
         max_seq_len=max_seq_len,
         device=device,
         num_parameters=num_parameters(architecture),
-        new_blocks=partial(new_blocks, without_useless_windows(shapes, max_seq_len), states, dtype, device),
+        new_blocks=partial(KVPool, plan),
     )
 
 
@@ -181,22 +180,6 @@ def architecture_of(model: Model) -> Architecture | None:
     """The architecture of a `build_model` model; None for other forwards."""
     forward = model.forward.func if isinstance(model.forward, partial) else model.forward
     return forward if isinstance(forward, Architecture) else None
-
-
-def new_cache(
-    shapes: Sequence[LayerShape], states: Sequence[StateShape], dtype: torch.dtype, device: torch.device,
-    batch: int, max_len: int,
-) -> KVCache:  # fmt: skip
-    """`Model.new_cache`, with the first four arguments bound."""
-    return KVCache.of(shapes, batch=batch, max_len=max_len, dtype=dtype, device=device, states=states)
-
-
-def new_blocks(
-    shapes: Sequence[LayerShape], states: Sequence[StateShape], dtype: torch.dtype, device: torch.device,
-    count: int, windows: int | None = None,
-) -> KVPool:  # fmt: skip
-    """`Model.new_blocks`, with the first four arguments bound."""
-    return KVPool.of(shapes, count=count, dtype=dtype, device=device, states=states, windows=windows)
 
 
 def named_params(architecture: Architecture) -> Any:

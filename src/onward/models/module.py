@@ -2,7 +2,7 @@
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache as once
@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from onward.cache import KVCache, LayerShape
+from onward import ops
+from onward.cache import CachePlan, KVCache, LayerShape
 from onward.errors import RequestError, one_line
 from onward.models.contract import logits_and_cache, take_positions, takes_logits_at
 
@@ -132,13 +133,11 @@ def is_causal_lm(module: nn.Module) -> bool:
 class CausalLM:
     """Calls a causal language model of transformers (a `ModuleCall`), and creates its cache.
 
-    layers: the cache shape of each layer, found by processing one token, in `dtype`. inputs: the argument names of its
-    forward. first_position: the module's position id of a text's first token. max_seq_len: None if its config has none.
+    plan: of its caches, found by processing one token. inputs: the argument names of its forward. first_position: the
+    module's position id of a text's first token. max_seq_len: None if its config has none.
     """
 
-    layers: Sequence[LayerShape]
-    dtype: torch.dtype
-    device: torch.device
+    plan: CachePlan
     inputs: frozenset[str]
     first_position: int
     vocab_size: int
@@ -187,21 +186,22 @@ class CausalLM:
         if not layers or len(layers) < expected:
             raise _unsupported(name, f"{len(layers)} of {expected} layers cached keys and values")
         limit = getattr(config, "max_position_embeddings", None)
-        shapes = [LayerShape(x.keys.shape[1], x.keys.shape[3], x.values.shape[3]) for x in layers]
+        shapes = tuple(LayerShape(x.keys.shape[1], x.keys.shape[3], x.values.shape[3]) for x in layers)
         first = _first_position(module, logits.shape[-1]) if "position_ids" in inputs else 0
         max_seq_len = limit - first if isinstance(limit, int) and limit > 0 else None
-        return cls(shapes, layers[0].keys.dtype, device, inputs, first, logits.shape[-1], max_seq_len)
+        plan = CachePlan(shapes, layers[0].keys.dtype, device)
+        return cls(plan, inputs, first, logits.shape[-1], max_seq_len)
 
     def new_cache(self, batch: int, max_len: int) -> KVCache:
         """Create an empty cache in the shapes and dtypes of the module's layers."""
-        return KVCache.of(self.layers, batch=batch, max_len=max_len, dtype=self.dtype, device=self.device)
+        return KVCache.of(self.plan, batch, max_len)
 
     def __call__(
         self, module: Any, tokens: Tensor, offsets: Tensor, cache: KVCache, logits_at: Tensor | None = None
     ) -> tuple[Tensor, KVCache]:
         """A forward of the contract in `onward.models.model`."""
         rows = LeftPadded.of(offsets, tokens.shape[1])
-        past = transformers_cache(_Layer, [(cache, index, offsets, rows) for index in range(len(self.layers))])
+        past = transformers_cache(_Layer, [(cache, index, offsets, rows) for index in range(len(cache.keys))])
         inputs: dict[str, Any] = {"input_ids": tokens.long(), "past_key_values": past, "use_cache": True}
         positions = offsets.long().unsqueeze(1) + torch.arange(tokens.shape[1], device=tokens.device)
         if self.max_seq_len is not None:
@@ -281,8 +281,8 @@ class _Layer(CacheLayer):
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Write new keys and values, and return those of all columns."""
         buffers = self._cache.keys[self._index], self._cache.values[self._index]
-        new = [_as_cached(x, buffer) for x, buffer in zip((key_states, value_states), buffers, strict=True)]
-        self._cache.write(self._index, new[0], new[1], self._offsets)
+        for new, buffer in zip((key_states, value_states), buffers, strict=True):
+            ops.write_cache(buffer, _as_cached(new, buffer), self._offsets)
         self._length = self._rows.length
         self.keys, self.values = (self._rows.columns(buffer).to(key_states.dtype) for buffer in buffers)
         return self.keys, self.values

@@ -23,6 +23,18 @@ _FEATURE_BITS = {"portable": 0, "avx2": 1, "avx512": 2}  # of onward_cpu_feature
 _SUFFIX = ".dylib" if sys.platform == "darwin" else ".so"
 
 
+class _Instructions(dict[str, int]):
+    """The instruction word that calls a kernel in a program (native/src/program.cpp), by the kernel's name."""
+
+    def __init__(self, library: Library) -> None:
+        self._library = library
+
+    def __missing__(self, kernel: str) -> int:
+        self[kernel] = self._library.onward_program_instruction(kernel.encode())
+        assert self[kernel], f"{kernel} is not an instruction"
+        return self[kernel]
+
+
 class Library:
     """A loaded library, with its C functions as attributes: `library.onward_linear_many(...)`."""
 
@@ -32,7 +44,7 @@ class Library:
         for name in SIGNATURES:
             getattr(self, name)
         self.isa: str = self.onward_isa_name().decode()
-        self._instructions: dict[str, int] = {}
+        self.instructions = _Instructions(self)
 
     def __getattr__(self, name: str) -> Any:
         """A declared C function. It becomes an attribute, so this runs once for each."""
@@ -47,14 +59,6 @@ class Library:
         function.restype, function.argtypes = SIGNATURES[name]
         setattr(self, name, function)
         return function
-
-    def instruction(self, kernel: str) -> int:
-        """The instruction word that calls `kernel` in a program (native/src/program.cpp)."""
-        if kernel not in self._instructions:
-            word = self.onward_program_instruction(kernel.encode())
-            assert word, f"{kernel} is not an instruction"
-            self._instructions[kernel] = word
-        return self._instructions[kernel]
 
     def check(self, status: int, name: str) -> None:
         """Raise NativeError if the kernel `name` did not return OK."""

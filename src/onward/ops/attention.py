@@ -13,9 +13,9 @@ from torch.nn import functional as F
 
 from onward.errors import RequestError
 from onward.native.interface import Code, Float, Int, Pointer, Structure, kernel
-from onward.ops.heads import BLOCK
 from onward.ops.kernel_calls import DTYPES, KernelCalls, Operand, Unsupported, broadcast_strides
-from onward.ops.kv_write import capacity, check_table, checked_ranges, dense_rows, side_by_side
+from onward.ops.kv_format import KVFormat, format_of, kernel_code
+from onward.ops.kv_write import capacity, check_table, checked_ranges, dense_rows, loaded, one_row
 from onward.ops.operator import Operator, autocast_dtype, autocast_to, no_autocast, shapes
 
 
@@ -72,10 +72,11 @@ def scaled_dot_product_attention(
 def cached_attention(
     q: Tensor,
     keys: Tensor,
-    values: Tensor,
+    values: Tensor | None,
     offsets: Tensor,
     *,
     table: Tensor | None = None,
+    value_dim: int | None = None,
     scale: float | None = None,
     sinks: Tensor | None = None,
     window: int | None = None,
@@ -88,12 +89,13 @@ def cached_attention(
 
     Args:
         q: float [B, H, T, D].
-        keys: float [B, G, S, D], of q's dtype; T + offsets[b] <= S for every row. With a table float [N, G, 64, D],
-            N blocks of 64 positions.
-        values: the same with E features. They may share memory with some of the keys' features.
+        keys: [B, G, S, D], of q's dtype or a format that takes it (`onward.ops.kv_format`); T + offsets[b] <= S for
+            every row. With a table [N, G, 64, D], N blocks of 64 positions.
+        values: the same with E features; None if they are the first features of the keys.
         offsets: int32 [B].
         table: int32 [B, M]: the block of each row's positions 64 m … 64 m + 63 (PagedAttention, arXiv 2309.06180).
             Then S is 64 M. Entries past the block of a row's last position are not read.
+        value_dim: E, if values is None (multi-head latent attention).
         scale, sinks, softcap: as in `scaled_dot_product_attention`.
         window: how many positions a query sees, itself included; all of them by default.
 
@@ -103,23 +105,29 @@ def cached_attention(
     Raises:
         RequestError: shapes or dtypes that don't match; when the op runs, a row that reaches past the cache.
     """
-    dtype = autocast_dtype(q)
+    format, dtype = format_of(keys.dtype), autocast_dtype(q)
     if dtype is not None:
-        if table is not None and keys.dtype != dtype:
+        if not format.takes(dtype):
             # Convert only the rows' own blocks.
-            last = offsets + (q.shape[2] - 1)
-            keys, values, table = dense_rows(keys, table, last), dense_rows(values, table, last), None
+            rows = (x if x is None else dense_rows(x, table, offsets + (q.shape[2] - 1)) for x in (keys, values))
+            (keys, values), table = autocast_to(dtype, *rows), None
         with no_autocast(q):
-            q, keys, values = autocast_to(dtype, q, keys, values)
+            (q,) = autocast_to(dtype, q)
             return cached_attention(
-                q, keys, values, offsets, table=table, scale=scale, sinks=sinks, window=window, softcap=softcap
-            )
-    check_shapes(q, keys, values, table)
+                q, keys, values, offsets, table=table, value_dim=value_dim, scale=scale, sinks=sinks, window=window,
+                softcap=softcap,
+            )  # fmt: skip
+    check_shapes(q, keys, keys if values is None else values, table, format)
+    if values is not None and value_dim is None:
+        value_dim = format.dim(values.shape[3])
+    elif values is not None or value_dim is None or not 0 < value_dim <= q.shape[3]:
+        got = "both" if values is not None else f"{value_dim} of {q.shape[3]} features"
+        raise RequestError(f"attention: give values, or None and as value_dim some of the keys' features; got {got}")
     if offsets.shape != q.shape[:1] or offsets.dtype != torch.int32:
         raise RequestError(f"attention: offsets must be int32 [B]; got {shapes(offsets=offsets, q=q)}")
     _check_extras(q, keys, None, sinks)
     window, cap = _checked_window(window), _checked_softcap(softcap)
-    return _cached_attention(q, keys, values, offsets, sinks, _scale(q, scale), window, cap, table)
+    return _cached_attention(q, keys, values, offsets, sinks, _scale(q, scale), window, cap, table, value_dim)
 
 
 def reference(
@@ -218,11 +226,9 @@ def _grouped(x: Tensor, groups: int) -> Tensor:
 
 def _cached_definition(*arguments: Any) -> Tensor:
     """All rows at once over the whole cache, with a mask for positions that a row doesn't see."""
-    q, keys, values, offsets, sinks, scale, window, softcap, table = arguments
-    if table is not None:
-        last = offsets + (q.shape[2] - 1)
-        keys, values = dense_rows(keys, table, last), dense_rows(values, table, last)
-    queries, length = q.shape[2], keys.shape[2]
+    q, keys, values, offsets, sinks, scale, window, softcap, table, value_dim = arguments
+    k, v = loaded(dense_rows, keys, values, value_dim, q.dtype, table, offsets + (q.shape[2] - 1))
+    queries, length = q.shape[2], k.shape[2]
     query_at = offsets.unsqueeze(1) + torch.arange(queries, device=q.device)  # [B, T]
     key_at = torch.arange(length, device=q.device)
     visible = key_at <= query_at.unsqueeze(2)  # [B, T, S]
@@ -232,7 +238,7 @@ def _cached_definition(*arguments: Any) -> Tensor:
         visible &= key_at > query_at.unsqueeze(2) - window
         empty |= key_at <= query_at[:, :1] - window
     empty = empty.view(-1, 1, length, 1)
-    k, v = keys.masked_fill(empty, 0.0), values.masked_fill(empty, 0.0)
+    k, v = k.masked_fill(empty, 0.0), v.masked_fill(empty, 0.0)
     mask = torch.zeros(visible.shape, device=q.device).masked_fill(~visible, float("-inf")).unsqueeze(1)
     out = reference(q, k, v, mask=mask, scale=scale, sinks=sinks, softcap=softcap or None)
     return out.transpose(1, 2).contiguous().transpose(1, 2)
@@ -240,16 +246,10 @@ def _cached_definition(*arguments: Any) -> Tensor:
 
 def _cached_by_row(*arguments: Any) -> Tensor:
     """Row by row over its own positions, so that no row's arithmetic depends on another's length."""
-    q, keys, values, offsets, sinks, scale, window, softcap, table = arguments
+    q, keys, values, offsets, sinks, scale, window, softcap, table, value_dim = arguments
     rows = []
     for b, (start, end) in enumerate(checked_ranges(keys, offsets, q.shape[2], table, window)):
-        if table is None:
-            k, v = keys[b : b + 1, :, start:end], values[b : b + 1, :, start:end]
-        else:
-            first = start // BLOCK
-            blocks = table[b : b + 1, first : -(-end // BLOCK)].long()
-            here = slice(start - first * BLOCK, end - first * BLOCK)
-            k, v = side_by_side(keys[blocks])[:, :, here], side_by_side(values[blocks])[:, :, here]
+        k, v = loaded(one_row, keys, values, value_dim, q.dtype, table, b, start, end)
         rows.append(_definition(q[b : b + 1], k, v, None, sinks, True, scale, window, softcap))
     return rows[0] if len(rows) == 1 else torch.cat([row.transpose(1, 2) for row in rows]).transpose(1, 2)
 
@@ -265,7 +265,8 @@ class AttentionArguments(Structure):
         *((name, Pointer) for name in ("q", "keys", "values", "out")),
         *((f"{name}_strides", Int * 3) for name in ("q", "keys", "values", "out")),
         ("offsets", Pointer), ("window", Int), ("mask", Pointer), ("mask_strides", Int * 4), ("sinks", Pointer),
-        ("scale", Float), ("softcap", Float), ("dtype", Code), ("table", Pointer), ("table_stride", Int),
+        ("scale", Float), ("softcap", Float), ("dtype", Code), ("cache_format", Code), ("table", Pointer),
+        ("table_stride", Int),
     )  # fmt: skip
 
 
@@ -274,17 +275,18 @@ def onward_attention(arguments: AttentionArguments) -> Code: ...
 
 
 def call_attention(
-    k: KernelCalls, out: Operand, q: Operand, keys: Operand, values: Operand, sinks: Operand | None, scale: float,
-    window: int, softcap: float, *, offsets: Operand | None = None, mask: Operand | None = None,
+    k: KernelCalls, out: Operand, q: Operand, keys: Operand, values: Operand | None, sinks: Operand | None,
+    scale: float, window: int, softcap: float, *, offsets: Operand | None = None, mask: Operand | None = None,
     table: Operand | None = None,
 ) -> None:  # fmt: skip
-    """Attention of queries at offsets int32 [B]; None: every query sees every key. 0: no window, no softcap."""
-    q, keys, values = k.contiguous_rows(q), k.contiguous_rows(keys), k.contiguous_rows(values)
+    """Attention of queries at offsets int32 [B]; None: every query sees every key. 0: no window, no softcap. values:
+    None if they are the first features of the keys."""
+    q, keys = k.contiguous_rows(q), k.contiguous_rows(keys)
+    values = keys if values is None else k.contiguous_rows(values)
     if out.stride()[-1] != 1:
         raise Unsupported("an output whose features are not contiguous")
     batch, heads, queries, dim = q.shape
     positions, mask_strides, table_stride = capacity(keys, table), [0, 0, 0, 0], 0
-    offsets = None if offsets is None else k.contiguous(offsets)
     if table is not None:
         table = k.contiguous_rows(table)
         table_stride = table.stride()[0]
@@ -293,13 +295,14 @@ def call_attention(
         mask_strides = broadcast_strides(mask, (batch, heads, queries, keys.shape[2]))
     call = k.struct(
         AttentionArguments, batch=batch, heads=heads, kv_heads=keys.shape[1], queries=queries, positions=positions,
-        dim=dim, value_dim=values.shape[3], q=k.address(q), keys=k.address(keys), values=k.address(values),
+        dim=dim, value_dim=out.shape[3], q=k.address(q), keys=k.address(keys), values=k.address(values),
         out=k.address(out), q_strides=q.stride()[:3], keys_strides=keys.stride()[:3],
         values_strides=values.stride()[:3], out_strides=out.stride()[:3],
-        offsets=None if offsets is None else k.address(offsets), window=window,
-        mask=None if mask is None else k.address(mask), mask_strides=tuple(mask_strides),
-        sinks=None if sinks is None else k.address(k.contiguous(_as_float32(k, sinks))), scale=scale, softcap=softcap,
-        dtype=k.code(q), table=None if table is None else k.address(table), table_stride=table_stride,
+        offsets=k.optional(offsets), window=window, mask=None if mask is None else k.address(mask),
+        mask_strides=tuple(mask_strides), sinks=None if sinks is None else k.optional(_as_float32(k, sinks)),
+        scale=scale, softcap=softcap,
+        dtype=k.code(q), cache_format=kernel_code(keys.dtype),
+        table=None if table is None else k.address(table), table_stride=table_stride,
     )  # fmt: skip
     k.call(onward_attention, k.array([call]))
 
@@ -316,28 +319,30 @@ def _call(k: KernelCalls, out: Operand, *arguments: Any) -> None:
 
 
 def _call_cached(k: KernelCalls, out: Operand, *arguments: Any) -> None:
-    q, keys, values, offsets, *options, table = arguments
+    q, keys, values, offsets, *options, table, _ = arguments
     call_attention(k, out, q, keys, values, *options, offsets=offsets, table=table)
 
 
 # ── checks ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def check_shapes(q: Tensor, k: Tensor, v: Tensor, table: Tensor | None = None) -> None:
+def check_shapes(q: Tensor, k: Tensor, v: Tensor, table: Tensor | None = None, format: KVFormat | None = None) -> None:
     """Raise unless q [B, H, T, D] fits k [B, G, S, D] and v [B, G, S, E], H a multiple of G, all of one float dtype.
 
-    With a table they must be blocks [N, G, 64, D] and [N, G, 64, E].
+    With a table they must be blocks [N, G, 64, D] and [N, G, 64, E]. format: of k and v if it isn't q's dtype.
     """
+    format = format or format_of(q.dtype)
     if table is not None:
         check_table(table, q.shape[0], k)
-    fits = q.dim() == k.dim() == v.dim() == 4 and k.shape[:3] == v.shape[:3] and q.shape[3] == k.shape[3]
-    fits = fits and (q.shape[0] == k.shape[0] or table is not None) and k.shape[1] > 0 and q.shape[1] % k.shape[1] == 0
+    (of_q, of_k, of_v), dtype = (q.shape, k.shape, v.shape), k.dtype
+    fits = len(of_q) == len(of_k) == len(of_v) == 4 and of_k[:3] == of_v[:3] and of_k[3] == format.width(of_q[3])
+    fits = fits and (of_q[0] == of_k[0] or table is not None) and of_k[1] > 0 and of_q[1] % of_k[1] == 0
     if not fits:
         got = ", ".join(f"{name} {list(t.shape)}" for name, t in (("q", q), ("k", k), ("v", v)))
         raise RequestError(
             f"attention: q [B, H, T, D] expects k [B, G, S, D] and v [B, G, S, E] with H a multiple of G; got {got}"
         )
-    if not q.dtype == k.dtype == v.dtype or q.dtype not in DTYPES:
+    if not dtype == v.dtype == format.dtype or not format.takes(q.dtype) or q.dtype not in DTYPES:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
         raise RequestError(f"attention: q, k and v must be of one dtype of {names}; got {shapes(q=q, k=k, v=v)}")
 
@@ -376,19 +381,19 @@ def _scale(q: Tensor, scale: float | None) -> float:
     return float(q.shape[-1] ** -0.5) if scale is None else float(scale)
 
 
-def _fake(q: Tensor, k: Tensor, v: Tensor, *rest: object) -> Tensor:
+def _fake(q: Tensor, *rest: Any) -> Tensor:
     batch, heads, queries, _ = q.shape
-    return q.new_empty((batch, queries, heads, v.shape[3])).transpose(1, 2)
+    return q.new_empty((batch, queries, heads, rest[-1])).transpose(1, 2)
 
 
 _attention = Operator(
     "attention(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? sinks, bool causal, float scale, int window,"
     " float softcap) -> Tensor",
-    _definition, _call, _fake,
+    _definition, _call, lambda q, k, v, *_: _fake(q, v.shape[3]),
 )  # fmt: skip
 _cached_attention = Operator(
-    "cached_attention(Tensor q, Tensor keys, Tensor values, Tensor offsets, Tensor? sinks, float scale, int window,"
-    " float softcap, Tensor? table) -> Tensor",
+    "cached_attention(Tensor q, Tensor keys, Tensor? values, Tensor offsets, Tensor? sinks, float scale, int window,"
+    " float softcap, Tensor? table, int value_dim) -> Tensor",
     _cached_definition, _call_cached, _fake, _cached_by_row,
-    check=lambda q, keys, v, offsets, s, f, window, c, table: checked_ranges(keys, offsets, q.shape[2], table, window),
+    check=lambda q, k, v, offsets, s, f, window, c, table, e: checked_ranges(k, offsets, q.shape[2], table, window),
 )  # fmt: skip

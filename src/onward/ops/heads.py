@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from onward.native.interface import Code, Float, Int, Pointer, Structure, kernel
 from onward.ops.kernel_calls import KernelCalls, Operand, Unsupported
+from onward.ops.kv_format import kernel_code
 from onward.ops.rope import angles
 
 # Positions of a block of a paged cache. The attention kernel visits keys in blocks of 64 at absolute multiples of 64
@@ -96,6 +97,6 @@ def _struct(k: KernelCalls, part: HeadsPart, x: Operand) -> Any:
     return k.struct(
         HeadsArguments, heads=x.shape[1], x=k.address(x), x_strides=x.stride()[:3], norm_weight=k.optional(weight),
         eps=eps, weight_offset=offset, after_cast=after_cast, rotate=rotate, out=k.address(out),
-        out_strides=out.stride()[:3], to_cache=to_cache, positions=positions,
+        out_strides=out.stride()[:3], to_cache=1 + kernel_code(out.dtype) if to_cache else 0, positions=positions,
         table=None if table is None else k.address(table), table_stride=table_stride,
     )  # fmt: skip

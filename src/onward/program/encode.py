@@ -127,7 +127,7 @@ class _Encoder:
         _, kinds = SIGNATURES[call.kernel]
         assert len(kinds) == len(call.args), (call.kernel, len(kinds), len(call.args))
         self._calls += 1
-        self.words += (self._library.instruction(call.kernel), len(call.args))
+        self.words += (self._library.instructions[call.kernel], len(call.args))
         for kind, argument in zip(kinds, call.args, strict=True):
             self.words.append(self._word(kind, argument, len(self.words)))
 

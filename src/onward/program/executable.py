@@ -291,7 +291,7 @@ class ShapeProgram:
         ids, operands = torch.empty(rows, dtype=torch.int64), sampler.operands(offsets)
         args = [rows, columns, logits.data_ptr(), DTYPES[signature.logits_dtype], columns]
         args += [operand.data_ptr() for operand in operands]
-        words = [self._library.instruction(sampler.kernel), len(args) + 1, *args, ids.data_ptr()]
+        words = [self._library.instructions[sampler.kernel], len(args) + 1, *args, ids.data_ptr()]
         assert len(words) <= SAMPLING_WORDS, f"{sampler.kernel} has too many arguments"
         addresses.words[self._end : self._end + len(words)] = words
         self._run(offsets, len(words))
@@ -360,8 +360,10 @@ class ShapeProgram:
 
     def _run_torch(self, call: TorchCall) -> None:
         """Run an operator on tensors over the program's memory. Cached tensors would keep the KV cache alive."""
-        node = call.node
-        args, kwargs = pytree.tree_map_only(Array, self._addresses.tensor, (node.args, node.kwargs))
+        node, leaves = call.node, () if self._leaves is None else self._leaves.tensors()
+        whole = dict(zip(self.signature.cache, leaves, strict=True))  # which may have more blocks than were traced
+        tensor = lambda array: whole[array] if array in whole else self._addresses.tensor(array)  # noqa: E731
+        args, kwargs = pytree.tree_map_only(Array, tensor, (node.args, node.kwargs))
         results = [leaf for leaf in pytree.tree_leaves(node.op(*args, **kwargs)) if isinstance(leaf, Tensor)]
         for array, result in zip(node.outputs, results, strict=False):
             self._addresses.tensor(array).copy_(result)

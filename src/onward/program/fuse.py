@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from onward.native.interface import Format
 from onward.ops.heads import HeadsPart, Norm, call_heads
+from onward.ops.kv_format import format_of
 from onward.ops.lora import LoraPart, call_lora
 from onward.ops.norm import call_layer_norm, call_rms_norm
 from onward.ops.packed import FORMATS, Product, call_linear
@@ -270,7 +271,10 @@ def _part(node: Node, uses: Uses) -> Iterator[_Part]:
     if node.op is ops.write_cache.default:
         cache, new, offsets, table = node.args
         rotate = uses.only_for(new, node)
-        if cache.dtype != new.dtype or cache.strides[-1] != 1 or (table is not None and table.strides[-1] != 1):
+        format = format_of(cache.dtype)
+        if format.code is None or not format.takes(new.dtype) or cache.strides[-1] != 1:
+            return
+        if table is not None and table.strides[-1] != 1:
             return
         heads = HeadsPart(new, cache, to_cache=True, table=table)
         if rotate is not None and rotate.op is ops.rotate.default and rotate.outputs[0] == new:

@@ -216,4 +216,4 @@ class ParsedBody:
         if self.seed is not None or not self._samples:
             return self
         seed = self.key.seed if seed is None else seed
-        return replace(self, requests=tuple(request.replace(seed=seed) for request in self.requests))
+        return replace(self, requests=tuple(request.with_seed(seed) for request in self.requests))

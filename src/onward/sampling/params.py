@@ -1,5 +1,6 @@
 """How the next token is chosen: the options of all transforms, checked on construction."""
 
+import copy
 import dataclasses
 import functools
 import inspect
@@ -108,6 +109,12 @@ class SamplingParams(
         check_option_names(options, option_names(self._kind))
         changed: dict[str, Any] = {**vars(self), **options}
         return type(self)(**changed)
+
+    def with_values(self, **values: Any) -> Self:
+        """A copy with other values, which the caller knows to be valid: they are not checked."""
+        changed = copy.copy(self)
+        vars(changed).update(values)
+        return changed
 
 
 @functools.cache

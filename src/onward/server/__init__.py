@@ -3,6 +3,6 @@
 from onward.server.app import App, create_app
 from onward.server.lifecycle import bound, run
 from onward.server.log import log_to_stderr
-from onward.server.models import Settings
+from onward.server.settings import Settings
 
 __all__ = ["App", "Settings", "bound", "create_app", "log_to_stderr", "run"]

@@ -4,13 +4,16 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import asdict
-from typing import Any, cast
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, cast
 
 from fastapi import APIRouter, FastAPI, Request, Security
 from fastapi.security import HTTPBearer
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import FileResponse, HTMLResponse, PlainTextResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from onward import __version__
@@ -18,16 +21,15 @@ from onward.engine import Engine
 from onward.errors import EngineError, OnwardError
 from onward.protocols import Limits, error_fields, status_of
 from onward.protocols.body import documented
-from onward.server import generate, page_files, tokenize
-from onward.server.access import with_cors
-from onward.server.documented import ModelEntry, ModelList, errors
+from onward.server import generate
+from onward.server.client import MemoryFullError
 from onward.server.errors import CompactJSONResponse, draining_answer, error_answer, plain_error
 from onward.server.gate import CLIENT_CLOSED, Gate, access_of
+from onward.server.generate import errors
 from onward.server.log import log_defect, refusal
-from onward.server.memory import MemoryFullError
 from onward.server.metrics import CONTENT_TYPE
-from onward.server.models import Settings
 from onward.server.service import Service
+from onward.server.settings import Settings
 from onward.server.sse import OpenStreams
 from onward.util.option_names import checks_option_names
 
@@ -43,7 +45,7 @@ class App:
         self.streams = OpenStreams(service.settings, service.count_memory)
         self.routes = _routes(service, self.streams, self._lifespan)
         self.gate = Gate(self.routes, service)
-        self._outer = with_cors(self.gate, service.settings)
+        self._outer = self.gate.with_cors()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._outer(scope, receive, send)
@@ -90,8 +92,9 @@ def _routes(service: Service, streams: OpenStreams, lifespan: object) -> FastAPI
     for prefix in ("/v1", ""):
         app.include_router(generate.router(service, streams), prefix=prefix, dependencies=key)
         app.include_router(_models(service), prefix=prefix, dependencies=key)
-        app.include_router(tokenize.router(service), prefix=prefix, dependencies=key)
-    app.include_router(page_files.router())
+    for url, path in PAGE_FILES.items():
+        endpoint = partial(_page_file, path)
+        app.add_api_route(url, endpoint, methods=["GET"], include_in_schema=url == "/", response_class=HTMLResponse)
 
     @app.exception_handler(OnwardError)
     async def on_error(request: Request, error: OnwardError) -> Response:
@@ -143,6 +146,28 @@ def _routes(service: Service, streams: OpenStreams, lifespan: object) -> FastAPI
 _UNHEALTHY: dict[int | str, Any] = {503: {"description": "Not healthy, or not ready."}}
 
 
+class ModelEntry(BaseModel):
+    """A model, or an adapter of the model `parent`. chat_template: whether there is one, which chats need.
+    default_options: the numbers that apply where a body leaves them out; max_new_tokens null: up to the context length.
+    """
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int | None
+    chat_template: bool
+    default_options: dict[str, int | float | None]
+    parent: str | None = None
+
+
+class ModelList(BaseModel):
+    """All models."""
+
+    object: Literal["list"]
+    data: list[ModelEntry]
+
+
 def _models(service: Service) -> APIRouter:
     routes = APIRouter()
 
@@ -175,3 +200,29 @@ def _health(service: Service) -> Response:
     healthy = all(model["state"] in ("running", "idle", "closed") for model in models.values())
     content = {"status": "ok" if healthy else "failing", "models": models, "version": __version__}
     return CompactJSONResponse(content, 200 if healthy else 503)
+
+
+# The page at /: static files, with a policy that forbids loading anything from other sites.
+_FOLDER = Path(__file__).parent / "page"
+_KINDS = {".css": "text/css", ".html": "text/html", ".js": "text/javascript", ".svg": "image/svg+xml"}
+# The files by URL path.
+PAGE_FILES = {
+    "/" if path.name == "index.html" else f"/page/{path.name}": path
+    for path in sorted(_FOLDER.iterdir())
+    if path.suffix in _KINDS
+}
+
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+_PAGE_HEADERS = {
+    "content-security-policy": _POLICY,
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",  # revalidated on each load: the files must be of one version
+}
+
+
+async def _page_file(path: Path) -> Response:
+    return FileResponse(path, media_type=_KINDS[path.suffix], headers=_PAGE_HEADERS)

@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 from onward.errors import EngineBusyError, OnwardError
 from onward.protocols import error_fields, status_of
 from onward.protocols.choices import as_json
-from onward.server.memory import MemoryFullError
+from onward.server.client import MemoryFullError
 
 _PART = 64 * 2**10  # bytes of an answer that are written at once
 

@@ -1,24 +1,32 @@
-"""The gate in front of the application: request ids, access checks and the access log."""
+"""The gate in front of the endpoints and of an ingress: request ids, access checks and the access log."""
 
 import re
 import time
 import uuid
+from collections import Counter
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from onward.errors import OnwardError
-from onward.protocols import error_fields
-from onward.server.access import Access
-from onward.server.client import client_of
+from onward.errors import EngineError, OnwardError
+from onward.protocols import BodyError, error_fields
+from onward.server.client import MemoryBudget, client_of, too_large
 from onward.server.errors import DEFECT, error_answer, plain_error
 from onward.server.log import log, log_defect, refusal
-from onward.server.service import Service
+from onward.server.settings import Settings
+from onward.util.api_keys import ApiKeys
 
 # The status in the log and the metrics if the client disconnects before the response starts (nginx's).
 CLIENT_CLOSED = 499
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
+_OPEN_PATHS = frozenset({"/", "/health", "/ready", "/openapi.json"})
+
+
+def is_open(path: str) -> bool:
+    """Whether a path needs no API key: those for monitoring, and the page, which asks its user for the key."""
+    return path in _OPEN_PATHS or path.startswith("/page/")
 
 
 class AccessRecord:
@@ -67,21 +75,57 @@ def access_of(scope: Scope) -> AccessRecord:
     return scope["onward.access"]  # type: ignore[no-any-return]
 
 
-class Gate:
-    """ASGI middleware that checks access, assigns request ids and writes the access log."""
+class RequestCounts:
+    """Counts of requests: refusals by error code, and responses by status."""
 
-    def __init__(self, app: ASGIApp, service: Service) -> None:
-        self._app, self._service = app, service
-        self._access = Access(service.settings)
+    def __init__(self) -> None:
+        self.refusals: Counter[str] = Counter()
+        self.statuses: Counter[int] = Counter()
+
+
+class Gated(Protocol):
+    """What stands behind a gate. memory: of all requests. draining: whether it is shutting down."""
+
+    settings: Settings
+    memory: MemoryBudget
+    draining: bool
+
+    @property
+    def metrics(self) -> RequestCounts: ...
+
+
+class Gate:
+    """ASGI middleware that checks access, assigns request ids and writes the access log.
+
+    It checks the Host header, the API key, shutdown, concurrent requests and the declared length of a body. Then the
+    scope has the entries onward.access (an `AccessRecord`), onward.client (`client_of`) and onward.memory.
+    """
+
+    def __init__(self, app: ASGIApp, gated: Gated) -> None:
+        self._app, self._gated = app, gated
+        self._settings, self._keys = gated.settings, ApiKeys(gated.settings.api_keys)
+        self._hosts = {name.lower() for name in gated.settings.hosts}
         self.in_flight = 0
+
+    def with_cors(self) -> ASGIApp:
+        """The gate, with CORS headers for the origins in the settings, also on rejected requests."""
+        if not self._settings.cors_origins:
+            return self
+        return CORSMiddleware(
+            self,
+            allow_origins=self._settings.cors_origins,
+            allow_methods=["GET", "HEAD", "POST"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "retry-after"],
+        )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         access = scope["onward.access"] = AccessRecord(scope)
-        client = scope.setdefault("onward.client", client_of(scope, access.headers, self._service.settings))
-        scope["onward.memory"] = self._service.memory.reservation(client)
+        client = scope.setdefault("onward.client", client_of(scope, access.headers, self._settings))
+        scope["onward.memory"] = self._gated.memory.reservation(client)
         self.in_flight += 1
         try:
             # HEAD is handled as GET, without the body.
@@ -90,20 +134,19 @@ class Gate:
         finally:
             scope["onward.memory"].release()
             access.status = access.status or CLIENT_CLOSED
-            self._service.metrics.statuses[access.status] += 1
-            if self._service.settings.access_log:
+            self._gated.metrics.statuses[access.status] += 1
+            if self._settings.access_log:
                 access.write()
             self.in_flight -= 1  # last, so that the log line is there once the server is idle
 
     async def _handle(self, access: AccessRecord, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             try:
-                draining = self._service.draining
-                self._access.check(scope, access.headers, in_flight=self.in_flight, draining=draining)
+                self._check(scope, access.headers)
             except OnwardError as error:
                 fields = error_fields(error)
-                self._service.metrics.refusals[fields["code"]] += 1
-                access.fields |= refusal(fields, with_values=self._service.settings.log_prompts)
+                self._gated.metrics.refusals[fields["code"]] += 1
+                access.fields |= refusal(fields, with_values=self._settings.log_prompts)
                 await error_answer(error)(scope, receive, send)
             else:
                 await self._app(scope, receive, send)
@@ -111,3 +154,37 @@ class Gate:
             log_defect(error, id=access.id, path=scope["path"])
             if not access.status:
                 await plain_error(500, DEFECT, "internal_error")(scope, receive, send)
+
+    def _check(self, scope: Scope, headers: Mapping[bytes, bytes]) -> None:
+        """Raise an `OnwardError` if the request is refused."""
+        self._check_host(headers.get(b"host", b""))
+        if not is_open(scope["path"]) and scope["method"] != "OPTIONS":
+            self._check_key(headers.get(b"authorization"))
+        if scope["method"] != "POST":
+            return
+        if self._gated.draining:
+            raise EngineError("the server is shutting down and takes no more requests")
+        if self.in_flight > self._settings.max_requests:
+            message = f"the server is at its limit of {self._settings.max_requests} concurrent requests"
+            raise BodyError(message, code="too_many_requests", status=503)
+        length = headers.get(b"content-length", b"0")
+        if length.isdigit() and int(length[:20]) > self._settings.max_body:
+            raise too_large(self._settings)
+
+    def _check_host(self, host: bytes) -> None:
+        """Refuse unknown names: DNS rebinding lets another site's page reach this machine under its own name."""
+        name = host.decode("latin-1").lower()
+        name = name.rpartition(":")[0] if name.rpartition(":")[2].isdigit() else name
+        if self._hosts and name.strip("[]") not in self._hosts:
+            message = f"this server does not answer to the name {name!r}; allow it with --allow-host"
+            raise BodyError(message, code="unknown_host", status=403)
+
+    def _check_key(self, authorization: bytes | None) -> None:
+        if not self._keys:
+            return
+        scheme, _, key = (authorization or b"").partition(b" ")
+        matches = self._keys.contains(key.strip())
+        if scheme.lower() != b"bearer" or not matches:
+            problem = "no API key" if authorization is None else "a wrong API key"
+            message = f"{problem}: this server requires the header 'Authorization: Bearer KEY'"
+            raise BodyError(message, code="invalid_api_key", status=401)

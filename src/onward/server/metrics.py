@@ -14,9 +14,9 @@ from typing import Any
 from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
-from onward.engine import Generation
+from onward.engine import Engine, Generation
 from onward.language_model import Completion
-from onward.server.models import ServedModel
+from onward.server.gate import RequestCounts
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -90,18 +90,17 @@ def _new_tokens(generation: Generation) -> int:
     return sum(count for _, count in generation.arrivals)
 
 
-class Metrics:
-    """The metrics of a server, updated in the event loop's thread. live: returns the generations that engines are
-    serving, with their model's name."""
+class Metrics(RequestCounts):
+    """The metrics of a server, updated in the event loop's thread. engines: by the names of their models. live: returns
+    the generations that they are serving, with their model's name."""
 
-    def __init__(self, models: Iterable[ServedModel], live: Callable[[], Iterable[tuple[str, Generation]]]) -> None:
-        self._live = live
-        self._models = {model.name: (model, ModelMetrics()) for model in models}
-        self.refusals: Counter[str] = Counter()  # by error code
-        self.statuses: Counter[int] = Counter()
+    def __init__(self, engines: Mapping[str, Engine], live: Callable[[], Iterable[tuple[str, Generation]]]) -> None:
+        super().__init__()
+        self._engines, self._live = engines, live
+        self._models = {name: ModelMetrics() for name in engines}
 
     def of(self, model: str) -> ModelMetrics:
-        return self._models[model][1]
+        return self._models[model]
 
     def snapshot(self) -> Callable[[], bytes]:
         """Return a function that renders the metrics in Prometheus' text format. Call this one in the event loop's
@@ -118,18 +117,19 @@ class Metrics:
         yield _family("onward_http_responses", "HTTP responses, by status.", ["status"], statuses)
 
     def _request_metrics(self) -> Iterator[Metric]:
-        models = {name: metrics for name, (_, metrics) in self._models.items()}
         for attribute, name, help_text in _HISTOGRAMS:
             family = HistogramMetricFamily(name, help_text, labels=["model"])
-            for model, metrics in models.items():
+            for model, metrics in self._models.items():
                 getattr(metrics, attribute).add_to(family, [model])
             yield family
-        yield from _families(models, _COUNTS, CounterMetricFamily)
-        ends = {(model, end): count for model, each in models.items() for end, count in sorted(each.ended.items())}
+        yield from _families(self._models, _COUNTS, CounterMetricFamily)
+        ends = {
+            (model, end): count for model, each in self._models.items() for end, count in sorted(each.ended.items())
+        }
         yield _family("onward_requests", "Finished requests, by finish reason.", ["model", "end"], ends)
 
     def _engine_metrics(self) -> Iterator[Metric]:
-        stats = {name: model.engine.stats() for name, (model, _) in self._models.items()}
+        stats = {name: engine.stats() for name, engine in self._engines.items()}
         yield from _families(stats, _GAUGES, GaugeMetricFamily)
         yield from _families(stats, _COUNTERS, CounterMetricFamily)
         states, parts = ("used", "cached", "free"), ("schedule", "step", "give_out")

@@ -1,27 +1,29 @@
-"""Resumed responses: the position of a stream that was started before, here or on another server, and event ids.
+"""Resumed streams: event ids, and the events that a client already has.
 
-Every event of a stream has an id:
+Every event of a stream of one text has an id:
 
-    <response key: 32 digits>.<body digest: 8>.<engine fingerprint digest: 8>.<position in the stream>
+    <response key: 32 digits>.<body digest: 8>.<engine fingerprint digest: 8>.<position in the text>
 
 A client whose stream broke sends the same body with the last id as the header `Last-Event-ID`, to any server of the
-same model, and gets the events after it. A caller in the same process, such as an ingress, sets `scope["onward"]` to a
-dict instead of sending headers:
+same model, and gets the events after it. Streams of several texts (n, several prompts) have no ids.
 
-    answer: the key (`ResponseKey.new().text`). emitted: the known token ids of each sequence, in the order of the
-        body's requests; they are not decoded again. last_event_id: events up to this one are not sent again.
+A caller in the same process, such as an ingress, can resume any stream. It sets `scope["onward"]` to a dict:
 
-Each message of a stream's body then has an entry of the same name, {"emitted": [[…], …], "id": …}: the token ids of
-each sequence since the previous message, and the id of the last event.
+    answer: the key (`ResponseKey.new().text`). emitted: the known token ids of each text, in the order of the body's
+        requests; they are neither decoded nor sent again. ended: the requests, by their place in the body, whose ends
+        it has. last_event_id: as the header.
+
+Each message of a stream's body then has an entry of the same name, {"emitted": [[…], …], "ended": […]}: the token ids
+of each text and the requests that ended since the previous message.
 """
 
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from itertools import groupby
-from typing import Any, Self
+from itertools import accumulate, groupby, pairwise
+from typing import Any, NamedTuple, Self
 
 from starlette.types import Scope
 
@@ -29,175 +31,43 @@ from onward.errors import OnwardError, RequestError
 from onward.language_model import Completion, Piece
 from onward.protocols import BodyError, ParsedBody, ResponseEvents, ResponseKey
 
-_POSITION = re.compile(r"[0-9]{1,9}(?:,[0-9]{1,9})*(?:\+[0-9]{1,9})?")
 
+class StreamPosition(NamedTuple):
+    """A position in the events of one text. pieces: that are complete. beside: events since then that complete none."""
 
-@dataclass
-class RequestPosition:
-    """A position in the events of one request. counts: complete pieces of each sequence. extra: events since the last
-    complete piece, or that belong to no piece."""
-
-    counts: list[int]
-    extra: int = 0
+    pieces: int = 0
+    beside: int = 0
 
     def __str__(self) -> str:
-        return ",".join(map(str, self.counts)) + (f"+{self.extra}" if self.extra else "")
+        return f"{self.pieces}+{self.beside}" if self.beside else str(self.pieces)
 
     @classmethod
-    def of(cls, text: str) -> Self:
-        counts, _, extra = text.partition("+")
-        return cls(list(map(int, counts.split(","))), int(extra or 0))
-
-    def latest(self, other: "RequestPosition") -> "RequestPosition":
-        """The later position for each sequence: either may be ahead in one and behind in another."""
-        counts = list(map(max, self.counts, other.counts))
-        extras = [position.extra for position in (self, other) if position.counts == counts]
-        return RequestPosition(counts, max(extras, default=self.extra))
-
-    @property
-    def order(self) -> tuple[int, int]:
-        """Increases with every event that completes no piece."""
-        return sum(self.counts), self.extra
-
-
-class StreamPosition:
-    """A position in a stream. requests: the position in each. trailing: events after the last request's end."""
-
-    def __init__(self, requests: Sequence[RequestPosition], trailing: int = 0) -> None:
-        self.requests, self.trailing = requests, trailing
-
-    @classmethod
-    def start(cls, sequences: Sequence[int]) -> Self:
-        """The beginning of a stream. sequences: the number for each request."""
-        return cls([RequestPosition([0] * count) for count in sequences])
-
-    @classmethod
-    def of(cls, text: str, sequences: Sequence[int]) -> Self | None:
-        """Parse the output of `str`; None for any text that isn't one for these numbers of sequences."""
-        requests, _, trailing = text.partition("/")
-        positions = requests.split(";")
-        if not all(map(_POSITION.fullmatch, positions)) or not re.fullmatch("[0-9]{0,9}", trailing):
-            return None
-        position = cls(list(map(RequestPosition.of, positions)), int(trailing or 0))
-        return position if [len(request.counts) for request in position.requests] == list(sequences) else None
-
-    def __str__(self) -> str:
-        return ";".join(map(str, self.requests)) + (f"/{self.trailing}" if self.trailing else "")
-
-
-class EventWriter:
-    """Writes events with their ids, except those that were sent before. events: formats the response. prefix: of every
-    event id. before: the position that the client has already received. known: how many token ids of each sequence the
-    caller knows."""
-
-    def __init__(self, events: ResponseEvents, prefix: str, before: StreamPosition, known: Sequence[int]) -> None:
-        self._events, self._prefix, self._before = events, prefix, before
-        self._position = StreamPosition.start([len(request.counts) for request in before.requests])
-        self._is_new = str(before) == str(self._position)  # nothing was sent before
-        self._opening = [0] * len(before.requests)  # events of each request before its first piece
-        self._unknown = list(known)  # ids of each sequence that are still to come before those to report
-        self._emitted: list[list[int]] = [[] for _ in known]
-
-    @property
-    def id(self) -> str:
-        """The id of the last event that was sent, now or before."""
-        position, before = self._position, self._before
-        if not self._is_new:
-            requests = [now.latest(old) for now, old in zip(position.requests, before.requests, strict=True)]
-            position = StreamPosition(requests, max(position.trailing, before.trailing))
-        return f"{self._prefix}{position}"
-
-    def begin(self) -> list[str]:
-        events: list[str] = []
-        for at, request in enumerate(self._position.requests):
-            events += self._extra(at, self._events.begin(at))
-            self._opening[at] = request.extra
-        return events
-
-    def pieces(self, at: int, pieces: Sequence[Piece]) -> list[str]:
-        """Write new pieces of request `at`, sequence by sequence."""
-        if len(pieces) == 1 or len(self._position.requests[at].counts) == 1:
-            return self._sequence(at, pieces)
-        runs = groupby(sorted(pieces, key=lambda piece: piece.choice), key=lambda piece: piece.choice)
-        return [event for _, run in runs for event in self._sequence(at, list(run))]
-
-    def end(self, at: int, completion: Completion) -> list[str]:
-        return self._extra(at, self._events.end(at, completion))
-
-    def finish(self) -> list[str]:
-        events: list[str] = []
-        for event in self._events.finish():
-            self._position.trailing += 1
-            if self._position.trailing > self._before.trailing:
-                events.append(self._with_id(event))
-        return events
-
-    def error(self, error: OnwardError) -> list[str]:
-        """Write an error, without an id: the client may still resume from the last event."""
-        return self._events.error(error)
-
-    def emitted(self) -> list[list[int]]:
-        """The token ids of each sequence since the last call."""
-        emitted, self._emitted = self._emitted, [[] for _ in self._emitted]
-        return emitted
-
-    def _sequence(self, at: int, pieces: Sequence[Piece]) -> list[str]:
-        """Write pieces of one sequence. Those that were sent before are formatted apart from the others."""
-        choice = pieces[0].choice
-        now, before = self._position.requests[at], self._before.requests[at]
-        self._report(at, choice, pieces)
-        old = max(0, before.counts[choice] - now.counts[choice])
-        batches = [[piece] for piece in pieces] if self._events.per_piece else [pieces[:old], pieces[old:]]
-        events: list[str] = []
-        for batch in batches:
-            first = now.counts[choice]
-            for complete, event in self._events.pieces(at, batch) if batch else ():
-                if first + complete > now.counts[choice]:
-                    now.counts[choice], now.extra = first + complete, self._opening[at]
-                    is_new = now.counts[choice] > before.counts[choice]
-                else:
-                    now.extra += 1
-                    is_new = now.order > before.order
-                if is_new:
-                    events.append(self._with_id(event))
-            if now.counts[choice] < first + len(batch):
-                now.counts[choice], now.extra = first + len(batch), self._opening[at]
-        return events
-
-    def _extra(self, at: int, events: Sequence[str]) -> list[str]:
-        """Write events that belong to no piece."""
-        now, before = self._position.requests[at], self._before.requests[at]
-        new: list[str] = []
-        for event in events:
-            now.extra += 1
-            if now.order > before.order:
-                new.append(self._with_id(event))
-        return new
-
-    def _with_id(self, event: str) -> str:
-        return f"id: {self.id}\n{event}"
-
-    def _report(self, at: int, choice: int, pieces: Sequence[Piece]) -> None:
-        sequence = sum(len(request.counts) for request in self._position.requests[:at]) + choice
-        known = min(self._unknown[sequence], len(pieces))
-        self._unknown[sequence] -= known
-        self._emitted[sequence] += [piece.token_id for piece in pieces[known:]]
-
-
-_IDEMPOTENCY_KEY = re.compile(rb"[!-~]{1,255}")
-_EVENT_ID = re.compile(r"([0-9a-f]{32})\.([0-9a-f]{8})\.([0-9a-f]{8})\.([0-9,;+/]{1,16384})")
+    def parse(cls, event_id: str, prefix: str) -> Self:
+        """The position in an event id. prefix: of the stream's ids; "" if it has none. Raises `BodyError`: the id
+        belongs to another body or another engine."""
+        *ids, pieces, beside = _parts_of(event_id)
+        if not prefix or prefix.split(".")[1] != ids[1]:
+            message = "Last-Event-ID belongs to another body, or to a server with other defaults: send the same body"
+            raise BodyError(f"{message}, or remove the header", code="last_event_id_mismatch", status=422)
+        if prefix.split(".")[2] != ids[2]:
+            message = "Last-Event-ID belongs to a stream of another model, build or processor, which this server cannot"
+            message += " continue with identical text: remove the header to get a new response"
+            raise BodyError(message, code="fingerprint_mismatch", status=409)
+        return cls(int(pieces), int(beside or 0))
 
 
 @dataclass(frozen=True)
 class ResumeRequest:
-    """What a request says about a response that may have been started before. key: of the response. emitted: token ids
-    of its sequences that the caller knows, if any. last_event_id: the last event that the client has. reports: whether
-    messages report token ids. idempotency: see `idempotency_of`."""
+    """What a request says about a response that may have been started before.
+
+    key: of the response. emitted: token ids of its texts that the caller has, if any. ended: requests whose ends it
+    has. last_event_id: the last event that the client has. idempotency: see `idempotency_of`.
+    """
 
     key: ResponseKey
     emitted: Sequence[Sequence[int]] | None = None
+    ended: Collection[int] = ()
     last_event_id: str | None = None
-    reports: bool = False
     idempotency: str | None = None
 
     @classmethod
@@ -206,42 +76,114 @@ class ResumeRequest:
         `scope["onward"]` is unknown."""
         entry: Mapping[str, Any] | None = scope.get("onward")
         if entry is not None:
-            if unknown := set(entry) - {"answer", "emitted", "last_event_id"}:
-                raise RequestError(f"scope['onward'] has answer, emitted and last_event_id; got {min(unknown)!r}")
+            if unknown := set(entry) - {"answer", "emitted", "ended", "last_event_id"}:
+                message = f"scope['onward'] has answer, emitted, ended and last_event_id; got {min(unknown)!r}"
+                raise RequestError(message)
             key = ResponseKey(entry["answer"]) if "answer" in entry else ResponseKey.new()
-            return cls(key, entry.get("emitted"), entry.get("last_event_id"), reports=True)
+            return cls(key, **{name: value for name, value in entry.items() if name != "answer"})
         headers: Mapping[bytes, bytes] = dict(scope["headers"])
-        idempotency = idempotency_of(headers)
-        if not (last := headers.get(b"last-event-id", b"").decode("latin-1")):
-            return cls(ResponseKey.new(), idempotency=idempotency)
-        return cls(ResponseKey(_parse_event_id(last)[0]), last_event_id=last, idempotency=idempotency)
+        last = headers.get(b"last-event-id", b"").decode("latin-1") or None
+        key = ResponseKey.new() if last is None else ResponseKey(_parts_of(last)[0])
+        return cls(key, last_event_id=last, idempotency=idempotency_of(headers))
 
 
-@dataclass(frozen=True)
-class EventIdFormat:
-    """The ids of a stream's events. prefix: of all of them. before: the position that the client already has."""
+class EventWriter:
+    """Writes the events of a stream, except those that were sent before. events: formats them. prefix: of their ids;
+    "" for none. resume: what was sent before."""
 
-    prefix: str
-    before: StreamPosition
+    def __init__(self, events: ResponseEvents, body: ParsedBody, prefix: str, resume: ResumeRequest) -> None:
+        self._events, self._prefix, self._resume = events, prefix, resume
+        self._texts = list(pairwise(accumulate((request.options.n for request in body.requests), initial=0)))
+        self._emitted: list[list[int]] = [[] for _ in range(self._texts[-1][1])]  # to report
+        self._ended: list[int] = []  # to report
+        self._known = [len(ids) for ids in resume.emitted or self._emitted]
+        last = resume.last_event_id
+        sent = StreamPosition() if last is None else StreamPosition.parse(last, prefix)
+        self._sent = [max(sent, StreamPosition(known)) for known in self._known]
+        self._now = [StreamPosition()] * len(self._emitted)
 
-    @classmethod
-    def of(cls, body: ParsedBody, fingerprint: str, last_event_id: str | None) -> "EventIdFormat":
-        """fingerprint: of the engine. Raises `BodyError`: the id belongs to another body or another engine."""
-        body_digest, engine_digest = digest_of(body), _digest(fingerprint.encode())
-        prefix = f"{body.key.text}.{body_digest}.{engine_digest}."
-        sequences = [request.options.n for request in body.requests]
-        if last_event_id is None:
-            return cls(prefix, StreamPosition.start(sequences))
-        _, other_body, other_engine, position = _parse_event_id(last_event_id)
-        before = StreamPosition.of(position, sequences)
-        if other_body != body_digest or before is None:
-            message = "Last-Event-ID belongs to another body, or to a server with other defaults: send the same body"
-            raise BodyError(f"{message}, or remove the header", code="last_event_id_mismatch", status=422)
-        if other_engine != engine_digest:
-            message = "Last-Event-ID belongs to a stream of another model, build or processor, which this server cannot"
-            message += " continue with identical text: remove the header to get a new response"
-            raise BodyError(message, code="fingerprint_mismatch", status=409)
-        return cls(prefix, before)
+    def begin(self) -> list[str]:
+        events = [(first, self._events.begin(at)) for at, (first, _) in enumerate(self._texts)]
+        new = [event for first, opening in events for event in self._new(first, [(0, each) for each in opening])]
+        return new if self._resume.emitted is None else []
+
+    def pieces(self, at: int, pieces: Sequence[Piece]) -> list[str]:
+        """Write new pieces of request `at`, text by text."""
+        first, end = self._texts[at]
+        if len(pieces) == 1 or end - first == 1:
+            return self._text(at, first + pieces[0].choice, pieces)
+        runs = groupby(sorted(pieces, key=lambda piece: piece.choice), key=lambda piece: piece.choice)
+        return [event for choice, run in runs for event in self._text(at, first + choice, list(run))]
+
+    def end(self, at: int, completion: Completion) -> list[str]:
+        new = self._beside(self._texts[at][0], self._events.end(at, completion))
+        if at in self._resume.ended:
+            return []
+        self._ended.append(at)
+        return new
+
+    def finish(self) -> list[str]:
+        return self._beside(0, self._events.finish())
+
+    def error(self, error: OnwardError) -> list[str]:
+        """Write an error, without an id: the client may still resume from the last event."""
+        return self._events.error(error)
+
+    def report(self) -> dict[str, Any]:
+        """The token ids of each text, and the requests that ended, since the last call."""
+        emitted, self._emitted = self._emitted, [[] for _ in self._emitted]
+        ended, self._ended = self._ended, []
+        return {"emitted": emitted, "ended": ended}
+
+    def _text(self, at: int, text: int, pieces: Sequence[Piece]) -> list[str]:
+        """Write pieces of one text. Those that were sent before are formatted apart from the others."""
+        count = self._now[text].pieces
+        self._emitted[text] += [piece.token_id for piece in pieces[max(0, self._known[text] - count) :]]
+        old = max(0, self._sent[text].pieces - count)
+        events: list[str] = []
+        for batch in (pieces[:old], pieces[old:]):
+            if batch:
+                new = self._events.pieces(at, batch)
+                events += self._new(text, [(count + complete, event) for complete, event in new])
+                count += len(batch)
+                self._now[text] = max(self._now[text], StreamPosition(count))
+        return events
+
+    def _beside(self, text: int, events: Iterable[str]) -> list[str]:
+        """Write events that belong to no piece."""
+        return self._new(text, [(0, event) for event in events])
+
+    def _new(self, text: int, events: Iterable[tuple[int, str]]) -> list[str]:
+        """The events of a text that were not sent before. events: each with the number of pieces complete after it."""
+        new: list[str] = []
+        for count, event in events:
+            now = self._now[text]
+            is_complete = count > now.pieces
+            self._now[text] = now = StreamPosition(count) if is_complete else StreamPosition(now.pieces, now.beside + 1)
+            if now > self._sent[text]:
+                new.append(f"id: {self._prefix}{now}\n{event}" if self._prefix else event)
+        return new
+
+
+_IDEMPOTENCY_KEY = re.compile(rb"[!-~]{1,255}")
+_EVENT_ID = re.compile(r"([0-9a-f]{32})\.([0-9a-f]{8})\.([0-9a-f]{8})\.([0-9]{1,9})(?:\+([0-9]{1,9}))?")
+
+
+def _parts_of(event_id: str) -> Sequence[str]:
+    match = _EVENT_ID.fullmatch(event_id)
+    if match is None:
+        shown = event_id if len(event_id) <= 80 else f"{event_id[:79]}…"
+        message = f"Last-Event-ID must be the id of an event that this API sent; got {shown!r}"
+        raise BodyError(message, code="invalid_last_event_id")
+    return match.groups()
+
+
+def event_prefix(body: ParsedBody, fingerprint: str) -> str:
+    """What the ids of a stream's events begin with; "" for several texts, whose events have none. fingerprint: of the
+    engine."""
+    if sum(request.options.n for request in body.requests) > 1:
+        return ""
+    return f"{body.key.text}.{digest_of(body)}.{_digest(fingerprint.encode())}."
 
 
 def idempotency_of(headers: Mapping[bytes, bytes]) -> str | None:
@@ -255,20 +197,6 @@ def idempotency_of(headers: Mapping[bytes, bytes]) -> str | None:
         raise BodyError(message, code="invalid_idempotency_key")
     caller = hashlib.blake2b(headers.get(b"authorization", b""), digest_size=8).hexdigest()
     return f"{caller} {key.decode()}"
-
-
-def reused_key(message: str = "this Idempotency-Key was used with another body: use a new key") -> BodyError:
-    return BodyError(message, code="idempotency_key_reused", status=422)
-
-
-def _parse_event_id(event_id: str) -> tuple[str, str, str, str]:
-    match = _EVENT_ID.fullmatch(event_id)
-    if match is None:
-        shown = event_id if len(event_id) <= 80 else f"{event_id[:79]}…"
-        message = f"Last-Event-ID must be the id of an event that this API sent; got {shown!r}"
-        raise BodyError(message, code="invalid_last_event_id")
-    key, body, engine, position = match.groups()
-    return key, body, engine, position
 
 
 def digest_of(body: ParsedBody) -> str:

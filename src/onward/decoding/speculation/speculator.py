@@ -1,25 +1,21 @@
 """Speculators: a drafter with its measured costs and acceptance rate."""
 
 import time
-from collections import abc
 from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 
 from onward.decoding.cache_manager import CacheManager
-from onward.decoding.sequence import Sequence
-from onward.decoding.speculation.drafter import Drafter, DraftRequest
-from onward.decoding.speculation.lookup import PromptLookup
+from onward.decoding.speculation.drafter import Drafter, DraftTarget
+from onward.decoding.speculation.lookup import PromptLookup, SuffixLookup
 from onward.decoding.speculation.model_drafter import ModelDrafter
 from onward.decoding.speculation.pace import LENGTHS, AcceptanceRate, DraftLengthController
-from onward.decoding.speculation.step import DraftGroup, DraftState, SpeculativeStep
-from onward.decoding.speculation.suffix import SuffixLookup
-from onward.decoding.step import Select, Step, TokenSampler, constraints_of, histories_of, sampling_of
+from onward.decoding.speculation.step import SpeculativeStep
+from onward.decoding.step import Select, Step, TokenSampler
 from onward.errors import OptionError
 from onward.models import Model
 from onward.program import Executable
-from onward.sampling import Sampler
 from onward.util.checks import check_whole
 from onward.util.text import described
 
@@ -97,51 +93,19 @@ class Speculator:
         slots: CacheManager,
         chooser: TokenSampler,
         device: torch.device,
-        vocab_size: int | None = None,
-    ) -> SpeculativeStep:
-        """The step for sequences that have joined; the arguments are those of `SpeculativeStep`."""
-        return SpeculativeStep(
-            plain,
-            run,
-            slots,
-            chooser,
-            device,
-            longest=self.longest,
-            pace=self._pace,
-            acceptance=self._acceptance,
-            vocab_size=vocab_size,
-        )
-
-    def join(
-        self,
-        sequences: abc.Sequence[Sequence],
         vocab_size: int,
-        device: torch.device,
+        *,
+        rows: int,
+        max_len: int,
         select: Select | None = None,
-        max_len: int | None = None,
-    ) -> None:
-        """Draft for these sequences together.
+    ) -> SpeculativeStep:
+        """The step for all sequences that draft with this speculator over one cache.
 
-        vocab_size: V of the logits. select: chooses the target's tokens, for sequences without sampling parameters.
-        max_len: the most positions of a sequence; by default those of the longest.
+        plain, run, slots, chooser: as in `SpeculativeStep`. The others are those of `DraftTarget`.
         """
-        histories = None
-        if select is None:
-            sampler = Sampler([sampling_of(sequence) for sequence in sequences], device)
-            histories = histories_of(sampler, sequences)
-        request = DraftRequest(
-            rows=len(sequences),
-            max_len=max(sequence.longest for sequence in sequences) if max_len is None else max_len,
-            longest=self.longest,
-            vocab_size=vocab_size,
-            select=sampler if select is None else select,
-            histories=histories,
-            constraints=constraints_of(sequences),
-            device=device,
-        )
-        group = DraftGroup(self.drafter, request)
-        for owner, sequence in enumerate(sequences):
-            sequence.drafting = DraftState(group, owner, AcceptanceRate(self._acceptance.rate))
+        positions = min(rows, slots.stats().total / slots.cost(max_len)) * max_len
+        target = DraftTarget(vocab_size, device, rows, max_len, int(positions), self.longest, select)
+        return SpeculativeStep(plain, run, slots, chooser, target, self.drafter, self._pace, self._acceptance)
 
     @property
     def longest(self) -> int:

@@ -1,112 +1,61 @@
 """The speculative step: a drafter or a constraint guesses tokens, and one forward verifies them.
 
-A round processes a sequence's pending id and its draft at once, T = 1 + K tokens. Drafted ids that the target chooses
-too are accepted; the next pending id is the target's own. The keys and values of rejected ids are then past the
-computed positions, where nothing is read.
+A round processes a sequence's pending id and its draft at once, T = 1 + K tokens. The target chooses every id as it
+would without a draft, and equal drafted ids are accepted. So the ids are those of plain decoding, whatever the draft. A
+drafter that draws with the same noise agrees nearly as often as the two distributions overlap. (Daliri et al.,
+"Coupling without communication and drafter-invariant speculative decoding", arXiv 2408.07978)
+
+The keys and values of rejected ids are then past the computed positions, where nothing is read.
 """
 
+import itertools
 import operator
 from collections import Counter, abc
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 
 from onward.decoding.batch import ScheduledSequence, forward, inputs
 from onward.decoding.cache_manager import CacheManager
 from onward.decoding.sequence import Sequence
-from onward.decoding.speculation.drafter import Drafter, Drafting, DraftRequest, DraftRow, Speculation
+from onward.decoding.speculation.drafter import Drafter, Drafting, DraftRow, DraftState, DraftTarget, Speculation
 from onward.decoding.speculation.pace import LENGTHS, AcceptanceRate, DraftLengthController, RowAcceptance
-from onward.decoding.speculation.verify import verify
-from onward.decoding.step import Drafts, Emitted, Step, TokenSampler
-from onward.errors import DraftError, one_line
+from onward.decoding.step import Drafts, Emitted, SamplerCache, Step, TokenSampler
+from onward.errors import DraftError, NothingToDrawError, OnwardError, one_line, warn_once
 from onward.program import Executable
-from onward.sampling.logprobs import tokens_of
-
-
-class DraftGroup:
-    """Sequences that a drafter drafts for together. drafting: None before the first proposal."""
-
-    def __init__(self, drafter: Drafter, request: DraftRequest) -> None:
-        self.drafter, self.request = drafter, request
-        self.drafting: Drafting | None = None
-
-    def propose(self, rows: abc.Sequence[DraftRow]) -> list[list[int]]:
-        """The drafter's ids for each row, at most `wanted`.
-
-        Raises:
-            DraftError: the drafter failed, or returned something other than ids of the model.
-        """
-        name, vocab = type(self.drafter).__name__, self.request.vocab_size
-        try:
-            if self.drafting is None:
-                self.drafting = self.drafter.start(self.request)
-            proposals = list(self.drafting.propose(rows))
-        except Exception as error:
-            raise DraftError(f"the drafter {name} failed ({type(error).__name__}: {one_line(error)})") from error
-        if len(proposals) != len(rows):
-            raise DraftError(f"the drafter {name} was asked for {len(rows)} drafts and returned {len(proposals)}")
-        drafts = []
-        for row, proposal in zip(rows, proposals, strict=True):
-            try:
-                drafts.append([operator.index(token) for token in proposal[: row.wanted]])
-            except TypeError as error:
-                raise DraftError(f"the drafter {name} must propose ids, whole numbers; got {proposal!r}") from error
-            if out := [token for token in drafts[-1] if not 0 <= token < vocab]:
-                raise DraftError(
-                    f"the drafter {name} proposed id {out[0]}, but the model's ids are from 0 to {vocab - 1}"
-                )
-        return drafts
-
-
-@dataclass
-class DraftState:
-    """The `drafting` of one sequence.
-
-    group, owner: the sequence's draft group and its index there; None if only forced ids are drafted.
-    length: the number of output ids if the sequence takes all of the last round.
-    """
-
-    group: DraftGroup | None
-    owner: int
-    acceptance: AcceptanceRate
-    drafted: int = 0
-    accepted: int = 0
-    rounds: int = 0
-    length: int = 0
-
-    def counts(self, sequence: Sequence) -> Speculation:
-        """The counts without the ids of the last round that the sequence did not take."""
-        not_taken = max(0, self.length - len(sequence.token_ids))
-        return Speculation(self.drafted, max(0, self.accepted - not_taken), self.rounds)
-
-
-def draft_forced(sequences: abc.Iterable[Sequence]) -> None:
-    """Draft only the ids that these sequences' constraints force."""
-    for sequence in sequences:
-        sequence.drafting = DraftState(None, 0, AcceptanceRate())
+from onward.sampling.logprobs import checked_ids, not_finite, tokens_of
 
 
 def draft_state(sequence: Sequence) -> DraftState:
     state = sequence.drafting
-    assert isinstance(state, DraftState), "a sequence joins a speculator before it is drafted for"
+    assert isinstance(state, DraftState), "a sequence joins a speculative step before it is drafted for"
     return state
 
 
 def speculation_of(sequence: Sequence) -> Speculation | None:
     """The drafting counts of this sequence so far; None without drafting."""
-    return draft_state(sequence).counts(sequence) if sequence.drafting is not None else None
+    return None if sequence.drafting is None else draft_state(sequence).counts(sequence.token_ids)
+
+
+def _row(sequence: Sequence) -> DraftRow | None:
+    return None if sequence.drafting is None else draft_state(sequence).row
+
+
+def _rows(sequences: abc.Iterable[Sequence]) -> list[DraftRow]:
+    return [row for sequence in sequences if (row := _row(sequence)) is not None]
 
 
 class SpeculativeStep:
     """A `Step` that emits 1 to K+1 tokens per sequence.
 
-    Ids that a sequence's constraint forces are drafted as they are; otherwise its drafter is asked.
+    Ids that a sequence's constraint forces are drafted as they are; otherwise its drafter is asked, if it has joined.
     Prompts, and steps without a draft, are processed by a plain step.
 
-    plain: that step. run, slots, chooser, device: as in `DecodeStep`.
-    longest: the most ids of a draft. pace: chooses draft lengths; without it, every draft has `longest` ids.
-    vocab_size: V of the logits; None does not check forced ids.
+    plain: that step. run, slots, chooser: as in `DecodeStep`.
+    target: the model and its limits. drafter: None drafts only forced ids.
+    pace: chooses draft lengths; without it, every draft has `target.longest` ids.
     acceptance: the overall acceptance rate so far.
     """
 
@@ -116,20 +65,44 @@ class SpeculativeStep:
         run: Executable,
         slots: CacheManager,
         chooser: TokenSampler,
-        device: torch.device,
-        *,
-        longest: int,
+        target: DraftTarget,
+        drafter: Drafter | None = None,
         pace: DraftLengthController | None = None,
         acceptance: AcceptanceRate | None = None,
-        vocab_size: int | None = None,
     ) -> None:
-        self._plain, self._run, self._slots, self._chooser, self._device = plain, run, slots, chooser, device
-        self._longest = longest
+        self._plain, self._run, self._slots, self._chooser, self._target = plain, run, slots, chooser, target
+        self._drafter = drafter
         self._pace = pace
         self._clock: Callable[[], float] = (lambda: 0.0) if pace is None else pace.clock
-        self._vocab_size = vocab_size
         self._overall = AcceptanceRate() if acceptance is None else acceptance
+        self._drafting: Drafting | None = None  # before the first draft
+        self._drafted: set[Sequence] = set()  # the sequences that the drafting has
         self._shape_counts: Counter[tuple[int, int]] = Counter()  # steps by (sequences, longest draft)
+
+    def join(self, sequences: abc.Iterable[Sequence]) -> None:
+        """Be the step of these sequences, and draft for them from now on. One that joins again keeps its counts."""
+        for sequence in sequences:
+            sequence.step = self
+            if sequence.drafting is None:
+                row = None
+                if self._drafter is not None:
+                    row = DraftRow(sequence.prompt, sequence.token_ids, constraint=sequence.constraint)
+                    row.sampling = sequence.sampling if self._target.select is None else None
+                sequence.drafting = DraftState(row, self.leave, AcceptanceRate(self._overall.rate))
+
+    def leave(self, sequence: Sequence) -> None:
+        """Free what the drafter has for a sequence that has ended or is preempted. A drafting that fails here is
+        replaced by a new one, with a warning."""
+        if sequence not in self._drafted:
+            return
+        try:
+            self._call("leave", _rows([sequence]))
+        except DraftError as error:
+            warn_once(f"{error}; it drafts for the other requests from the start")
+            for row in _rows(self._drafted):
+                row.state = None
+            self._drafted, self._drafting = set(), None
+        self._drafted.discard(sequence)
 
     def __call__(self, work: abc.Sequence[ScheduledSequence]) -> Emitted:
         began, pace = self._clock(), self._pace
@@ -147,7 +120,10 @@ class SpeculativeStep:
         drafts: list[abc.Sequence[int]] = []
         drafting = 0.0
         if forced is not None or any(counts):
-            drafts = self._drafts(sequences, counts, [()] * len(work) if forced is None else forced)
+            known = [()] * len(work) if forced is None else forced
+            asked = [index for index, count in enumerate(counts) if count and not known[index]]
+            began += self._enter([sequences[index] for index in asked])
+            drafts = self._drafts(sequences, counts, known, asked)
             drafting = self._clock() - began
         else:
             # The time of choosing no draft is not booked as a loss. It could exceed what a plain step earns, and then a
@@ -173,15 +149,12 @@ class SpeculativeStep:
 
     def _draft_lengths(self, sequences: abc.Sequence[Sequence]) -> list[int]:
         """The number of ids to draft for each sequence; 0 without a drafter."""
-        groups = [_group(sequence) for sequence in sequences]
-        if all(group is None for group in groups):
+        if self._drafter is None:
             return [0] * len(sequences)
-        limits = self._limits(sequences, self._longest)
-        limits = [0 if group is None else limit for group, limit in zip(groups, limits, strict=True)]
+        limits = self._limits(sequences, self._target.longest)
+        limits = [0 if _row(each) is None else limit for each, limit in zip(sequences, limits, strict=True)]
         longest = max(limits)
-        if longest < 1:
-            return [0] * len(limits)
-        if self._pace is not None:
+        if longest and self._pace is not None:
             rows = [
                 RowAcceptance(draft_state(sequence).acceptance.rate, limit)
                 for sequence, limit in zip(sequences, limits, strict=True)
@@ -197,9 +170,9 @@ class SpeculativeStep:
         """
         # All are padded to the longest draft, so the fullest row of the cache limits it.
         computed = [sequence.computed for sequence in sequences]
-        room = self._slots.max_step_tokens([sequence.slot for sequence in sequences], computed)
+        room = self._slots.room([sequence.slot for sequence in sequences], computed)
         if room is None:
-            room = min(map(_max_len, sequences)) - max(computed)
+            room = self._target.max_len - max(computed)
         longest = max(0, min(longest, room - 1))
         return [max(0, min(sequence.room - 1, longest)) for sequence in sequences]
 
@@ -211,33 +184,78 @@ class SpeculativeStep:
         limits = self._limits(sequences, LENGTHS[-1])
         forced = [ids[:limit] for ids, limit in zip(forced, limits, strict=True)]
         length = paying_length([len(ids) for ids in forced])
-        return [self._in_vocabulary(ids[:length]) for ids in forced] if length else None
+        # A user's constraint may force ids outside the vocabulary.
+        return [list(itertools.takewhile(self._is_id, ids[:length])) for ids in forced] if length else None
 
-    def _in_vocabulary(self, ids: abc.Sequence[int]) -> abc.Sequence[int]:
-        """The ids before the first one outside the vocabulary: a user's constraint may force any."""
-        out = (at for at, token in enumerate(ids) if not 0 <= token < (self._vocab_size or token + 1))
-        return ids[: next(out, len(ids))]
+    def _is_id(self, token: int) -> bool:
+        return 0 <= token < self._target.vocab_size
+
+    @torch.no_grad()
+    def _enter(self, sequences: abc.Sequence[Sequence]) -> float:
+        """Have the new ones of these sequences join the drafting. Returns the seconds that it took, which are no cost
+        of a draft."""
+        new = [sequence for sequence in sequences if sequence not in self._drafted]
+        if not new:
+            return 0.0
+        began = self._clock()
+        if self._drafting is None:
+            with self._blamed():
+                assert self._drafter is not None
+                self._drafting = self._drafter.start(self._target)
+        self._drafted.update(new)
+        try:
+            self._call("join", _rows(new))
+        except DraftError:
+            for sequence in new:
+                self.leave(sequence)
+            raise
+        seconds = self._clock() - began
+        if self._pace is not None:
+            self._pace.note_time(seconds)
+        return seconds
 
     @torch.no_grad()
     def _drafts(
-        self, sequences: abc.Sequence[Sequence], counts: abc.Sequence[int], forced: Drafts
+        self, sequences: abc.Sequence[Sequence], counts: abc.Sequence[int], forced: Drafts, asked: abc.Sequence[int]
     ) -> list[abc.Sequence[int]]:
-        """The forced ids of each sequence, or else its drafter's ids, at most its count."""
+        """The forced ids of each sequence; the drafter's ids, at most its count, of those that are asked for."""
         drafts = list(forced)
-        groups: dict[DraftGroup, list[int]] = {}
-        for index, (sequence, count) in enumerate(zip(sequences, counts, strict=True)):
-            group = _group(sequence)
-            if count and not forced[index] and group is not None:
-                groups.setdefault(group, []).append(index)
-        for group, indices in groups.items():
-            rows = [
-                DraftRow(draft_state(each).owner, each.prompt, each.token_ids, counts[index])
-                for index, each in ((index, sequences[index]) for index in indices)
-            ]
-            for index, draft in zip(indices, group.propose(rows), strict=True):
-                constraint = sequences[index].constraint
-                drafts[index] = draft if constraint is None else draft[: constraint.admitted(draft)]
+        if not asked:
+            return drafts
+        rows = _rows(sequences[index] for index in asked)
+        for index, row in zip(asked, rows, strict=True):
+            row.wanted, row.history = counts[index], sequences[index].history
+        proposals = self._call("propose", rows)
+        name = type(self._drafter).__name__
+        if len(proposals) != len(rows):
+            raise DraftError(f"the drafter {name} was asked for {len(rows)} drafts and returned {len(proposals)}")
+        for index, row, proposal in zip(asked, rows, proposals, strict=True):
+            try:
+                draft = [operator.index(token) for token in proposal[: row.wanted]]
+            except TypeError as error:
+                raise DraftError(f"the drafter {name} must propose ids, whole numbers; got {proposal!r}") from error
+            if out := [token for token in draft if not self._is_id(token)]:
+                last = self._target.vocab_size - 1
+                raise DraftError(f"the drafter {name} proposed id {out[0]}, but the model's ids are from 0 to {last}")
+            drafts[index] = draft if row.constraint is None else draft[: row.constraint.admitted(draft)]
         return drafts
+
+    def _call(self, method: str, rows: list[DraftRow]) -> list[abc.Sequence[int]]:
+        """Call a method of the drafting, which may lack all but `propose`. Raises `DraftError` if it fails."""
+        with self._blamed():
+            assert self._drafting is not None, "sequences join before they are drafted for"
+            if method == "propose":
+                return list(self._drafting.propose(rows))
+            getattr(self._drafting, method, lambda rows: None)(rows)
+        return []
+
+    @contextmanager
+    def _blamed(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            name = type(self._drafter).__name__
+            raise DraftError(f"the drafter {name} failed ({type(error).__name__}: {one_line(error)})") from error
 
     @torch.no_grad()
     def _round(self, work: abc.Sequence[ScheduledSequence], drafts: Drafts, longest: int) -> Emitted:
@@ -251,15 +269,13 @@ class SpeculativeStep:
                 pending = sequence.ids(sequence.computed, sequence.length)
                 ids.append([*pending, *draft, *pending * (longest - len(draft))])
             with self._slots.lock:
-                batch, view = inputs(items, self._slots, self._device, ids)
+                batch, view = inputs(items, self._slots, self._target.device, ids)
                 logits = view.select(forward(self._run, self._slots, batch, view).logits)
-            steps = torch.arange(1, longest + 2, dtype=torch.int32, device=self._device)
+            steps = torch.arange(1, longest + 2, dtype=torch.int32, device=self._target.device)
             positions = view.select(batch.offsets).unsqueeze(1) + steps
             new_ids = verify(self._chooser, sequences, logits, positions, group_drafts)
             for place, (index, sequence, new) in enumerate(zip(group, sequences, new_ids, strict=True)):
                 emitted[index] = tokens_of(new, logits[place, : len(new)], [sequence.top_logprobs] * len(new))
-        for (sequence, _), tokens in zip(work, emitted, strict=True):
-            sequence.computed += len(tokens)
         return emitted
 
     def _count(
@@ -281,13 +297,88 @@ class SpeculativeStep:
                 self._overall.note(drafted, accepted)
 
 
-def _group(sequence: Sequence) -> DraftGroup | None:
-    return None if sequence.drafting is None else draft_state(sequence).group
+def verify(
+    chooser: TokenSampler, sequences: abc.Sequence[Sequence], logits: Tensor, positions: Tensor, drafts: Drafts
+) -> list[list[int]]:
+    """The ids that each of B sequences emits: the accepted ids of its draft, and one more. Histories and constraints
+    stay as they are.
+
+    Args:
+        chooser: chooses the target's ids.
+        logits: float [B, K+1, V]; logits[:, k] are those after the pending id and k drafted ids.
+        positions: int [B, K+1], of the ids to choose from them.
+        drafts: at most K ids for each sequence.
+
+    Raises:
+        OnwardError: the first id of a sequence cannot be chosen. If a later one cannot, its draft ends there.
+    """
+    if isinstance(chooser, SamplerCache):
+        try:
+            chosen = chooser(logits, positions, sequences, drafts).tolist()
+        except NothingToDrawError:
+            # Bans may leave nothing to draw after an id that is not accepted. Plain decoding never reaches that
+            # position, so the ids are chosen position by position below.
+            pass
+        else:
+            accepted = [
+                ids[: 1 + next((k for k, token in enumerate(draft) if ids[k] != token), len(draft))]
+                for ids, draft in zip(chosen, drafts, strict=True)
+            ]
+            return _with_finite_logits(logits, accepted)
+    return _one_by_one(chooser, sequences, logits, positions, drafts)
 
 
-def _max_len(sequence: Sequence) -> int:
-    group = _group(sequence)
-    return sequence.longest if group is None else group.request.max_len
+def _one_by_one(
+    chooser: TokenSampler, sequences: abc.Sequence[Sequence], logits: Tensor, positions: Tensor, drafts: Drafts
+) -> list[list[int]]:
+    """Choose position by position, only for drafts that agree so far."""
+
+    def choose(k: int, places: abc.Sequence[int]) -> list[int]:
+        if isinstance(chooser, SamplerCache):
+            accepted = [drafts[place][:k] for place in places]
+            agreeing = [sequences[place] for place in places]
+            ids = chooser(logits[places, : k + 1], positions[places, : k + 1], agreeing, accepted)[:, k]
+            return checked_ids(ids, logits[places, k])
+        # A user's own function gets all rows, as in a plain step.
+        ids = chooser(logits[:, k], positions[:, k], sequences)
+        return checked_ids(ids[places] if len(ids) == len(logits) else ids, logits[places, k])
+
+    emitted: list[list[int]] = [[] for _ in drafts]
+    places = list(range(len(drafts)))
+    for k in range(logits.shape[1]):
+        try:
+            chosen = choose(k, places)
+        except OnwardError:
+            # Bans that leave nothing to draw, or logits that are not finite, perhaps past the end of a sequence. If the
+            # sequence continues there, the next round raises the error.
+            if k == 0:
+                raise
+            break
+        for place, token in zip(places, chosen, strict=True):
+            emitted[place].append(token)
+        places = [place for place in places if k < len(drafts[place]) and drafts[place][k] == emitted[place][k]]
+        if not places:
+            break
+    return emitted
+
+
+def _with_finite_logits(logits: Tensor, ids: list[list[int]]) -> list[list[int]]:
+    """The ids of each row before the first one whose logit in [B, K+1, V] is not finite.
+
+    It is an error only for a row's first id: a later one may be past the end of the sequence. Checking the logits of
+    the picked ids is enough, because NaN wins every argmax.
+    """
+    longest = max(map(len, ids))
+    padded = [[*new, *[0] * (longest - len(new))] for new in ids]
+    picked = torch.tensor(padded, device=logits.device).unsqueeze(2)
+    finite = logits[:, :longest].gather(2, picked).squeeze(2).isfinite().tolist()
+    finite_counts = [
+        next((k for k, ok in enumerate(row[: len(new)]) if not ok), len(new))
+        for row, new in zip(finite, ids, strict=True)
+    ]
+    if any(new and not count for count, new in zip(finite_counts, ids, strict=True)):
+        raise not_finite()
+    return [new[:count] for count, new in zip(finite_counts, ids, strict=True)]
 
 
 # A forward over this many ids takes about twice as long as over one: between 7 and 22 on CPUs.

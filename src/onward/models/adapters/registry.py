@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from onward.cache.kinds import lazy_zeros
+from onward.cache.plan import lazy_zeros
 from onward.errors import RequestError
 from onward.models.adapters.forward import (
     AdaptedEmbedding,

@@ -243,5 +243,7 @@ class LatentAttention:
         if self.query_growth is not None:
             q_BHTX = positions.scaled_by_position(q_BHTX, self.query_growth)
         k_B1TX = torch.cat([latent_B1TR, key], -1)
-        mixed_BHTR = cache.attend(index, q_BHTX, k_B1TX, self.latent_dim, positions.offsets, scale=self.scale)
+        mixed_BHTR = cache.attend(
+            index, q_BHTX, k_B1TX, None, positions.offsets, value_dim=self.latent_dim, scale=self.scale
+        )
         return params.o_proj(ops.linear_by_head(mixed_BHTR.transpose(1, 2), to_values).flatten(2))

@@ -8,10 +8,8 @@ from typing import Any
 
 import torch
 
-from onward.cache import LayerShape
-from onward.cache.kinds import without_useless_windows
+from onward.cache import CachePlan, KVCache, KVPool, LayerShape
 from onward.errors import OnwardError, RequestError, one_line
-from onward.models.architecture import new_blocks, new_cache
 from onward.models.model import Model
 from onward.models.module import CausalLM, ModuleForward
 from onward.models.transformers.forward import TransformersForward, TransformersParams, attend, mask
@@ -25,6 +23,7 @@ from onward.models.transformers.linears import (
     replace_linears,
     run_experts,
 )
+from onward.ops.kv_format import KVFormat
 
 Prepare = Callable[[TransformersParams], TransformersParams]
 
@@ -34,7 +33,10 @@ _TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 _TOKENS_COMPARED = 4
 
 
-def host(module: Any, prepare: Prepare = lambda params: params, max_seq_len: int | None = None) -> Model:
+def host(
+    module: Any, prepare: Prepare = lambda params: params, max_seq_len: int | None = None,
+    cache_format: KVFormat | None = None,
+) -> Model:  # fmt: skip
     """Create a Model from a transformers module.
 
     If its attention can run over Onward's KV cache, its forward may be compiled, and rows may join and leave a batch.
@@ -44,6 +46,7 @@ def host(module: Any, prepare: Prepare = lambda params: params, max_seq_len: int
         module: a causal language model with its weights. It is modified: its linear layers are replaced.
         prepare: packs or quantizes the weights.
         max_seq_len: the maximum number of positions; the config's max_position_embeddings by default.
+        cache_format: of keys and values over Onward's attention; floats of their dtype by default.
 
     Raises:
         RequestError: the module cannot be decoded (`Model.from_module` says why), or is not causal.
@@ -62,13 +65,13 @@ def host(module: Any, prepare: Prepare = lambda params: params, max_seq_len: int
     forward = TransformersForward(module, parts, outer, plain.forward.call.first_position, plain.max_seq_len)
     model, why = plain, ""
     try:
-        shapes, dtype = _take_over(module, forward, plain.device)
+        plan = _take_over(module, forward, plain.device, cache_format).up_to(plain.max_seq_len)
         model = replace(
             plain,
             forward=forward,
             params=forward.params(),
-            new_cache=partial(new_cache, shapes, (), dtype, plain.device),
-            new_blocks=partial(new_blocks, without_useless_windows(shapes, plain.max_seq_len), (), dtype, plain.device),
+            new_cache=partial(KVCache.of, plan),
+            new_blocks=partial(KVPool, plan),
             compiles=True,
         )
         why = _difference(_logits(model, tokens), expected)
@@ -84,8 +87,8 @@ def host(module: Any, prepare: Prepare = lambda params: params, max_seq_len: int
 
 
 def _take_over(
-    module: Any, forward: TransformersForward, device: torch.device
-) -> tuple[tuple[LayerShape, ...], torch.dtype]:
+    module: Any, forward: TransformersForward, device: torch.device, cache_format: KVFormat | None
+) -> CachePlan:
     """Install Onward's attention and experts in the module; what its layers cache."""
     _register()
     _silence(module)
@@ -94,7 +97,7 @@ def _take_over(
     found = forward.survey(device)
     if len(found.dtypes) != 1:
         raise UnsupportedModuleError(f"its layers cache {len(found.dtypes)} dtypes")
-    return _shapes(found), found.dtypes.pop()
+    return CachePlan(_shapes(found), found.dtypes.pop(), device, format=cache_format)
 
 
 @cache

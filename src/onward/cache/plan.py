@@ -1,4 +1,5 @@
-"""The cache contents of a layer: keys and values per position, or one recurrent state per sequence.
+"""What a model caches for each layer (keys and values of each position, or one recurrent state of each sequence), the
+memory for it, and its size.
 
 Each state slot has two places, for the states of two blocks of 16 positions, and `block_numbers` names the blocks
 (`onward.ops.recurrent_state`). So at least the states of the last 16 positions are available, and removing tokens only
@@ -10,6 +11,7 @@ import mmap
 import platform
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -19,6 +21,7 @@ from onward.errors import RequestError, one_line
 from onward.native import advise_huge_pages
 from onward.native.machine import memory_limit
 from onward.ops.heads import BLOCK
+from onward.ops.kv_format import KVFormat, format_of
 from onward.ops.recurrent_state import STATE_BLOCK
 from onward.util.text import in_bytes
 
@@ -35,10 +38,6 @@ class LayerShape(NamedTuple):
     value_dim: int
     window: int | None = None
 
-    @property
-    def features(self) -> int:
-        return self.num_kv_heads * (self.key_dim + self.value_dim)
-
 
 def widest_window(shapes: Sequence[LayerShape]) -> int | None:
     """The longest window of the sliding layers, which all keep that many positions; None without sliding layers."""
@@ -54,24 +53,6 @@ def window_blocks(window: int, block: int = BLOCK) -> int:
 def first_seen(window: int, positions: int, block: int = BLOCK) -> int:
     """The first position of the first block that a token at `positions` sees."""
     return max(0, positions - window + 1) // block * block
-
-
-def without_windows(shapes: Sequence[LayerShape]) -> tuple[LayerShape, ...]:
-    """The shapes of the same layers with full-attention caches."""
-    return tuple(shape._replace(window=None) for shape in shapes)
-
-
-def without_useless_windows(shapes: Sequence[LayerShape], max_len: int | None) -> tuple[LayerShape, ...]:
-    """The shapes, without windows if these would keep all of `max_len` positions anyway."""
-    window = widest_window(shapes)
-    if window is not None and max_len is not None and window_blocks(window) * BLOCK >= max_len:
-        return without_windows(shapes)
-    return tuple(shapes)
-
-
-def kept_positions(shape: LayerShape, window: int | None, positions: int) -> int:
-    """The number of a sequence's positions that a layer keeps in blocks. window: the widest of all layers."""
-    return positions if shape.window is None or window is None else min(positions, window_blocks(window) * BLOCK)
 
 
 # Bytes. Filling a smaller buffer is cheaper than mapping it and faulting its pages in.
@@ -125,10 +106,6 @@ def is_lazy(nbytes: int, device: torch.device) -> bool:
     return device.type == "cpu" and nbytes >= _MIN_MAP and hasattr(mmap, "MAP_PRIVATE")
 
 
-# The most state slots of a pool, if they take memory only as they are written, and otherwise.
-_MAX_LAZY_SLOTS, _MAX_SLOTS = 1024, 32
-
-
 class StateShape(NamedTuple):
     """A layer's recurrent state: the inputs of a convolution of `taps` weights over `channels`, in the model's dtype,
     and `width` numbers for each of `heads` heads in float32."""
@@ -180,24 +157,92 @@ def holds(states: Sequence[Tensor], slot: int, positions: int) -> bool:
     return not states or positions == 0 or -(-positions // STATE_BLOCK) in states[-1][slot].tolist()
 
 
+@dataclass(frozen=True)
+class CachePlan:
+    """What a cache has for each layer, from which `KVCache.of` and `KVPool` make caches.
+
+    shapes: of the attention layers. states: of the recurrent layers. dtype: of the model. format: of the rows of keys
+    and values; floats of `dtype` by default.
+    """
+
+    shapes: tuple[LayerShape, ...]
+    dtype: torch.dtype
+    device: torch.device | str = "cpu"
+    states: tuple[StateShape, ...] = ()
+    format: KVFormat | None = None
+
+    @property
+    def rows(self) -> KVFormat:
+        return self.format or format_of(self.dtype)
+
+    @property
+    def block_nbytes(self) -> int:
+        """Bytes of the keys and values of a block, all layers."""
+        return BLOCK * sum(map(self.position_nbytes, self.shapes))
+
+    def position_nbytes(self, shape: LayerShape) -> int:
+        """Bytes of a layer's keys and values of one position."""
+        width = self._width(shape.key_dim) + self._width(shape.value_dim)
+        return shape.num_kv_heads * width * self.rows.dtype.itemsize
+
+    def bytes_of(self, positions: int) -> int:
+        """Bytes of a sequence of this many positions: keys and values, of sliding layers those of the blocks that a
+        window needs, and recurrent states."""
+        window = widest_window(self.shapes)
+        most = positions if window is None else min(positions, BLOCK * window_blocks(window))
+        stored = (self.position_nbytes(x) * (positions if x.window is None else most) for x in self.shapes)
+        return sum(stored) + sum(x.nbytes for x in new_states(self.states, 1, self.dtype, "meta"))
+
+    def up_to(self, max_len: int | None) -> "CachePlan":
+        """The plan without windows if these would keep all of `max_len` positions anyway."""
+        window = widest_window(self.shapes)
+        keeps_all = window is not None and max_len is not None and window_blocks(window) * BLOCK >= max_len
+        return self.without_windows() if keeps_all else self
+
+    def without_windows(self) -> "CachePlan":
+        """The plan of the same layers with full-attention caches."""
+        return replace(self, shapes=tuple(shape._replace(window=None) for shape in self.shapes))
+
+    def new_layers(
+        self, count: int, positions: int, *, by_row: bool
+    ) -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """A buffer of zeros, and over it the keys and the values of each layer [count, G, positions, width].
+
+        by_row: each of the `count` rows is contiguous, all layers' keys, then all values; otherwise each layer is.
+
+        Raises:
+            RequestError: the system refuses the allocation.
+        """
+        widths = [(shape.num_kv_heads, self._width(shape.key_dim)) for shape in self.shapes]
+        widths += [(shape.num_kv_heads, self._width(shape.value_dim)) for shape in self.shapes]
+        sizes = [heads * positions * width * (1 if by_row else count) for heads, width in widths]
+        shape = (count, sum(sizes)) if by_row else (sum(sizes),)
+        # A row's parts are no further apart than its size: the first position of a block touches all of its huge pages,
+        # and the last one needs no more.
+        buffer = lazy_zeros(shape, self.rows.dtype, torch.device(self.device), huge_pages=by_row or None)
+        parts = torch.split(buffer, sizes, -1) if sizes else ()
+        layers = [part.view(count, heads, positions, width) for part, (heads, width) in zip(parts, widths, strict=True)]
+        return buffer, tuple(layers[: len(self.shapes)]), tuple(layers[len(self.shapes) :])
+
+    def _width(self, dim: int) -> int:
+        return self.rows.width(dim) if dim else 0
+
+
+# The most state slots of a pool, if they take memory only as they are written, and otherwise.
+_MAX_LAZY_SLOTS, _MAX_SLOTS = 1024, 32
+
+
 class RecurrentStatePool:
     """Recurrent states of N slots. On the CPU they take memory when first written.
 
     count: N. tensors: from `new_states`. nbytes: of one slot. block_nbytes: of the keys and values of a block.
     """
 
-    def __init__(
-        self,
-        shapes: Sequence[StateShape],
-        count: int,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        block_nbytes: int,
-    ) -> None:
-        self.block_nbytes = block_nbytes
-        self.shapes = tuple(shapes)
-        self.count = min(count, _MAX_LAZY_SLOTS if torch.device(device).type == "cpu" else _MAX_SLOTS)
-        self.tensors = new_states(shapes, self.count, dtype, device)
+    def __init__(self, plan: CachePlan, count: int) -> None:
+        """count: of sequences; there are fewer slots if it is large."""
+        self.block_nbytes = plan.block_nbytes
+        self.count = min(count, _MAX_LAZY_SLOTS if torch.device(plan.device).type == "cpu" else _MAX_SLOTS)
+        self.tensors = new_states(plan.states, self.count, plan.dtype, plan.device)
         self.nbytes = sum(tensor[:1].nbytes for tensor in self.tensors)
 
     def clear(self, slot: int) -> None:

@@ -1,0 +1,87 @@
+"""The element formats of a KV cache: how the features of a head become a row of stored elements.
+
+A row has all that is needed to read it, its scale too if it has one. So whatever copies, saves or sends cached
+positions moves rows as they are; only `write_cache` and `cached_attention` read a row's contents.
+
+Each format has a dtype of its own, by which ops know a cache's format. A new one is a subclass and an entry of
+`FORMATS`; with a `code` it has kernels.
+"""
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from onward.ops.kernel_calls import Unsupported
+
+
+class KVFormat(ABC):
+    """name: for messages. dtype: of stored elements. code: the kernels' number for it (native/src/attention/formats.h);
+    None: the definitions of the ops run."""
+
+    name: str
+    dtype: torch.dtype
+    code: int | None = None
+
+    @abstractmethod
+    def takes(self, dtype: torch.dtype) -> bool:
+        """Whether new keys, values and queries may have this dtype."""
+
+    @abstractmethod
+    def width(self, dim: int) -> int:
+        """The number of elements of a row for `dim` features."""
+
+    @abstractmethod
+    def dim(self, width: int) -> int:
+        """The number of features of a row of `width` elements."""
+
+    @abstractmethod
+    def store(self, new: Tensor) -> Tensor:
+        """Floats [..., D] as rows [..., width(D)]. A row depends on its own features only."""
+
+    @abstractmethod
+    def load(self, rows: Tensor) -> Tensor:
+        """Rows [..., width(D)] as floats [..., D]."""
+
+
+class Floats(KVFormat):
+    """The features themselves."""
+
+    code = 0
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.name, self.dtype = str(dtype).removeprefix("torch."), dtype
+
+    def takes(self, dtype: torch.dtype) -> bool:
+        return dtype == self.dtype
+
+    def width(self, dim: int) -> int:
+        return dim
+
+    def dim(self, width: int) -> int:
+        return width
+
+    def store(self, new: Tensor) -> Tensor:
+        return new
+
+    def load(self, rows: Tensor) -> Tensor:
+        return rows
+
+
+# The format of each dtype of a cache.
+FORMATS: dict[torch.dtype, KVFormat] = {
+    dtype: Floats(dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+}
+
+
+def format_of(dtype: torch.dtype) -> KVFormat:
+    """The format of a cache of this dtype; by default the numbers themselves."""
+    return FORMATS.get(dtype) or Floats(dtype)
+
+
+def kernel_code(dtype: torch.dtype) -> int:
+    """The code of the format of this dtype; raises `Unsupported` without kernels."""
+    format = format_of(dtype)
+    if format.code is None:
+        raise Unsupported(f"a cache in {format.name}")
+    return format.code

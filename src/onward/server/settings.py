@@ -1,0 +1,76 @@
+"""The settings of a server."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from onward.errors import RequestError
+from onward.protocols import Limits
+from onward.util.api_keys import ApiKeys
+from onward.util.checks import check_whole, is_finite
+from onward.util.option_names import checks_option_names
+
+
+@checks_option_names
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The settings of a server.
+
+    api_keys: keys that requests may use, except to the health endpoints; empty requires none. Keys or their SHA-256
+        digests, "sha256:" and 64 hexadecimal digits; only digests are stored.
+    max_new_tokens: the default for requests that don't set it; None: up to the context length.
+    variables: of the chat template, by model name; a request's own take precedence.
+    max_body: maximum bytes of a request's body. limits: changes to `onward.protocols.Limits`.
+    ignore_unsupported: drop unsupported hints that don't constrain the output, instead of rejecting them. The response
+        header x-onward-ignored names them.
+    max_requests: maximum concurrent requests; more are rejected with 503.
+    request_memory: maximum bytes of all requests together: bodies, unsent responses and records of responses. Beyond
+        it, requests are rejected with 503. One client can use half of it.
+    body_seconds: how long a body may take to arrive.
+    keep_alive: seconds without a chunk until a stream gets a comment.
+    stalled_seconds: how long a client may leave a stream unread before its request is cancelled.
+    hang_seconds: how long a step may take before /health reports that the engine hangs.
+    idempotency_seconds: how long responses to requests with an Idempotency-Key are remembered.
+    drain: seconds for running requests to finish after the first signal.
+    cors_origins: origins whose pages may call the server; "*" for any.
+    hosts: accepted Host headers; empty accepts any.
+    access_log: log each request. log_prompts: include its body.
+
+    Raises:
+        RequestError: a value outside its range.
+    """
+
+    api_keys: tuple[str, ...] = ()
+    max_new_tokens: int | None = None
+    variables: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    max_body: int = 8 * 2**20
+    limits: Mapping[str, int] = field(default_factory=dict)
+    ignore_unsupported: bool = False
+    max_requests: int = 4096
+    request_memory: int = 256 * 2**20
+    body_seconds: float = 60.0
+    keep_alive: float = 10.0
+    stalled_seconds: float = 60.0
+    hang_seconds: float = 120.0
+    idempotency_seconds: float = 600.0
+    drain: float = 30.0
+    cors_origins: tuple[str, ...] = ()
+    hosts: tuple[str, ...] = ()
+    access_log: bool = True
+    log_prompts: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("max_body", "max_requests", "request_memory"):
+            check_whole(name, getattr(self, name), low=1)
+        if self.max_new_tokens is not None:
+            check_whole("max_new_tokens", self.max_new_tokens, low=0)
+        for name in ("body_seconds", "keep_alive", "stalled_seconds", "hang_seconds", "idempotency_seconds", "drain"):
+            value = getattr(self, name)
+            if not (is_finite(value) and value >= 0):
+                raise RequestError(f"{name} must be a number of seconds; got {value!r}")
+        for name in ("cors_origins", "hosts"):
+            texts = getattr(self, name)
+            if isinstance(texts, str) or not isinstance(texts, Iterable) or not all(isinstance(t, str) for t in texts):
+                raise RequestError(f"{name} must be a list of strings; got {texts!r}")
+        Limits.of(self.limits)  # validates them
+        object.__setattr__(self, "api_keys", ApiKeys(self.api_keys))

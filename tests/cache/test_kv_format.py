@@ -1,0 +1,170 @@
+"""An element format of a cache that this file alone defines, without kernels: 8 bits, and a scale in each row."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+from onward import KVCache, LanguageModel, Session, native, ops
+from onward.cache import CachePlan, KVPool, LayerShape
+from onward.errors import RequestError
+from onward.models import architecture_of, build_model
+from onward.ops.kv_format import FORMATS, KVFormat
+from onward.testing import ByteTokenizer, tiny_model
+
+
+class Int8(KVFormat):
+    """int8 [D], then the bytes of a float32 scale."""
+
+    name, dtype = "int8", torch.uint8
+
+    def takes(self, dtype: torch.dtype) -> bool:
+        return dtype.is_floating_point
+
+    def width(self, dim: int) -> int:
+        return dim + 4
+
+    def dim(self, width: int) -> int:
+        return width - 4
+
+    def store(self, new: torch.Tensor) -> torch.Tensor:
+        scale = new.float().abs().amax(-1, keepdim=True).clamp(min=1e-30) / 127
+        return torch.cat([(new.float() / scale).round().to(torch.int8).view(torch.uint8), scale.view(torch.uint8)], -1)
+
+    def load(self, rows: torch.Tensor) -> torch.Tensor:
+        scale = rows[..., -4:].contiguous().view(torch.float32)
+        return rows[..., :-4].contiguous().view(torch.int8).float() * scale
+
+
+INT8 = Int8()
+PROMPTS = [[(7 * i * i + n) % 251 for i in range(n)] for n in (150, 3, 70, 64)]
+# Layers of each kind: full attention, sliding windows, values that are features of the keys, recurrent states.
+MODELS = {
+    "qwen3": {},
+    "gemma3": {"num_hidden_layers": 3, "sliding_window": 20, "sliding_window_pattern": 3},
+    "deepseekv3": {},
+    "qwen3next": {},
+}
+
+
+@pytest.fixture(autouse=True)
+def _format(monkeypatch):
+    monkeypatch.setitem(FORMATS, INT8.dtype, INT8)
+
+
+@pytest.fixture
+def definitions():
+    before = ops.choice()
+    ops.choose("definition")
+    yield
+    ops.choose("definition" if before.form == "definition" else before.isa)
+
+
+def stored_in(format, family="qwen3", **options):
+    stock = tiny_model(family, **MODELS[family])
+    model = build_model(architecture_of(stock), stock.params, cache_format=format)
+    return LanguageModel(model, ByteTokenizer(), **options)
+
+
+class Rounded:
+    """A cache of floats that stores what a format loads again."""
+
+    def __init__(self, cache):
+        self._cache = cache
+
+    def attend(self, layer, q, k, v, offsets, **options):
+        k, v = (None if new is None else INT8.load(INT8.store(new)) for new in (k, v))
+        return self._cache.attend(layer, q, k, v, offsets, **options)
+
+    def state(self, layer):
+        return self._cache.state(layer)
+
+
+@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.usefixtures("definitions")
+def test_the_logits_are_those_of_attention_over_what_the_rows_load(family):
+    model, floats = stored_in(INT8, family).model, tiny_model(family, **MODELS[family])
+    tokens, at = torch.tensor([PROMPTS[2]], dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    with torch.no_grad():
+        expected, _ = floats(tokens, at, Rounded(floats.new_cache(1, 80)))
+        got, cache = model(tokens, at, model.new_cache(1, 80))
+        plain, _ = floats(tokens, at, floats.new_cache(1, 80))
+    assert {leaf.dtype for leaf in cache.keys} == {torch.uint8}
+    assert torch.equal(got, expected)
+    assert not torch.equal(got, plain)
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_dense_and_paged_caches_programs_and_batches_give_the_same_tokens(family):
+    lm = stored_in(INT8, family)
+    alone = [lm.generate(prompt, max_new_tokens=24, temperature=0).token_ids for prompt in PROMPTS]
+    assert [each.token_ids for each in lm.generate(PROMPTS, max_new_tokens=24, temperature=0)] == alone
+    dense = LanguageModel(replace(lm.model, new_blocks=None), ByteTokenizer())
+    assert [dense.generate(prompt, max_new_tokens=24, temperature=0).token_ids for prompt in PROMPTS] == alone
+    eager = LanguageModel(lm.model, ByteTokenizer(), compile="eager")
+    assert eager.generate(PROMPTS[0], max_new_tokens=24, temperature=0).token_ids == alone[0]
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_forks_kept_prefixes_drafts_and_sessions_move_rows_as_they_are(family, tmp_path):
+    lm, fresh = stored_in(INT8, family), partial(stored_in, INT8, family, prefix_memory=0)
+    expected = fresh().generate(PROMPTS[0], max_new_tokens=40, temperature=0)
+    sampled = {"seed": 5, "max_new_tokens": 9, "temperature": 1.0}
+    several = [each.token_ids for each in lm.generate(PROMPTS[0], n=3, **sampled).choices]
+    again = [each.token_ids for each in fresh(compile="eager").generate(PROMPTS[0], n=3, **sampled).choices]
+    assert several == again
+    assert len(set(map(tuple, several))) == 3
+    assert lm.generate(PROMPTS[0], max_new_tokens=40, temperature=0).token_ids == expected.token_ids
+    session = Session(lm)
+    session.generate(PROMPTS[0], max_new_tokens=8, temperature=0)
+    session.save(tmp_path / "session")
+    text = PROMPTS[0] + expected.token_ids[:8]
+    again = Session.load(tmp_path / "session", fresh()).generate(text, max_new_tokens=32, temperature=0)
+    assert again.cached_tokens > 100
+    assert again.token_ids == expected.token_ids[8:]
+    drafted = fresh().generate(PROMPTS[0], max_new_tokens=40, temperature=0, draft="lookup")
+    assert drafted.token_ids == expected.token_ids
+    search = {"beams": 3, "max_new_tokens": 9, "temperature": 0}
+    assert lm.generate(PROMPTS[0], **search).token_ids == fresh().generate(PROMPTS[0], **search).token_ids
+
+
+def test_a_plan_knows_the_bytes_of_rows():
+    shapes = (LayerShape(2, 16, 8), LayerShape(1, 24, 0), LayerShape(2, 16, 16, window=100))
+    plan = CachePlan(shapes, torch.bfloat16, format=INT8)
+    position = [2 * (20 + 12), 28, 2 * (20 + 20)]  # values that are not stored have no scale either
+    assert plan.bytes_of(1000) == 1000 * sum(position[:2]) + 256 * position[2]
+    assert KVCache.of(plan, 3, 50).nbytes == 3 * 50 * sum(position)
+    pool = KVPool(plan, 4)
+    assert (pool.block_nbytes, pool.windows.block_nbytes) == (64 * sum(position[:2]), 64 * position[2])
+    floats = replace(plan, format=None)
+    assert KVCache.of(floats, 3, 50).nbytes == 3 * 50 * 2 * (2 * 24 + 24 + 2 * 32)
+
+
+@pytest.mark.skipif(native.library() is None, reason="no native library was built")
+def test_kernels_leave_a_format_without_a_code_to_the_definitions():
+    floats, int8 = ({row.op: row.kernel for row in stored_in(each).explain().rows} for each in (None, INT8))
+    assert {op: kernel for op, kernel in int8.items() if floats.get(op) != kernel} == {
+        "cached_attention": "(torch)",
+        "write_cache": "(torch)",
+    }
+    (why,) = {row.why for row in stored_in(INT8).explain().missing}
+    assert why == "a cache in int8"
+
+
+def test_rows_of_the_wrong_width_or_dtype_are_refused():
+    at = torch.zeros(1, dtype=torch.int32)
+    q, rows = torch.randn(1, 2, 1, 8), torch.zeros(1, 2, 4, 12, dtype=torch.uint8)
+    ops.write_cache(rows, q, at)
+    assert ops.cached_attention(q, rows, rows, at).shape == (1, 2, 1, 8)
+    with pytest.raises(RequestError, match="a cache"):
+        ops.write_cache(rows[..., :8].contiguous(), q, at)
+    with pytest.raises(RequestError, match=r"k \[1, 2, 4, 8\]"):
+        ops.cached_attention(q, rows[..., :8].contiguous(), None, at, value_dim=8)
+    with pytest.raises(RequestError, match="one dtype"):
+        ops.cached_attention(q, rows, torch.zeros(1, 2, 4, 12), at)
+    with pytest.raises(RequestError, match="one dtype"):
+        ops.scaled_dot_product_attention(q, rows[..., :8].contiguous(), rows)
+    for values, value_dim in ((rows, 8), (None, None), (None, 9), (None, 0)):
+        with pytest.raises(RequestError, match="give values, or None and as value_dim"):
+            ops.cached_attention(q, rows, values, at, value_dim=value_dim)

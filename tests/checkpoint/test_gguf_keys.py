@@ -10,7 +10,7 @@ from gguf_files import MODELS, write_model
 import onward
 from onward.checkpoint import GgufCheckpoint
 from onward.checkpoint.gguf.config import config_and_keys, family_of
-from onward.checkpoint.gguf.keys import HARMLESS, KNOWN, _never_counts
+from onward.checkpoint.gguf.keys import KNOWN, UNREAD
 from onward.errors import ConfigError, OnwardError
 from onward.models import read_config
 from tiny_checkpoint import refused
@@ -77,7 +77,7 @@ def test_no_key_is_ignored_in_silence(files, value):
     for name, checkpoint in files.items():
         plain = config_with(checkpoint)
         same = read_config(plain)
-        for key in KNOWN - {key for key, test in HARMLESS.items() if test is _never_counts} - set(SAY_NOTHING):
+        for key in KNOWN - UNREAD - set(SAY_NOTHING):
             given = checkpoint.files[0].metadata.get(f"{MODELS[name][0]}.{key}")
             if np.array_equal(given, value) or (name in STILL and key.startswith("rope.")):
                 continue
@@ -260,7 +260,7 @@ def lists_of_docs(files) -> dict[str, list[str]]:
     for checkpoint in files.values():
         metadata, tensors = checkpoint.files[0].metadata, checkpoint.tensors
         read |= {*family_of(metadata, tensors, "m").fixed, *config_and_keys(metadata, tensors, "m")[1].read}
-    never = {key for key, test in HARMLESS.items() if test is _never_counts} - read
+    never = UNREAD - read
     return {"honoured": sorted(read & KNOWN), "nothing": sorted(never), "refused": sorted(KNOWN - read - never)}
 
 

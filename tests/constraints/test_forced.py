@@ -96,11 +96,11 @@ def test_a_drafter_is_asked_where_nothing_is_forced():
     asked = []
 
     class Spy:
-        def start(self, request):
-            assert request.constraints is not None
+        def start(self, target):
             return self
 
         def propose(self, rows):
+            assert all(row.constraint is not None for row in rows)
             asked.append([len(row.output) for row in rows])
             return [WHOLE[len(row.output) : len(row.output) + row.wanted] for row in rows]
 

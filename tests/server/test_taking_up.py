@@ -44,7 +44,7 @@ BODIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-SEVERAL = {"n", "texts", "text logprobs"}  # texts, whose events have no ids
+SEVERAL = ("n", "texts", "text logprobs")  # texts, whose events have no ids
 SINGLE = [body for body in BODIES if body not in SEVERAL]
 
 

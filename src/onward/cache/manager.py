@@ -161,8 +161,7 @@ class PagedCacheManager:
             prefix = self._allocator.prefix(match)
             fits = self._allocator.fits(prefix, blocks)
             if not fits and match.positions % self.block:
-                full = match.positions // self.block
-                match = self._index.usable(PrefixMatch(match.nodes[:full], full * self.block))
+                match = self._index.match(ids, match.positions // self.block * self.block, adapter)
                 prefix = self._allocator.prefix(match)
                 fits = self._allocator.fits(prefix, blocks)
             if not fits:
@@ -277,7 +276,7 @@ class PagedCacheManager:
             self._insert(slot, ids)
         finally:
             if slot.findable:
-                nodes = self._index.leave(slot, ids)
+                nodes = self._index.leave(slot, ids, pin)
             self._allocator.leave(slot, len(ids), nodes)
             if pin:
                 self._allocator.pin(slot, PrefixMatch(nodes[: -(-len(ids) // self.block)], len(ids)))

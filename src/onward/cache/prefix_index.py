@@ -40,15 +40,22 @@ class PrefixIndex:
         return self._roots[digest]
 
     def match(self, ids: Sequence[int], limit: int, adapter: AdapterRef | None) -> PrefixMatch:
-        """The longest prefix of ids[:limit] from whose end a sequence can continue."""
-        return self.usable(self._found(ids, limit, adapter))
-
-    def usable(self, match: PrefixMatch) -> PrefixMatch:
-        """The longest part of a match whose window and recurrent states are cached."""
-        while match.positions and not all(kind.is_usable(match) for kind in self._allocator.kinds):
+        """The longest prefix of ids[:limit] from whose end a sequence can continue, because its window and recurrent
+        states are cached."""
+        match = self._found(ids, limit, adapter)
+        while match.positions and not self._is_usable(match):
             blocks = (match.positions - 1) // self.size
-            match = PrefixMatch(match.nodes[:blocks], blocks * self.size)
+            nodes, start = match.nodes[:blocks], blocks * self.size
+            parent, tokens = nodes[-1] if nodes else self.root(adapter), tuple(ids[start : match.positions])
+            # Pinned prefixes may end inside the tokens of another node.
+            others = [node for node in parent.children if _is_prefix(node.tokens[: len(tokens)], tokens)]
+            ends = [PrefixMatch([*nodes, node], start + min(len(node.tokens), len(tokens))) for node in others]
+            usable = [end for end in ends if self._is_usable(end)]
+            match = max(usable, key=lambda end: end.positions, default=PrefixMatch(nodes, start))
         return match
+
+    def _is_usable(self, match: PrefixMatch) -> bool:
+        return all(kind.is_usable(match) for kind in self._allocator.kinds)
 
     def branch(self, ids: Sequence[int], limit: int, adapter: AdapterRef | None) -> int:
         """The end of the last full block found for ids[:limit], whether or not a sequence can continue from there."""
@@ -94,22 +101,31 @@ class PrefixIndex:
         found = self._found(ids, blocks * self.size, slot.adapter)
         return found.nodes[-1] if found.positions == blocks * self.size else None
 
-    def leave(self, slot: Slot, ids: Sequence[int]) -> list[PrefixNode]:
+    def leave(self, slot: Slot, ids: Sequence[int], pin: bool) -> list[PrefixNode]:
         """Add the blocks after the noted ones, also a partial one, unless another slot holds them. Returns the nodes of
-        these ids from the first on, which may have other blocks with the same tokens."""
+        these ids from the first on, which may have other blocks with the same tokens.
+
+        pin: add a partial block also beside a longer one from which these ids cannot be continued.
+        """
         nodes, parent = self.nodes(slot), self._last_noted(slot)
         for index in range(slot.noted, -(-len(ids) // self.size)):
             tokens = tuple(ids[index * self.size : (index + 1) * self.size])
             node = _starting_with(parent, tokens)
+            if pin and node is not None and len(node.tokens) > len(tokens) and not self._has_all(node):
+                node = None
             if node is None:
                 if self._text.holders[slot.blocks[index]] > 1:  # its other holder does not hold the parent
                     break
                 node = self._add(parent, tokens, slot, index)
-            elif len(node.tokens) == len(tokens):  # else the node's block holds more than the slot's
+            elif len(node.tokens) == len(tokens):  # else the node's blocks hold more than the slot's
                 self._publish(slot, index, node)
             nodes.append(node)
             parent = node
         return nodes
+
+    def _has_all(self, node: PrefixNode) -> bool:
+        """Whether a sequence can continue from any position of a node. States are those after its last positions."""
+        return len(self._allocator.kinds) == 1 + len(self._windows) and None not in node.blocks
 
     def clear(self) -> None:
         """Remove all nodes."""
@@ -128,7 +144,7 @@ class PrefixIndex:
         at = bisect_left(parent.children, tokens, key=tokens_of)
         # Whatever sorts between a child and a continuation of its tokens starts with its tokens too.
         shorter = parent.children[at - 1] if at else None
-        if shorter is not None and shorter in self._text.cached and shorter.tokens == tokens[: len(shorter.tokens)]:
+        if shorter is not None and shorter in self._text.cached and _is_prefix(shorter.tokens, tokens):
             self._allocator.remove(shorter)
         node = PrefixNode(tokens, [None] * len(self._allocator.kinds), parent)
         self._text.link(node, slot.blocks[index])
@@ -147,6 +163,10 @@ def _starting_with(parent: PrefixNode, tokens: Tokens) -> PrefixNode | None:
     if at < len(parent.children) and parent.children[at].tokens[: len(tokens)] == tokens:
         return parent.children[at]
     return None
+
+
+def _is_prefix(tokens: Tokens, others: Tokens) -> bool:
+    return tokens == others[: len(tokens)]
 
 
 def _closest(children: list[PrefixNode], tokens: Tokens) -> tuple[PrefixNode | None, int]:

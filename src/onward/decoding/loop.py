@@ -1,5 +1,6 @@
 """The decode loop. Streaming, batches, chat, speculation, user-defined forwards and the engine all run through it."""
 
+import sys
 import time
 import weakref
 from collections import abc
@@ -173,8 +174,11 @@ class BatchSchedule:
         ]
         return prompts or [ScheduledSequence(sequence, 1) for sequence in self._running]
 
-    def close(self) -> None:
-        """Release all slots. The garbage collector closes an abandoned stream."""
+    def close(self, is_exiting: Callable[[], bool] = sys.is_finalizing) -> None:
+        """Release all slots. The garbage collector closes an abandoned stream, also while the interpreter exits, when
+        modules have lost their globals."""
+        if is_exiting():
+            return
         for sequence in self._running:
             sequence.release(self._slots)
         self._running = []

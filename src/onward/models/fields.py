@@ -163,14 +163,14 @@ class FieldOverlay(Mapping[str, Any]):
 
 
 class TrackedFields(Mapping[str, Any]):
-    """A mapping, such as a config.json, that records which of its fields are read. `in` reads nothing."""
+    """A mapping, such as a config.json, that records which of its fields are `read`. `in` reads nothing."""
 
     def __init__(self, fields: Mapping[str, Any]) -> None:
         self._fields = fields
-        self._read: set[str] = set()
+        self.read: set[str] = set()
 
     def __getitem__(self, name: str) -> Any:
-        self._read.add(name)
+        self.read.add(name)
         return self._fields[name]
 
     def __contains__(self, name: object) -> bool:
@@ -184,7 +184,7 @@ class TrackedFields(Mapping[str, Any]):
 
     @property
     def unread(self) -> dict[str, Any]:
-        return {name: value for name, value in self._fields.items() if name not in self._read}
+        return {name: value for name, value in self._fields.items() if name not in self.read}
 
     def check_unread(self, architecture: str) -> None:
         """Raise `ConfigError` for an unread field that may change the result. null, false, 0 and empty values change

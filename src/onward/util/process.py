@@ -47,33 +47,29 @@ if hasattr(os, "register_at_fork"):
 
 
 class _DeferredInterrupt:
-    """A handler that remembers SIGINT for `handler`. impatient: whether it handles a second one at once."""
+    """A handler that remembers SIGINT for `handler`."""
 
-    def __init__(self, handler: Callable[[int, FrameType | None], object], impatient: bool) -> None:
-        self.handler, self.impatient, self.received = handler, impatient, False
+    def __init__(self, handler: Callable[[int, FrameType | None], object]) -> None:
+        self.handler, self.received = handler, False
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        if self.received and self.impatient:
-            self.handler(number, frame)
         self.received = True
 
 
 @contextmanager
-def sigint_deferred(*, impatient: bool = False) -> Iterator[None]:
+def sigint_deferred() -> Iterator[None]:
     """Handle SIGINT (Ctrl-C) at the end of the block, by the handler that was installed before it. So an interrupt does
     not cut short a change of several steps.
 
     In the main thread this takes 8 µs; in others nothing, because Python runs no signal handlers there. Blocks may be
     nested.
-
-    impatient: whether a second SIGINT is handled at once, for blocks that may take long.
     """
     handler = signal.getsignal(signal.SIGINT) if threading.current_thread() is threading.main_thread() else None
     # Without a handler in Python, the system's ends the process, or nothing does.
-    if not callable(handler) or (isinstance(handler, _DeferredInterrupt) and not handler.impatient):
+    if not callable(handler) or isinstance(handler, _DeferredInterrupt):
         yield
         return
-    deferred = _DeferredInterrupt(handler, impatient)
+    deferred = _DeferredInterrupt(handler)
     signal.signal(signal.SIGINT, deferred)
     try:
         yield

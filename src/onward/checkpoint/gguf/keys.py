@@ -202,6 +202,7 @@ attention.group_norm_groups deepstack_mapping expert_feed_forward_length expert_
 attention.sliding_window_pattern attention.q_lora_rank expert_group_used_count rope.scaling.finetuned
 decoder_start_token_id
 """
+UNREAD = frozenset(_UNREAD.split())
 _FACTORS = """
 residual_scale logit_scale attention.output_scale attention.value_scale expert_weights_scale expert_group_count
 expert_group_scale moe_every_n_layers interleave_moe_layer_step attention.rope_pattern
@@ -209,7 +210,7 @@ expert_group_scale moe_every_n_layers interleave_moe_layer_step attention.rope_p
 # For keys that llama.cpp knows: whether a value has no effect in a family that does not read the key. All others must
 # be off: 0, false or empty.
 HARMLESS: dict[str, _Test] = {
-    **dict.fromkeys(_UNREAD.split(), lambda value, keys, config: True),
+    **dict.fromkeys(UNREAD, lambda value, keys, config: True),
     "attention.causal": lambda value, keys, config: value is True,
     "attention.sliding_window": lambda value, keys, config: (
         _is_off(value, keys, config)

@@ -1,5 +1,7 @@
 """Sessions and other calls share one prefix cache: none of them takes from a session what it has pinned."""
 
+import subprocess
+import sys
 from functools import cache
 
 import pytest
@@ -32,3 +34,15 @@ def test_a_turn_finds_all_of_its_session(name, memory, calls):
     for session in sessions:
         if tokens := session.tokens:
             assert session.generate([*tokens, 7], max_new_tokens=1, **OPTIONS).cached_tokens == len(tokens)
+
+
+def test_the_interpreter_exits_in_silence_beside_streams_that_nobody_continues():
+    code = """
+import onward
+from onward.testing import ByteTokenizer, tiny_model
+lm = onward.LanguageModel(tiny_model("qwen3"), ByteTokenizer())
+stream, in_session = lm.stream("ab"), onward.Session(lm).stream("ab")
+next(stream), next(in_session)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stderr == ""

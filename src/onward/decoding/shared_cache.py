@@ -264,7 +264,9 @@ class PinnedPrefix:
         if not length:
             self._drop()
 
-    def _end_turn(self) -> None:
+    def _end_turn(self, is_exiting: Callable[[], bool] = sys.is_finalizing) -> None:
+        if is_exiting():  # a stream is closed after modules are cleared
+            return
         running, self._running = self._running, None
         if running is not None and running.slot is not None:
             with sigint_deferred():

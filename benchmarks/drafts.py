@@ -16,19 +16,12 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
-import sys
 from pathlib import Path
 
-_WORKER = """
-import json, sys, time
-sys.meta_path[:] = [each for each in sys.meta_path if "editable" not in type(each).__module__]
-source, root, threads, new, clock = sys.argv[1:6]
-sys.path[:0] = [source, root]
-import torch
-torch.set_num_threads(int(threads))
-import onward
-assert onward.__file__.startswith(source), onward.__file__
+from benchmarks.trees import Worker
+
+_CODE = """
+new, clock = arguments
 onward.set_num_threads(int(threads))
 from benchmarks import drawn
 from benchmarks.checkpoints import QWEN3_0_6B
@@ -69,34 +62,6 @@ engine.close()
 """
 
 
-class Worker:
-    """A tree in a process of its own."""
-
-    def __init__(self, source: Path, native: Path, threads: int, new: int, clock: str) -> None:
-        arguments = [sys.executable, "-c", _WORKER, str(source), str(source.parent), str(threads), str(new), clock]
-        environment = os.environ | {"ONWARD_NATIVE_DIR": str(native)}
-        self._process = subprocess.Popen(
-            arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-        )
-        self._line()
-
-    def turn(self) -> dict[str, tuple[float, float]]:
-        assert self._process.stdin is not None
-        self._process.stdin.write("\n")
-        self._process.stdin.flush()
-        return dict(json.loads(self._line()))
-
-    def close(self) -> None:
-        self._process.communicate()
-
-    def _line(self) -> str:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise SystemExit(f"a worker ended with status {self._process.wait()}")
-        return line
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("old", type=Path, help="a checkout of the old tree")
@@ -117,7 +82,7 @@ def main() -> None:
         "new": (Path(__file__).parents[1] / "src", native),
     }
     workers = {
-        name: Worker(source.resolve(), libraries.resolve(), options.threads, options.new, clock)
+        name: Worker(_CODE, source, libraries, options.threads, str(options.new), clock)
         for name, (source, libraries) in sources.items()
     }
     turns: dict[str, list[dict[str, tuple[float, float]]]] = {name: [] for name in workers}

@@ -24,16 +24,19 @@ from typing import Any
 
 PROMPT, NEW_TOKENS = 128, 48
 FIGURES = ("prefill", "token", "step")
-# One turn of a worker. `import onward` must find the tree that PYTHONPATH names, not an editable install.
-_WORKER = """
+# The beginning of a worker's code. `import onward` must find its tree, not an editable install.
+_PRELUDE = """
 import json, os, sys, time
 sys.meta_path[:] = [each for each in sys.meta_path if "editable" not in type(each).__module__]
-source, root, threads, cases = sys.argv[1:5]
+source, root, threads, *arguments = sys.argv[1:]
 sys.path[:0] = [source, root]
 import torch
 torch.set_num_threads(int(threads))
 import onward
 assert onward.__file__.startswith(source), onward.__file__
+"""
+_CODE = """
+cases, = arguments
 from benchmarks.checkpoints import QWEN3_0_6B
 from benchmarks.drawn import random_model
 
@@ -79,26 +82,25 @@ for line in sys.stdin:
 
 
 class Worker:
-    """A tree in a process of its own."""
+    """A tree in a process of its own. code: prints a line when it is ready, and then one for each line it reads.
+    arguments: its `arguments`."""
 
-    def __init__(self, source: Path, native: Path | None, threads: int, cases: str) -> None:
-        environment = os.environ | ({"ONWARD_NATIVE_DIR": str(native)} if native else {})
+    def __init__(self, code: str, source: Path, native: Path, threads: int, *arguments: str) -> None:
+        environment = os.environ | {"ONWARD_NATIVE_DIR": str(native.resolve())}
+        source = source.resolve()
         # Each tree with its own benchmarks: these import modules by the names that they have there.
+        command = [sys.executable, "-c", _PRELUDE + code, str(source), str(source.parent), str(threads), *arguments]
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _WORKER, str(source), str(source.parent), str(threads), cases],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment,
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
         )
         self._line()
 
-    def turn(self, case: str) -> list[float]:
-        """Seconds for a fresh prompt, in the order of `FIGURES`."""
+    def turn(self, *message: Any) -> Any:
+        """The value that the worker answers a message with."""
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps([case, PROMPT, NEW_TOKENS]) + "\n")
+        self._process.stdin.write(json.dumps(message) + "\n")
         self._process.stdin.flush()
-        return list(json.loads(self._line()))
+        return json.loads(self._line())
 
     def close(self) -> None:
         self._process.communicate()
@@ -116,7 +118,7 @@ def compare(workers: dict[str, Worker], case: str, pairs: int) -> dict[str, Any]
     turns: dict[str, list[list[float]]] = {name: [] for name in workers}
     for pair in range(pairs + 1):
         order = list(workers) if pair % 2 else list(reversed(workers))
-        seconds = {name: workers[name].turn(case) for name in order}
+        seconds = {name: workers[name].turn(case, PROMPT, NEW_TOKENS) for name in order}  # in the order of FIGURES
         if pair:
             for name, value in seconds.items():
                 turns[name].append(value)
@@ -151,7 +153,7 @@ def main() -> None:
     old_native = options.old_native or (built if built.is_dir() else new_native)
     sources = {"old": (options.old / "src", old_native), "new": (Path(__file__).parents[1] / "src", new_native)}
     workers = {
-        name: Worker(source.resolve(), native.resolve(), options.threads, options.cases)
+        name: Worker(_CODE, source, native, options.threads, options.cases)
         for name, (source, native) in sources.items()
     }
     bandwidth = read_bandwidth(bandwidth_buffer())

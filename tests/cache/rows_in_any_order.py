@@ -103,9 +103,9 @@ class RowsInAnyOrder(RuleBasedStateMachine):
         pinned, is_whole = self.slots.pinned(pin.slot), part == 1.0
         row = self.acquired([*pin.ids[:cut], *own], 2, True, pin)
         if row is not None and is_whole:
-            assert len(row.written) >= self.kept(pin, pinned)
+            assert len(row.written) >= self.least_reused(pin, pinned)
 
-    def kept(self, pin, pinned):
+    def least_reused(self, pin, pinned):
         """The least positions that the next turn of a pin reuses: there may be other rows' blocks for the same text."""
         return 0
 

@@ -54,7 +54,7 @@ class AnyOrder(RowsInAnyOrder):
         assert self.memory.read(slot, reused) == written
         self.rows.append(Row(slot, ids, written))
 
-    def kept(self, pin, pinned):
+    def least_reused(self, pin, pinned):
         return pinned // self.memory.size * self.memory.size  # there may be no room for a copy of the last one
 
     @precondition(lambda self: self.rows)
@@ -172,7 +172,7 @@ class AnyOrder(RowsInAnyOrder):
                 assert self.memory.texts[node.blocks[0]][:positions] == written[-positions:]
 
     @invariant()
-    def held_blocks_are_those_of_slots(self):
+    def slots_have_all_blocks_in_use(self):
         if hasattr(self, "slots"):
             held = {block for row in [*self.rows, *self.pins] for block in row.slot.blocks}
             assert counts(self.slots)[2] == len(held)

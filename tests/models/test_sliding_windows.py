@@ -65,7 +65,7 @@ def ids(completion):
     return completion.token_ids
 
 
-def held_blocks(slots):
+def blocks_in_use(slots):
     return slots.stats().total - slots.stats().available
 
 
@@ -107,7 +107,7 @@ def test_memory_is_that_of_the_window():
 
     lm.generate(PROMPTS[0], max_new_tokens=length, stop_when=look, **SAMPLED)
     assert longest == 3
-    assert held_blocks(check(lm)) == 0
+    assert blocks_in_use(check(lm)) == 0
     lm.prefix_memory = 0
     lm.generate(PROMPTS[0], max_new_tokens=length, **SAMPLED)
 
@@ -154,7 +154,7 @@ def test_samples_and_beams_of_one_prompt(pair):
         assert [ids(one) for one in samples] == [ids(one) for one in wanted]
         beams, wanted = (each.generate(prompt, beams=3, temperature=0) for each in (lm, whole))
         assert ids(beams) == ids(wanted)
-        assert held_blocks(check(lm)) == 0
+        assert blocks_in_use(check(lm)) == 0
 
 
 def test_a_session_goes_on_and_is_edited(pair, tmp_path):
@@ -256,7 +256,7 @@ def test_an_engine_with_little_memory(engines, requests, chunk, texts, overcommi
             assert [ids(one) for one in generation.result(60).choices] == [ids(one) for one in wanted.choices]
     slots = engine._worker.slots
     check_accounts(slots)
-    assert held_blocks(slots) == 0
+    assert blocks_in_use(slots) == 0
 
 
 @pytest.fixture(scope="module")

@@ -41,8 +41,6 @@ class Shouted(BaseModel):
 class ShoutEvents:
     """Each piece in capitals."""
 
-    per_piece = False
-
     def begin(self, at: int) -> list[str]:
         return []
 

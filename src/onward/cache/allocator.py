@@ -271,8 +271,7 @@ class Allocator:
         prefix, slot.noted = self.prefix(match), len(match.nodes)
         for kind in self.kinds:
             kind.pin(slot, prefix, slot.noted)
-            slot.length = min(match.positions, slot.noted * kind.size)
-        slot.is_pin = True
+        slot.length, slot.is_pin = min(match.positions, slot.noted * self.kinds[0].size), True
 
     # ── blocks ──
 

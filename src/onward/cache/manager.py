@@ -265,8 +265,8 @@ class PagedCacheManager:
 
     def _release_all(self) -> None:
         if self._released and not self._changing:
-            with self._change():
-                """It begins with these releases."""
+            with self._change():  # which begins with these releases
+                pass
 
     def _leave(self, slot: Slot, ids: Sequence[int], pin: bool) -> None:
         assert slot in self._slots, RELEASED

@@ -167,7 +167,7 @@ class PinnedPrefix:
         self._thread = threading.get_ident()  # that has the slot
 
     def renew(self) -> None:
-        """In a forked child: begin anew if the child lacks the thread, whose slots have been released."""
+        """In a forked child: forget the text if the child lacks the thread, whose slots have been released."""
         if self._thread != threading.get_ident():
             self._reset()
 

@@ -56,7 +56,7 @@ class RequestState:
             if tokenizer is not None:
                 detokenizer = StreamingDetokenizer(tokenizer.decode, before=request.prompt)
                 text = StopStrings(detokenizer, options.stop, marks, special_tokens(tokenizer))
-            given = request.prompt, request.max_new_tokens, options.stop_ids, text
+            arguments = request.prompt, request.max_new_tokens, options.stop_ids, text
             kinds: dict[str, Any] = {
                 "sampling": options if searches else options.with_values(seed=sample_seed(base, index)),
                 "adapter": adapter,
@@ -67,8 +67,11 @@ class RequestState:
                 "cancel": options.cancel,
                 "constraint": None if constraint is None else ConstraintState(constraint.fork(), options.stop_ids),
             }
-            beams = BeamOptions(options.beams, options.length_penalty, options.early_stopping)
-            sequence = BeamSearch(beams, *given, **kinds) if searches else Sequence(*given, **kinds)
+            if searches:
+                beams = BeamOptions(options.beams, options.length_penalty, options.early_stopping)
+                sequence: Sequence = BeamSearch(beams, *arguments, **kinds)
+            else:
+                sequence = Sequence(*arguments, **kinds)
             if self.sequences:
                 sequence.leader = self.sequences[0]
             if sequence.streams:  # beams are parsed at the end

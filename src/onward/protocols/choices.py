@@ -164,8 +164,6 @@ class ChunkEvents:
     """The chunks of one response as server-sent events. A chunk has one choice. The first of a choice has its role; the
     last has its finish_reason and no content."""
 
-    per_piece = False
-
     def __init__(self, protocol: "ChoicesProtocol", body: ParsedBody, tokenizer: Tokenizer, version: str) -> None:
         self._protocol, self._body, self._tokenizer = protocol, body, tokenizer
         head = as_json(protocol.head(body, protocol.chunk_kind, body.seed, version))

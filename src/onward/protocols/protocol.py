@@ -125,12 +125,9 @@ class ModelContext:
 class ResponseEvents(Interface):
     """Formats a response as server-sent events.
 
-    The events depend on the pieces alone, not on how these are batched. per_piece: whether a piece may have several
-    events; pieces are then formatted one by one. pieces: formats pieces of one sequence, and returns each event with
-    the number of pieces that are complete after it.
+    The events depend on the pieces alone, not on how these are batched. pieces: formats pieces of one sequence, and
+    returns each event with the number of pieces that are complete after it.
     """
-
-    per_piece: bool
 
     def begin(self, at: int) -> list[str]: ...
     def pieces(self, at: int, pieces: Sequence[Piece]) -> list[tuple[int, str]]: ...

@@ -41,8 +41,6 @@ def response_body(body: ParsedBody, completion: Completion, tokenizer: Tokenizer
 class ResponseEventStream:
     """The events of the response to one body as server-sent events. Call `begin` first; `end` or `error` last."""
 
-    per_piece = True
-
     def __init__(self, body: ParsedBody, tokenizer: Tokenizer, version: str) -> None:
         self._body, self._version = body, version
         request = body.requests[0]

@@ -103,8 +103,8 @@ class EventWriter:
         self._now = [StreamPosition()] * len(self._emitted)
 
     def begin(self) -> list[str]:
-        events = [(first, self._events.begin(at)) for at, (first, _) in enumerate(self._texts)]
-        new = [event for first, opening in events for event in self._new(first, [(0, each) for each in opening])]
+        texts = enumerate(self._texts)
+        new = [event for at, (first, _) in texts for event in self._other_events(first, self._events.begin(at))]
         return new if self._resume.emitted is None else []
 
     def pieces(self, at: int, pieces: Sequence[Piece]) -> list[str]:
@@ -116,14 +116,14 @@ class EventWriter:
         return [event for choice, run in runs for event in self._text(at, first + choice, list(run))]
 
     def end(self, at: int, completion: Completion) -> list[str]:
-        new = self._beside(self._texts[at][0], self._events.end(at, completion))
+        new = self._other_events(self._texts[at][0], self._events.end(at, completion))
         if at in self._resume.ended:
             return []
         self._ended.append(at)
         return new
 
     def finish(self) -> list[str]:
-        return self._beside(0, self._events.finish())
+        return self._other_events(0, self._events.finish())
 
     def error(self, error: OnwardError) -> list[str]:
         """Write an error, without an id: the client may still resume from the last event."""
@@ -149,7 +149,7 @@ class EventWriter:
                 self._now[text] = max(self._now[text], StreamPosition(count))
         return events
 
-    def _beside(self, text: int, events: Iterable[str]) -> list[str]:
+    def _other_events(self, text: int, events: Iterable[str]) -> list[str]:
         """Write events that belong to no piece."""
         return self._new(text, [(0, event) for event in events])
 

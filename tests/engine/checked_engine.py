@@ -1,4 +1,4 @@
-"""An engine whose books are checked when it is closed."""
+"""An engine whose accounts are checked before every step, and when it is closed."""
 
 import threading
 
@@ -11,13 +11,20 @@ OPEN: list["CheckedEngine"] = []
 
 
 class CheckedEngine(Engine):
-    """Remembers its generations, and asserts when it is closed that nothing is left of them."""
+    """Asserts that requests of several texts take no more blocks than they have reserved, and when it is closed that
+    nothing is left of its generations."""
 
     def __init__(self, lm, **limits):
         super().__init__(lm, **limits)
         self.generations = []
         self._recording = threading.Lock()
         OPEN.append(self)
+        self.between_steps(self._check_reserved)
+
+    def _check_reserved(self):
+        for request in self._worker._scheduler.running:
+            slots = [holder.slot for sequence in request.state.sequences for holder in sequence.holders()]
+            assert request.sequences == 1 or self.slots.cost_of(slots) <= request._blocks
 
     def _submit(self, *args):
         generation = super()._submit(*args)

@@ -40,7 +40,8 @@ def test_any_schedule(schedule):
     run(schedule)
 
 
-@pytest.mark.parametrize("seed", range(SCHEDULES or 8))
+# 380: texts of one prompt that find another request's blocks of it.
+@pytest.mark.parametrize("seed", range(SCHEDULES) if SCHEDULES else [*range(8), 380])
 @pytest.mark.stride(2)
 def test_random_schedule_of_many_requests(seed):
     run(random_schedule(seed, most=64 if SCHEDULES or seed == 0 else 24))

@@ -296,13 +296,20 @@ class EngineRequest:
                 continue
             # It may have blocks from before a preemption.
             if sequence.token_ids and sequence.acquire(self._slots, sequence.longest):
-                if sequence.computed >= self._shared:
+                if sequence.computed >= self._shared and self._is_reserved(leader, sequence):
                     continue
                 sequence.release(self._slots)
             if not sequence.fork_slot(self._slots, leader):  # rows that cannot be copied
                 has_slot = sequence.acquire(self._slots, sequence.longest)
                 assert has_slot, "the blocks of all texts are reserved"
         self._leader, self._reserved = None, 0
+
+    def _is_reserved(self, leader: Sequence, sibling: Sequence) -> bool:
+        """Whether a text takes no more blocks beside its leader's than a fork. It does take more if the cached prompt
+        is another request's, which computed it at the same time as the leader."""
+        slots = self._slots
+        more = slots.cost_of([leader.slot, sibling.slot]) - slots.cost_of([leader.slot])
+        return more <= slots.cost(sibling.longest, self._shared)
 
     def preempt(self) -> None:
         """Release all slots. The tokens are recomputed later, with the same result."""

@@ -1,11 +1,13 @@
 // What stands between the projections and attention, in one pass over the heads of each token: their
 // norm, their rotation, and their place in the cache.
+#include <atomic>
 #include <cstring>
 
 #include "attention/formats.h"
 #include "norm.h"
 #include "program.h"
 #include "rope.h"
+#include "scratch.h"
 #include "team.h"
 
 // One projection (HeadsArguments in Python).
@@ -52,15 +54,22 @@ void run_head(const OnwardHeads& part, const T* x, int64_t dim, const Angles& an
   }
 }
 
+// The same, to a row of integers and their scale. row: room for the head before it is rounded.
+template <class T>
+void run_head(const OnwardHeads& part, const T* x, int64_t dim, const Angles& angles, T* row, I8* out) {
+  run_head(part, x, dim, angles, row);
+  attention::store_row(row, dim, out);
+}
+
 // A token's places lie apart, those of a cache in no cache of the processor: all are asked for, to be
 // written, while the token before is at work. (GCC 12 drops calls that only prefetch unless they must be
 // inlined.)
 template <class T>
 __attribute__((always_inline)) inline void claim_places(const OnwardHeads& part, const T* first,
-                                                        int64_t dim) {
+                                                        int64_t width) {
   for (int64_t h = 0; h < part.heads; ++h) {
     const char* line = reinterpret_cast<const char*>(first + h * part.out_strides[1]);
-    for (int64_t i = 0; i < dim * int64_t(sizeof(T)); i += 64) __builtin_prefetch(line + i, 1, 3);
+    for (int64_t i = 0; i < width * int64_t(sizeof(T)); i += 64) __builtin_prefetch(line + i, 1, 3);
   }
 }
 
@@ -71,7 +80,9 @@ int32_t block_of(const OnwardHeads& part, int64_t b, int64_t position) {
   return part.table[b * part.table_stride + position / kBlock];
 }
 
-// Where a token's first head goes.
+bool has_integer_rows(const OnwardHeads& part) { return part.to_cache == 1 + attention::kInt8Rows; }
+
+// Where a token's first head goes. T: the element of `out`.
 template <class T>
 T* place_of(const OnwardHeads& part, int64_t b, int64_t t, const int32_t* offsets) {
   int64_t row = b, place = part.to_cache ? offsets[b] + t : t;
@@ -95,7 +106,7 @@ bool valid(const OnwardHeads& part, int64_t batch, int64_t queries, bool angles,
   if (part.heads < 0 || part.rotate < 0 || part.rotate > 2) return false;
   if (part.rotate && !angles) return false;
   if (!part.to_cache) return true;
-  if (part.to_cache != 1 + attention::kFloatRows) return false;
+  if (part.to_cache != 1 + attention::kFloatRows && !has_integer_rows(part)) return false;
   for (int64_t b = 0; b < batch; ++b) {
     if (offsets == nullptr || offsets[b] < 0) return false;
     if (offsets[b] + queries > part.positions) return false;
@@ -121,19 +132,35 @@ ONWARD_API int32_t onward_heads(const OnwardHeads* parts, int64_t count, int64_t
   }
   const bool given = cos != nullptr && sin != nullptr && angle_strides != nullptr;
   int64_t heads = 0;
+  bool integers = false;
   for (int64_t i = 0; i < count; ++i) {
     if (!valid(parts[i], batch, queries, given || pairs == 0, offsets)) return kBadArgument;
     heads += parts[i].heads;
+    integers |= has_integer_rows(parts[i]);
   }
   const int64_t grain = ceil_div(kElementsPerChunk, heads * dim + 1);
+  std::atomic<bool> ok{true};
   const bool known = with_dtype(dtype, [&](auto* tag) {
     using T = std::remove_pointer_t<decltype(tag)>;
     const auto claim = [&](int64_t token) __attribute__((always_inline)) {
       for (int64_t i = 0; i < count; ++i) {
-        claim_places(parts[i], place_of<T>(parts[i], token / queries, token % queries, offsets), dim);
+        const int64_t b = token / queries, t = token % queries;
+        if (has_integer_rows(parts[i])) {
+          claim_places(parts[i], place_of<I8>(parts[i], b, t, offsets), dim + attention::kScaleBytes);
+        } else {
+          claim_places(parts[i], place_of<T>(parts[i], b, t, offsets), dim);
+        }
       }
     };
     parallel_for(batch * queries, grain, [&](int64_t begin, int64_t end) {
+      T* row = nullptr;
+      if (integers) {
+        row = static_cast<T*>(scratch(kScratchWorker, dim * int64_t(sizeof(T))));
+        if (row == nullptr) {
+          ok = false;
+          return;
+        }
+      }
       claim(begin);
       for (int64_t token = begin; token < end; ++token) {
         if (token + 1 < end) claim(token + 1);
@@ -146,14 +173,20 @@ ONWARD_API int32_t onward_heads(const OnwardHeads* parts, int64_t count, int64_t
         for (int64_t i = 0; i < count; ++i) {
           const OnwardHeads& part = parts[i];
           const T* x = static_cast<const T*>(part.x) + b * part.x_strides[0] + t * part.x_strides[2];
-          T* out = place_of<T>(part, b, t, offsets);
-          for (int64_t h = 0; h < part.heads; ++h) {
-            run_head(part, x + h * part.x_strides[1], dim, angles, out + h * part.out_strides[1]);
+          const auto run_heads = [&](auto* out, auto... room) {
+            for (int64_t h = 0; h < part.heads; ++h) {
+              run_head(part, x + h * part.x_strides[1], dim, angles, room..., out + h * part.out_strides[1]);
+            }
+          };
+          if (has_integer_rows(part)) {
+            run_heads(place_of<I8>(part, b, t, offsets), row);
+          } else {
+            run_heads(place_of<T>(part, b, t, offsets));
           }
         }
       }
     });
   });
-  return known ? kOk : kBadArgument;
+  return !known ? kBadArgument : ok ? kOk : kOutOfMemory;
 }
 ONWARD_INSTRUCTION(onward_heads);

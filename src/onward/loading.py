@@ -33,6 +33,7 @@ from onward.models import Architecture, Model, build_model, check_backend, pack_
 from onward.models.adapters import grown
 from onward.models.transformers import host
 from onward.native import isa, num_threads
+from onward.ops.kv_format import KVFormat, checked_cache_format
 from onward.quantization import check_format, quantize_params
 from onward.util.checks import check_whole
 from onward.util.option_names import checks_option_names
@@ -54,6 +55,7 @@ def load(
     max_seq_len: int | None = None,
     progress: bool | Callable[[float], None] | None = None,
     quantize: str | None = None,
+    cache_format: str | None = None,
     name_map: NameMapSource = None,
     compile: str = "auto",
     draft: Draft | os.PathLike[str] | None = None,
@@ -80,6 +82,8 @@ def load(
             each layer with the loaded fraction, from 0 to 1, for your own display.
         quantize: "int8", "int4" or "iq4_nl" stores all matrices in 8 or 4 bits (docs/quantization.md). A folder written
             by `quantize_folder` is already quantized.
+        cache_format: "int8" stores keys and values in 8 bits, in about half the memory (docs/caches.md); by default
+            they have the model's dtype.
         name_map: maps other names of weights to Hugging Face's: a JSON file or a mapping (docs/training.md). The
             default for a torch.distributed.checkpoint folder is its name_map.json, if any.
         compile: the backend: "auto", "native", "cuda", "inductor" or "eager" (docs/programs.md).
@@ -106,6 +110,7 @@ def load(
         check_whole("max_seq_len", max_seq_len, low=1)
     if quantize is not None:
         check_format(quantize, "quantize")
+    kv_format = checked_cache_format(cache_format)
     check_backend(compile)
     check_whole("pipeline", pipeline, low=1)
     if via not in _VIA:
@@ -135,7 +140,7 @@ def load(
     if config is None:
         if name_map is not None or adapter is not None:
             raise RequestError("name_map= and merge= need a built-in family, and this model runs through transformers")
-        model = _read_hosted(folder, torch_dtype, torch_device, quantize, max_seq_len)
+        model = _read_hosted(folder, torch_dtype, torch_device, quantize, max_seq_len, kv_format)
         tokenizer = None if tokenizer is None else tokenizer.within(path, model.vocab_size)
     else:
         context = _context(config, max_seq_len)
@@ -151,6 +156,7 @@ def load(
                 pipeline,
                 None if torch_dtype is None else str(torch_dtype).removeprefix("torch."),
                 quantize,
+                cache_format,
                 compile,
                 context,
                 None if address not in (None, "ray") else num_threads(),
@@ -158,8 +164,9 @@ def load(
             model = load_ranks(settings, in_place, address)
         else:
             with in_place(len(config.layers)) as layers:
-                reader = WeightsReader(folder, config, torch_dtype, torch_device, quantize, name_map, adapter, layers)
-                model = build_model(merged_config, reader.read(), context)
+                options = {"format": quantize, "name_map": name_map, "adapter": adapter, "layers": layers}
+                reader = WeightsReader(folder, config, torch_dtype, torch_device, cache_format=kv_format, **options)
+                model = build_model(merged_config, reader.read(), context, kv_format)
     defaults = within_vocabulary(defaults, model.vocab_size, path)
     if torch_device.type == "cpu":
         _keep_freed_memory()
@@ -168,7 +175,8 @@ def load(
     for name, adapter_source in adapter_sources.items():
         lm.load_adapter(name, adapter_source)
     if isinstance(draft, os.PathLike) or (isinstance(draft, str) and draft not in LOOKUPS):
-        lm.draft = load(draft, dtype=dtype, device=device, quantize=quantize, compile=compile, progress=progress)
+        options = {"dtype": dtype, "device": device, "quantize": quantize, "compile": compile, "progress": progress}
+        lm.draft = load(draft, cache_format=cache_format, **options)
     else:
         lm.draft = draft
     _log.info("loaded %s in %.2f s: %s; kernels %s", path, time.perf_counter() - started, lm, isa())
@@ -204,7 +212,12 @@ def _check_ranks(device: torch.device, *, hosted: bool, **options: object) -> No
 
 
 def _read_hosted(
-    folder: Checkpoint, dtype: torch.dtype | None, device: torch.device, format: str | None, max_seq_len: int | None
+    folder: Checkpoint,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    format: str | None,
+    max_seq_len: int | None,
+    cache_format: KVFormat | None,
 ) -> Model:
     """The model with transformers' own forward (docs/transformers.md), quantized, or packed on a CPU."""
     if not isinstance(folder, CheckpointFolder):
@@ -219,7 +232,7 @@ def _read_hosted(
             return quantize_params(params, format, release=release)[0]
         return pack_params(params, release=release) if device.type == "cpu" else params
 
-    model = host(module, prepare, max_seq_len)
+    model = host(module, prepare, max_seq_len, cache_format)
     if not model.compiles:
         warn(f"{type(module).__name__} runs eagerly: {model.why_eager}")
     return model

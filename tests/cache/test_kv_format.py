@@ -1,4 +1,4 @@
-"""An element format of a cache that this file alone defines, without kernels: 8 bits, and a scale in each row."""
+"""Element formats of a cache: 8 bits, and one that this file alone defines, without kernels."""
 
 from dataclasses import replace
 from functools import partial
@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 
+import onward
 from onward import KVCache, LanguageModel, Session, native, ops
 from onward.cache import CachePlan, KVPool, LayerShape
 from onward.errors import RequestError
@@ -14,10 +15,10 @@ from onward.ops.kv_format import FORMATS, KVFormat
 from onward.testing import ByteTokenizer, tiny_model
 
 
-class Int8(KVFormat):
-    """int8 [D], then the bytes of a float32 scale."""
+class Coarse(KVFormat):
+    """int8 [D], then the bytes of a float32 scale, as bytes."""
 
-    name, dtype = "int8", torch.uint8
+    name, dtype = "coarse", torch.uint8
 
     def takes(self, dtype: torch.dtype) -> bool:
         return dtype.is_floating_point
@@ -37,7 +38,8 @@ class Int8(KVFormat):
         return rows[..., :-4].contiguous().view(torch.int8).float() * scale
 
 
-INT8 = Int8()
+COARSE, INT8 = Coarse(), FORMATS[torch.int8]
+FORMATS_OF_8_BITS = [COARSE, INT8]
 PROMPTS = [[(7 * i * i + n) % 251 for i in range(n)] for n in (150, 3, 70, 64)]
 # Layers of each kind: full attention, sliding windows, values that are features of the keys, recurrent states.
 MODELS = {
@@ -50,7 +52,7 @@ MODELS = {
 
 @pytest.fixture(autouse=True)
 def _format(monkeypatch):
-    monkeypatch.setitem(FORMATS, INT8.dtype, INT8)
+    monkeypatch.setitem(FORMATS, COARSE.dtype, COARSE)
 
 
 @pytest.fixture
@@ -70,34 +72,36 @@ def stored_in(format, family="qwen3", **options):
 class Rounded:
     """A cache of floats that stores what a format loads again."""
 
-    def __init__(self, cache):
-        self._cache = cache
+    def __init__(self, cache, format):
+        self._cache, self._format = cache, format
 
     def attend(self, layer, q, k, v, offsets, **options):
-        k, v = (None if new is None else INT8.load(INT8.store(new)) for new in (k, v))
+        k, v = (None if new is None else self._format.load(self._format.store(new)) for new in (k, v))
         return self._cache.attend(layer, q, k, v, offsets, **options)
 
     def state(self, layer):
         return self._cache.state(layer)
 
 
+@pytest.mark.parametrize("format", FORMATS_OF_8_BITS, ids=lambda format: format.name)
 @pytest.mark.parametrize("family", MODELS)
 @pytest.mark.usefixtures("definitions")
-def test_the_logits_are_those_of_attention_over_what_the_rows_load(family):
-    model, floats = stored_in(INT8, family).model, tiny_model(family, **MODELS[family])
+def test_the_logits_are_those_of_attention_over_what_the_rows_load(family, format):
+    model, floats = stored_in(format, family).model, tiny_model(family, **MODELS[family])
     tokens, at = torch.tensor([PROMPTS[2]], dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
     with torch.no_grad():
-        expected, _ = floats(tokens, at, Rounded(floats.new_cache(1, 80)))
+        expected, _ = floats(tokens, at, Rounded(floats.new_cache(1, 80), format))
         got, cache = model(tokens, at, model.new_cache(1, 80))
         plain, _ = floats(tokens, at, floats.new_cache(1, 80))
-    assert {leaf.dtype for leaf in cache.keys} == {torch.uint8}
+    assert {leaf.dtype for leaf in cache.keys} == {format.dtype}
     assert torch.equal(got, expected)
     assert not torch.equal(got, plain)
 
 
+@pytest.mark.parametrize("format", FORMATS_OF_8_BITS, ids=lambda format: format.name)
 @pytest.mark.parametrize("family", MODELS)
-def test_dense_and_paged_caches_programs_and_batches_give_the_same_tokens(family):
-    lm = stored_in(INT8, family)
+def test_dense_and_paged_caches_programs_and_batches_give_the_same_tokens(family, format):
+    lm = stored_in(format, family)
     alone = [lm.generate(prompt, max_new_tokens=24, temperature=0).token_ids for prompt in PROMPTS]
     assert [each.token_ids for each in lm.generate(PROMPTS, max_new_tokens=24, temperature=0)] == alone
     dense = LanguageModel(replace(lm.model, new_blocks=None), ByteTokenizer())
@@ -106,9 +110,10 @@ def test_dense_and_paged_caches_programs_and_batches_give_the_same_tokens(family
     assert eager.generate(PROMPTS[0], max_new_tokens=24, temperature=0).token_ids == alone[0]
 
 
+@pytest.mark.parametrize("format", FORMATS_OF_8_BITS, ids=lambda format: format.name)
 @pytest.mark.parametrize("family", MODELS)
-def test_forks_kept_prefixes_drafts_and_sessions_move_rows_as_they_are(family, tmp_path):
-    lm, fresh = stored_in(INT8, family), partial(stored_in, INT8, family, prefix_memory=0)
+def test_forks_kept_prefixes_drafts_and_sessions_move_rows_as_they_are(family, format, tmp_path):
+    lm, fresh = stored_in(format, family), partial(stored_in, format, family, prefix_memory=0)
     expected = fresh().generate(PROMPTS[0], max_new_tokens=40, temperature=0)
     sampled = {"seed": 5, "max_new_tokens": 9, "temperature": 1.0}
     several = [each.token_ids for each in lm.generate(PROMPTS[0], n=3, **sampled).choices]
@@ -129,9 +134,10 @@ def test_forks_kept_prefixes_drafts_and_sessions_move_rows_as_they_are(family, t
     assert lm.generate(PROMPTS[0], **search).token_ids == fresh().generate(PROMPTS[0], **search).token_ids
 
 
-def test_a_plan_knows_the_bytes_of_rows():
+@pytest.mark.parametrize("format", FORMATS_OF_8_BITS, ids=lambda format: format.name)
+def test_a_plan_knows_the_bytes_of_rows(format):
     shapes = (LayerShape(2, 16, 8), LayerShape(1, 24, 0), LayerShape(2, 16, 16, window=100))
-    plan = CachePlan(shapes, torch.bfloat16, format=INT8)
+    plan = CachePlan(shapes, torch.bfloat16, format=format)
     position = [2 * (20 + 12), 28, 2 * (20 + 20)]  # values that are not stored have no scale either
     assert plan.bytes_of(1000) == 1000 * sum(position[:2]) + 256 * position[2]
     assert KVCache.of(plan, 3, 50).nbytes == 3 * 50 * sum(position)
@@ -143,15 +149,17 @@ def test_a_plan_knows_the_bytes_of_rows():
 
 @pytest.mark.skipif(native.library() is None, reason="no native library was built")
 def test_kernels_leave_a_format_without_a_code_to_the_definitions():
-    floats, int8 = ({(row.op, row.kernel) for row in stored_in(each).explain().rows} for each in (None, INT8))
-    assert int8 - floats == {("cached_attention", "(torch)"), ("write_cache", "(torch)")}
-    (why,) = {row.why for row in stored_in(INT8).explain().missing}
-    assert why == "a cache in int8"
+    forms = (None, INT8, COARSE)
+    floats, int8, coarse = ({(row.op, row.kernel) for row in stored_in(each).explain().rows} for each in forms)
+    assert int8 == floats
+    assert coarse - floats == {("cached_attention", "(torch)"), ("write_cache", "(torch)")}
+    (why,) = {row.why for row in stored_in(COARSE).explain().missing}
+    assert why == "a cache in coarse"
 
 
 def test_rows_of_the_wrong_width_or_dtype_are_refused():
     at = torch.zeros(1, dtype=torch.int32)
-    q, rows = torch.randn(1, 2, 1, 8), torch.zeros(1, 2, 4, 12, dtype=torch.uint8)
+    q, rows = torch.randn(1, 2, 1, 8), torch.zeros(1, 2, 4, 12, dtype=torch.int8)
     ops.write_cache(rows, q, at)
     assert ops.cached_attention(q, rows, rows, at).shape == (1, 2, 1, 8)
     with pytest.raises(RequestError, match="a cache"):
@@ -165,3 +173,27 @@ def test_rows_of_the_wrong_width_or_dtype_are_refused():
     for values, value_dim in ((rows, 8), (None, None), (None, 9), (None, 0)):
         with pytest.raises(RequestError, match="give values, or None and as value_dim"):
             ops.cached_attention(q, rows, values, at, value_dim=value_dim)
+
+
+def test_load_takes_the_name_of_a_format():
+    lm, floats = onward.load("demo", cache_format="int8"), onward.load("demo")
+    assert {leaf.dtype for leaf in lm.model.new_cache(1, 8).keys} == {torch.int8}
+    text = "The dragon said"
+    options = {"max_new_tokens": 40, "temperature": 0.7, "seed": 3}
+    expected = lm.generate(text, **options).token_ids
+    with onward.Engine(lm, max_sequences=3) as engine:
+        answers = [engine.submit(lm.request(text, **options)) for _ in range(4)]
+        assert [answer.result(60).token_ids for answer in answers] == [expected] * 4
+        int8 = engine.fingerprint
+    with onward.Engine(floats) as engine:
+        assert engine.fingerprint != int8
+    with pytest.raises(RequestError, match="cache_format must be None or one of int8, coarse; got 'int5'"):
+        onward.load("demo", cache_format="int5")
+
+
+def test_a_session_of_another_format_is_refused(tmp_path):
+    session = Session(onward.load("demo", cache_format="int8"))
+    session.generate("Once", max_new_tokens=3)
+    session.save(tmp_path / "session")
+    with pytest.raises(onward.OnwardError, match="its KV cache has int8, this model's bfloat16"):
+        Session.load(tmp_path / "session", onward.load("demo"))

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 import onward
 from onward.distributed import launchers as processes
@@ -48,6 +49,14 @@ def test_ranks_live_as_long_as_the_model(tmp_path: Path) -> None:
     assert lm.generate(PROMPT, max_new_tokens=8).token_ids == one.generate(PROMPT, max_new_tokens=8).token_ids
     del lm
     await_end(pids)
+
+
+def test_ranks_keep_keys_and_values_in_8_bits(tmp_path: Path) -> None:
+    folder = random_checkpoint(tmp_path, "qwen2", num_hidden_layers=3)
+    one, lm = (onward.load(folder, cache_format="int8", pipeline=ranks) for ranks in (1, 2))
+    expected = one.generate(PROMPT, max_new_tokens=8)
+    assert lm.generate(PROMPT, max_new_tokens=8).token_ids == expected.token_ids
+    assert {leaf.dtype for leaf in lm.model.new_cache(1, 8).keys} == {torch.int8}
 
 
 def test_a_dead_rank_is_an_error(tmp_path: Path) -> None:

@@ -76,11 +76,11 @@ class Plan {
   int64_t heads_ = 1, queries_, chunks_, segments_, grain_;
 };
 
-template <class T>
+template <class T, class S>
 Status run_units(const Problem& p, const Plan& plan) {
   std::atomic<bool> ok{true};
   parallel_for(plan.units(), plan.grain(), [&](int64_t begin, int64_t end) {
-    Worker<T> worker(p, plan.rows(), plan.heads());
+    Worker<T, S> worker(p, plan.rows(), plan.heads());
     if (!worker.ok()) ok = false;
     for (int64_t i = begin; i < end && worker.ok(); ++i) worker.run(plan.unit(i));
   });
@@ -89,7 +89,7 @@ Status run_units(const Problem& p, const Plan& plan) {
 
 // The segments of every unit as items of their own, then their merge in order: the same steps as
 // Worker::run.
-template <class T>
+template <class T, class S>
 Status run_segments(const Problem& p, const Plan& plan) {
   const int64_t segments = plan.segments(), padded = round_up(p.values.dim, 32);
   const int64_t floats = round_up(State::floats(plan.rows(), padded), 16);
@@ -101,7 +101,7 @@ Status run_segments(const Problem& p, const Plan& plan) {
   };
   std::atomic<bool> ok{true};
   parallel_for(plan.units() * segments, 1, [&](int64_t begin, int64_t end) {
-    Worker<T> worker(p, plan.rows(), plan.heads());
+    Worker<T, S> worker(p, plan.rows(), plan.heads());
     if (!worker.ok()) ok = false;
     for (int64_t i = begin; i < end && worker.ok(); ++i) {
       worker.run_segment(plan.unit(i / segments), i % segments * kSegment,
@@ -109,7 +109,7 @@ Status run_segments(const Problem& p, const Plan& plan) {
     }
   });
   parallel_for(ok ? plan.units() : 0, 4, [&](int64_t begin, int64_t end) {
-    Worker<T> worker(p, plan.rows(), plan.heads());
+    Worker<T, S> worker(p, plan.rows(), plan.heads());
     if (!worker.ok()) ok = false;
     for (int64_t i = begin; i < end && worker.ok(); ++i) {
       worker.merge_and_finish(plan.unit(i), segments, [&](int64_t s) { return state(i, s); });
@@ -173,13 +173,13 @@ bool continues(const Problem& p, int64_t row) {
                      size_t(p.offsets[row] / kBlock + 1) * sizeof(int32_t)) == 0;
 }
 
-template <class T>
+template <class T, class S>
 Status attend_as(const Problem& p) {
   const Plan plan(p);
-  return plan.spread() ? run_segments<T>(p, plan) : run_units<T>(p, plan);
+  return plan.spread() ? run_segments<T, S>(p, plan) : run_units<T, S>(p, plan);
 }
 
-template <class T>
+template <class T, class S>
 Status attend_joining(const Problem& p) {
   int64_t singles = 0;  // the first of the rows before `row` that wait for their turn
   for (int64_t row = 0, count; row < p.batch; row += count) {
@@ -187,8 +187,8 @@ Status attend_joining(const Problem& p) {
     const bool last = row + count == p.batch;
     if (count == 1 && !last) continue;
     const int64_t waiting = row - singles + (count == 1);
-    Status status = waiting > 0 ? attend_as<T>(part(p, singles, waiting)) : kOk;
-    if (status == kOk && count > 1) status = attend_as<T>(joined(p, row, count));
+    Status status = waiting > 0 ? attend_as<T, S>(part(p, singles, waiting)) : kOk;
+    if (status == kOk && count > 1) status = attend_as<T, S>(joined(p, row, count));
     if (status != kOk) return status;
     singles = row + count;
   }
@@ -204,7 +204,11 @@ Status attend(const Problem& p) {
   Status status = kOk;
   const bool known = with_dtype(p.dtype, [&](auto* tag) {
     using T = std::remove_pointer_t<decltype(tag)>;
-    status = joins ? attend_joining<T>(p) : attend_as<T>(p);
+    const auto attend_rows = [&](auto* row) {
+      using S = std::remove_pointer_t<decltype(row)>;
+      return joins ? attend_joining<T, S>(p) : attend_as<T, S>(p);
+    };
+    status = p.rows == kInt8Rows ? attend_rows(static_cast<I8*>(nullptr)) : attend_rows(tag);
   });
   return known ? status : kBadArgument;
 }
@@ -227,7 +231,7 @@ struct OnwardAttention {
   float scale;
   float softcap;            // scores become softcap tanh(score / softcap) before the mask; 0: not
   int32_t dtype;
-  int32_t cache_format;     // of keys and values: kFloatRows
+  int32_t cache_format;     // of keys and values: kFloatRows, kInt8Rows
   // int32 [B, positions / 64], or null: keys are [N, G, 64, D], values [N, G, 64, E], and entry m of a row is the block
   // of its positions 64 m, …, 64 m + 63.
   const int32_t* table;
@@ -238,17 +242,20 @@ struct OnwardAttention {
 ONWARD_API int32_t onward_attention(const OnwardAttention* arguments) {
   using namespace onward::attention;
   const auto& a = *arguments;
-  if (a.cache_format != kFloatRows) return onward::kBadArgument;
-  const auto tensor = [](const void* data, const int64_t* strides, int64_t dim) {
-    return Tensor{data, strides[0], strides[1], strides[2], dim};
+  if (a.cache_format != kFloatRows && a.cache_format != kInt8Rows) return onward::kBadArgument;
+  const auto tensor = [](const void* data, const int64_t* strides, int64_t dim, int64_t width) {
+    return Tensor{data, strides[0], strides[1], strides[2], dim, width};
   };
+  const int64_t scale = a.cache_format == kInt8Rows ? kScaleBytes : 0;
   Problem p;
-  p.dtype = a.dtype;
+  p.dtype = a.dtype, p.rows = a.cache_format;
   p.batch = a.batch, p.heads = a.heads, p.kv_heads = a.kv_heads;
   p.queries = a.queries, p.positions = a.positions;
-  p.q = tensor(a.q, a.q_strides, a.dim), p.keys = tensor(a.keys, a.keys_strides, a.dim);
-  p.values = tensor(a.values, a.values_strides, a.value_dim);
-  p.out = tensor(a.out, a.out_strides, a.value_dim);
+  p.q = tensor(a.q, a.q_strides, a.dim, a.dim), p.keys = tensor(a.keys, a.keys_strides, a.dim, a.dim + scale);
+  // Values that are the first features of the keys have the keys' scales.
+  const int64_t stored = scale > 0 && a.values == a.keys ? a.dim : a.value_dim;
+  p.values = tensor(a.values, a.values_strides, a.value_dim, stored + scale);
+  p.out = tensor(a.out, a.out_strides, a.value_dim, a.value_dim);
   p.offsets = a.offsets, p.window = a.window, p.scale = a.scale, p.softcap = a.softcap;
   p.mask = {a.mask, a.mask_strides[0], a.mask_strides[1], a.mask_strides[2], a.mask_strides[3]};
   p.sinks = a.sinks;
@@ -265,7 +272,7 @@ static onward::Reads reads_of_attention(const OnwardAttention* a) {
   const int64_t end = ragged ? a->offsets[0] + a->queries : a->positions;
   if (end > a->positions || end <= 0) return {};
   const int64_t first = a->window > 0 && end > a->window ? end - a->window : 0;
-  const int64_t size = element_size(a->dtype);
+  const int64_t size = a->cache_format == attention::kInt8Rows ? 1 : element_size(a->dtype);
   const auto run = [&](const void* data, const int64_t* strides, int64_t skipped, int64_t rows) {
     const int64_t start = int64_t(reinterpret_cast<intptr_t>(data)) + skipped * strides[2] * size;
     return Reads::Run{start, strides[1] * size, rows * strides[2] * size, a->kv_heads};

@@ -2,14 +2,67 @@
 // bf16, which one instruction of AVX-512 multiplies and adds into float32. Queries, weights and packed
 // values are laid out in words of 32 bits, each a float or a pair.
 #pragma once
-#include "../simd.h"
+#include <cstring>
+#include <type_traits>
+
+#include "../simd_math.h"
 #include "problem.h"
 #include "transpose.h"
 
+namespace onward {
+
+// An element of a row of 8-bit integers.
+struct I8 {
+  int8_t value;
+};
+inline f32x16 load(const I8* p) { return to_f32(load_bytes(&p->value)); }
+
+}  // namespace onward
+
 namespace onward::attention {
 
-// The formats of a cache's rows (KVFormat.code in Python): floats of the dtype of the queries.
-constexpr int32_t kFloatRows = 0;
+// The formats of a cache's rows (KVFormat.code in Python): floats of the dtype of the queries, or D
+// integers and the float that multiplies them.
+constexpr int32_t kFloatRows = 0, kInt8Rows = 1;
+
+// Whether rows of this element have a scale. Their products are taken without it: a key's scale then multiplies
+// its scores, and a value's the weights.
+template <class S>
+constexpr bool kScaled = std::is_same_v<S, I8>;
+// Bytes of a scale, which end a row.
+constexpr int64_t kScaleBytes = sizeof(float);
+
+inline float scale_of(const I8* row, int64_t width) {
+  float scale;
+  std::memcpy(&scale, row + width - kScaleBytes, kScaleBytes);
+  return scale;
+}
+
+// Writes `dim` floats as a row of integers and their scale: the largest magnitude is 127. A row with a number
+// that is infinite or NaN has the scale NaN, one that is all but 0 the scale 0.
+template <class T>
+inline void store_row(const T* x, int64_t dim, I8* row) {
+  f32x16 most = zero_f32(), poison = zero_f32();
+  for (int64_t d = 0; d < dim; d += 16) {
+    const f32x16 v = load_first(x + d, dim - d);
+    most = max(abs(v), most);
+    poison = fma(v, zero_f32(), poison);
+  }
+  const float largest = max_lanes(most);
+  const bool broken = any(is_nan(poison)), zero = largest < 1e-30f;
+  const float scale = broken ? __builtin_nanf("") : zero ? 0.0f : largest / 127.0f;
+  if (broken || zero) {
+    std::memset(row, 0, size_t(dim));
+  } else {
+    const f32x16 inverse = splat(127.0f / largest);
+    for (int64_t d = 0; d < dim; d += 16) {
+      int8_t bytes[16];
+      store_low_bytes(bytes, to_i32(mul(load_first(x + d, dim - d), inverse)));
+      std::memcpy(row + d, bytes, size_t(dim - d < 16 ? dim - d : 16));
+    }
+  }
+  std::memcpy(row + dim, &scale, kScaleBytes);
+}
 
 // Inner loops whose arrays must become registers: unrolled, inlined into one function each, and that
 // function kept apart, so that the compiler's choices do not change with what surrounds them.
@@ -73,6 +126,21 @@ struct Bf16Pairs {
     const auto real = left >= 32 ? ~__mmask32(0) : (__mmask32(1) << left) - 1;
     return {_mm512_maskz_loadu_epi16(real, row + d)};
   }
+  // Integers of 8 bits are exact in bf16.
+  template <bool WHOLE>
+  static Vector features(const I8* row, int64_t d, int64_t dim) {
+    const __m256i bytes = load_i8<WHOLE>(row, d, dim);
+    const __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_castsi256_si128(bytes)));
+    const __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_extracti128_si256(bytes, 1)));
+    return {(__m512i)_mm512_cvtne2ps_pbh(high, low)};
+  }
+  template <bool WHOLE>
+  static __m256i load_i8(const I8* row, int64_t d, int64_t dim) {
+    if (WHOLE) return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(row + d));
+    const int64_t left = dim - d;
+    const auto real = left >= 32 ? ~__mmask32(0) : (__mmask32(1) << left) - 1;
+    return _mm256_maskz_loadu_epi8(real, row + d);
+  }
   static void store_query(float* words, const Bf16* row, int64_t d, int64_t dim) {
     _mm512_storeu_si512(words, features<false>(row, d, dim).v);
   }
@@ -89,6 +157,17 @@ struct Bf16Pairs {
     const __m512i a = features<WHOLE>(row, d, dim).v, b = features<WHOLE>(row + stride, d, dim).v;
     vectors[0] = {_mm512_permutex2var_epi16(a, low, b)};
     vectors[1] = {_mm512_permutex2var_epi16(a, high, b)};
+  }
+  template <bool WHOLE>
+  static void values(const I8* row, int64_t stride, int64_t d, int64_t dim, Vector (&vectors)[2]) {
+    const __m256i a = load_i8<WHOLE>(row, d, dim), b = load_i8<WHOLE>(row + stride, d, dim);
+    const auto paired = [](__m128i first, __m128i second) {
+      const __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(first));
+      const __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(second));
+      return _mm512_or_si512(_mm512_srli_epi32(_mm512_castps_si512(low), 16), _mm512_castps_si512(high));
+    };
+    vectors[0] = {paired(_mm256_castsi256_si128(a), _mm256_castsi256_si128(b))};
+    vectors[1] = {paired(_mm256_extracti128_si256(a, 1), _mm256_extracti128_si256(b, 1))};
   }
   static Vector words(const float* p) { return load_i32(p); }
   static f32x16 as_floats(Vector v) { return {_mm512_castsi512_ps(v.v)}; }
@@ -130,8 +209,8 @@ struct Ahead {
   int64_t turns = 1, turn = 0;
 
   const T* at(int64_t j) const { return j < until ? rows[j] : then[j - until]; }
-  // Whether row follows row in memory without a gap.
-  bool dense(int64_t dim) const { return rows.stride == dim && then.stride == dim; }
+  // Whether rows of this width follow each other in memory without a gap.
+  bool dense(int64_t width) const { return rows.stride == width && then.stride == width; }
 };
 
 // Asks for the line of `p` at this place between loads: a compiler would gather such requests, and then

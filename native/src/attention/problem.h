@@ -36,6 +36,7 @@ struct Tensor {
   const void* data;
   int64_t batch_stride, head_stride, position_stride;
   int64_t dim;  // features: those of queries and keys, or those of values and outputs
+  int64_t width;  // elements of a row, with a scale if it has one
 
   template <class T>
   const T* at(int64_t batch, int64_t head, int64_t position) const {
@@ -66,7 +67,8 @@ struct Table {
 };
 
 struct Problem {
-  int32_t dtype;  // of q, keys, values and out
+  int32_t dtype;  // of q and out
+  int32_t rows;   // the format of keys and values
   int64_t batch, heads, kv_heads, queries, positions;
   Tensor q, keys, values, out;
   Table table;             // of keys and values: their batch_stride is then from block to block

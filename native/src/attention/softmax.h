@@ -89,16 +89,20 @@ inline float finish_whole_scores(float* scores, float scale) {
 
 // Scores to weights, stored as words of F; adds them to the lanes of `sum`. What is divided by later
 // are the weights as rounded, which multiply the values: so the output stays between the smallest
-// and the largest value.
+// and the largest value. scales: of the values, which multiply the stored weights; null: none.
 template <class F, int VECTORS>
-inline void make_weights(const float* scores, float max, float decay, float* words, float* sum) {
+inline void make_weights(const float* scores, float max, float decay, float* words, float* sum, const float* scales) {
   const f32x16 reference = splat(reference_of(max));
   f32x16 weights[4] = {zero_f32(), zero_f32(), zero_f32(), zero_f32()};
   ONWARD_UNROLL_TILE for (int v = 0; v < VECTORS; ++v) {
     weights[v] = exp(sub(load(scores + v * 16), reference));
   }
   ONWARD_UNROLL_TILE for (int v = 0; v < VECTORS; ++v) {
-    weights[v] = F::store_weights(words, v * 16, weights[v]);
+    if (scales == nullptr) {
+      weights[v] = F::store_weights(words, v * 16, weights[v]);
+    } else {
+      F::store_weights(words, v * 16, mul(weights[v], load(scales + v * 16)));
+    }
   }
   const f32x16 added = add(add(weights[0], weights[1]), add(weights[2], weights[3]));
   store(sum, fma(load(sum), splat(decay), added));
@@ -106,12 +110,12 @@ inline void make_weights(const float* scores, float max, float decay, float* wor
 
 template <class F>
 inline void make_weights(const float* scores, int64_t positions, float max, float decay, float* words,
-                         float* sum) {
+                         float* sum, const float* scales) {
   switch (positions / 16) {
-    case 4: return make_weights<F, 4>(scores, max, decay, words, sum);
-    case 3: return make_weights<F, 3>(scores, max, decay, words, sum);
-    case 2: return make_weights<F, 2>(scores, max, decay, words, sum);
-    default: return make_weights<F, 1>(scores, max, decay, words, sum);
+    case 4: return make_weights<F, 4>(scores, max, decay, words, sum, scales);
+    case 3: return make_weights<F, 3>(scores, max, decay, words, sum, scales);
+    case 2: return make_weights<F, 2>(scores, max, decay, words, sum, scales);
+    default: return make_weights<F, 1>(scores, max, decay, words, sum, scales);
   }
 }
 

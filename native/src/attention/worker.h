@@ -21,7 +21,8 @@ struct Unit {
   int64_t row, kv_head, heads, first_query, queries;  // heads: of keys and values, from kv_head on
 };
 
-template <class T>
+// T: of queries and outputs. S: of the rows of keys and values.
+template <class T, class S>
 class Worker {
   using F = typename FormatOf<T>::type;
 
@@ -45,8 +46,9 @@ class Worker {
                              State::floats(rows, padded_),
                              words_of<Query>(rows),
                              words_of<Tile>(rows),
-                             words_of<T>(kBlock * padded(p_.keys)),
-                             words_of<T>(kBlock * padded(p_.values))};
+                             words_of<S>(kBlock * copied(p_.keys)),
+                             words_of<S>(kBlock * copied(p_.values)),
+                             kScaled<S> ? 2 * kBlock : 0};
     int64_t words = 0;
     for (int64_t size : sizes) words += round_up(size, 16);
     auto* memory =
@@ -62,7 +64,8 @@ class Worker {
     packed_keys_ = next(), packed_ = next(), scores_ = next(), weights_ = next(), decay_ = next(), panel_ = next();
     segment_ = State::in(next(), rows, padded_), total_ = State::in(next(), rows, padded_);
     queries_ = reinterpret_cast<Query*>(next()), tiles_ = reinterpret_cast<Tile*>(next());
-    partial_keys_ = reinterpret_cast<T*>(next()), partial_values_ = reinterpret_cast<T*>(next());
+    partial_keys_ = reinterpret_cast<S*>(next()), partial_values_ = reinterpret_cast<S*>(next());
+    key_scales_ = next(), value_scales_ = key_scales_ + kBlock;
   }
 
   bool ok() const { return ok_; }
@@ -120,6 +123,8 @@ class Worker {
   };
 
   static int64_t padded(const Tensor& tensor) { return round_up(tensor.dim, 32); }
+  // The stride of a copy of rows.
+  static int64_t copied(const Tensor& tensor) { return round_up(tensor.width, 32); }
 
   template <class Element>
   static int64_t words_of(int64_t count) {
@@ -149,7 +154,11 @@ class Worker {
   bool poisoned(const Unit& unit, Span range) const {
     f32x16 sum = zero_f32();
     for (int64_t at = range.first; at < range.last; ++at) {
-      const T* value = p_.template cached<T>(p_.values, unit.row, unit.kv_head, at);
+      const S* value = p_.template cached<S>(p_.values, unit.row, unit.kv_head, at);
+      if constexpr (kScaled<S>) {
+        sum = fma(splat(scale_of(value, p_.values.width)), zero_f32(), sum);
+        continue;
+      }
       for (int64_t d = 0; d < p_.values.dim; d += 16) {
         sum = fma(load_first(value + d, p_.values.dim - d), zero_f32(), sum);
       }
@@ -207,8 +216,10 @@ class Worker {
   // The block of keys that begins at `start`, of which those in `seen` concern the unit.
   void run_block(const Unit& unit, int64_t start, Span seen, const State& state) {
     const Place place{unit.row, unit.kv_head, start};
-    const Rows<T> keys = rows_at(place, p_.keys, seen, partial_keys_);
-    const ValueRows<F, T> values{rows_at(place, p_.values, seen, partial_values_), p_.values.dim};
+    const Rows<S> keys = rows_at(place, p_.keys, seen, partial_keys_);
+    const ValueRows<F, S> values{rows_at(place, p_.values, seen, partial_values_), p_.values.dim};
+    read_scales(keys, p_.keys, positions_in(start, seen), key_scales_);
+    read_scales(values.rows, p_.values, positions_in(start, seen), value_scales_);
     const auto packed = pack_values(values, positions_in(start, seen), padded_, packed_);
     const auto packed_keys = pack_keys<F>(keys, positions_in(start, seen), p_.keys.dim, packed_keys_);
     for (int64_t i = 0; i < tile_count_; ++i) {
@@ -217,6 +228,7 @@ class Worker {
       const State part = state.from_row(tile.first);
       const Buffers buffers = buffers_of(0);
       score_keys<F>(scoring(tile, start, {}, buffers), packed_keys);
+      scale_scores(tile, start, buffers);
       weigh(tile, start, part, buffers);
       blend(tile, start, part, packed, buffers);
       fetch_share(unit, start + kBlock, i);
@@ -230,8 +242,8 @@ class Worker {
     const Place place{unit.row, unit.kv_head, start};
     const int64_t first = kBlock * share / tile_count_, end = kBlock * (share + 1) / tile_count_;
     for (const Tensor* tensor : {&p_.keys, &p_.values}) {
-      const Rows<T> rows = rows_at(place, *tensor);
-      const int64_t bytes = tensor->dim * int64_t(sizeof(T));
+      const Rows<S> rows = rows_at(place, *tensor);
+      const int64_t bytes = tensor->width * int64_t(sizeof(S));
       for (int64_t j = first; j < end; ++j) {
         const char* row = reinterpret_cast<const char*>(rows[j]);
         for (int64_t at = 0; at < bytes; at += 64) fetch_here(row + at);
@@ -246,29 +258,38 @@ class Worker {
     const int64_t begin = first_block(segment);
     const Place first{unit.row, unit.kv_head, begin};
     walk(unit, segment, [&](const Place& place, int64_t tile, const Buffers& buffers) {
-      const Rows<T> keys = rows_at(place, p_.keys, segment, partial_keys_);
-      Ahead<T> ahead = ahead_of(unit, place, p_.keys, segment.last, rows_at(first, p_.values));
+      const Rows<S> keys = rows_at(place, p_.keys, segment, partial_keys_);
+      Ahead<S> ahead = ahead_of(unit, place, p_.keys, segment.last, rows_at(first, p_.values));
       const int64_t pairs = ceil_div(tiles_[tile].rows, 2);
       ahead.turn = reader(unit, tile) * pairs;
       ahead.turns = readers(unit) * pairs;
-      const Scoring<T> task = scoring(tiles_[tile], place.start, ahead, buffers);
-      if (ahead.dense(p_.keys.dim)) {
+      const Scoring<S> task = scoring(tiles_[tile], place.start, ahead, buffers);
+      if (ahead.dense(p_.keys.width)) {
         score_keys<F, Fetch::kLines>(task, keys);
       } else {
         score_keys<F, Fetch::kRows>(task, keys);
       }
+      read_scales(keys, p_.keys, task.positions, key_scales_);
+      scale_scores(tiles_[tile], place.start, buffers);
     });
-    walk(unit, segment, [&](const Place& place, int64_t tile, const Buffers& buffers) {
-      weigh(tiles_[tile], place.start, state.from_row(tiles_[tile].first), buffers);
-    });
-    const Rows<T> next_keys = keys_after(unit, segment);
+    // Scales are read where values are, which then come from memory in one stream.
+    if constexpr (!kScaled<S>) {
+      walk(unit, segment, [&](const Place& place, int64_t tile, const Buffers& buffers) {
+        weigh(tiles_[tile], place.start, state.from_row(tiles_[tile].first), buffers);
+      });
+    }
+    const Rows<S> next_keys = keys_after(unit, segment);
     uint64_t asks = 0;  // those of the first reader
     for (int64_t i = 0; i < kBlock; i += readers(unit)) asks |= uint64_t(1) << i;
     walk(unit, segment, [&](const Place& place, int64_t tile, const Buffers& buffers) {
-      const ValueRows<F, T> rows{rows_at(place, p_.values, segment, partial_values_), p_.values.dim};
+      const ValueRows<F, S> rows{rows_at(place, p_.values, segment, partial_values_), p_.values.dim};
       const State part = state.from_row(tiles_[tile].first);
-      const Ahead<T> ahead = ahead_of(unit, place, p_.values, segment.last, next_keys);
-      const StreamedValues<F, T> values{rows, ahead, ahead.dense(p_.values.dim), asks << reader(unit, tile)};
+      if constexpr (kScaled<S>) {
+        read_scales(rows.rows, p_.values, positions_in(place.start, tiles_[tile].seen), value_scales_);
+        weigh(tiles_[tile], place.start, part, buffers);
+      }
+      const Ahead<S> ahead = ahead_of(unit, place, p_.values, segment.last, next_keys);
+      const StreamedValues<F, S> values{rows, ahead, ahead.dense(p_.values.width), asks << reader(unit, tile)};
       blend(tiles_[tile], place.start, part, values, buffers);
     });
   }
@@ -299,24 +320,24 @@ class Worker {
   // a block where several tiles read it, for the first comes to a row before the others have asked. Through
   // a table they lie in one piece to the end of the block; then come those of the unit's next head or of the
   // following block, or if that has few positions those of `next` that will be wanted after them.
-  Ahead<T> ahead_of(const Unit& unit, const Place& place, const Tensor& tensor, int64_t end,
-                    const Rows<T>& next) const {
-    const int64_t far = ceil_div(kAheadBytes, tensor.dim * int64_t(sizeof(T)));
+  Ahead<S> ahead_of(const Unit& unit, const Place& place, const Tensor& tensor, int64_t end,
+                    const Rows<S>& next) const {
+    const int64_t far = ceil_div(kAheadBytes, tensor.width * int64_t(sizeof(S)));
     const int64_t distance = far < kBlock && readers(unit) == 1 ? far : kBlock;
-    const Rows<T> rows = rows_at(place, tensor), ahead{rows[distance], rows.stride};
+    const Rows<S> rows = rows_at(place, tensor), ahead{rows[distance], rows.stride};
     const int64_t left = end - place.start, here = left < kBlock ? left : kBlock;
     if (place.kv_head + 1 < unit.kv_head + unit.heads) {
       return {ahead, here - distance, rows_at({place.row, place.kv_head + 1, place.start}, tensor)};
     }
     if (p_.table.blocks == nullptr || left <= kBlock) return {ahead, left - distance, next};
-    const Rows<T> following = left - kBlock >= distance / 2
+    const Rows<S> following = left - kBlock >= distance / 2
                                   ? rows_at({place.row, unit.kv_head, place.start + kBlock}, tensor)
-                                  : Rows<T>{next[kBlock - left], next.stride};
+                                  : Rows<S>{next[kBlock - left], next.stride};
     return {ahead, here - distance, following};
   }
 
   // What this thread will probably score next: the following segment, or other heads'.
-  Rows<T> keys_after(const Unit& unit, Span segment) const {
+  Rows<S> keys_after(const Unit& unit, Span segment) const {
     if (segment.last < seen_by(unit).last) {
       return rows_at({unit.row, unit.kv_head, segment.last}, p_.keys);
     }
@@ -328,28 +349,34 @@ class Worker {
     return seen.last - start < kBlock ? round_up(seen.last - start, 16) : kBlock;
   }
 
-  Rows<T> rows_at(const Place& place, const Tensor& tensor) const {
-    return {p_.template cached<T>(tensor, place.row, place.kv_head, place.start), tensor.position_stride};
+  Rows<S> rows_at(const Place& place, const Tensor& tensor) const {
+    return {p_.template cached<S>(tensor, place.row, place.kv_head, place.start), tensor.position_stride};
   }
 
   // The same, in a copy where not all of the rows are seen: the others may not be read, zeros stand
   // for them.
-  Rows<T> rows_at(const Place& place, const Tensor& tensor, Span seen, T* copy) const {
-    const Rows<T> rows = rows_at(place, tensor);
+  Rows<S> rows_at(const Place& place, const Tensor& tensor, Span seen, S* copy) const {
+    const Rows<S> rows = rows_at(place, tensor);
     const int64_t start = place.start;
     const int64_t positions = positions_in(start, seen);
     if (seen.first <= start && seen.last >= start + positions) return rows;
     for (int64_t j = 0; j < positions; ++j) {
       const bool real = start + j >= seen.first && start + j < seen.last;
-      void* to = copy + j * padded(tensor);
-      const size_t bytes = size_t(tensor.dim) * sizeof(T);
+      void* to = copy + j * copied(tensor);
+      const size_t bytes = size_t(tensor.width) * sizeof(S);
       if (real) {
         std::memcpy(to, rows[j], bytes);
       } else {
         std::memset(to, 0, bytes);
       }
     }
-    return {copy, padded(tensor)};
+    return {copy, copied(tensor)};
+  }
+
+  void read_scales(const Rows<S>& rows, const Tensor& tensor, int64_t positions, float* scales) const {
+    if constexpr (kScaled<S>) {
+      for (int64_t j = 0; j < positions; ++j) scales[j] = scale_of(rows[j], tensor.width);
+    }
   }
 
   // Where one block of a tile keeps what it passes from step to step. number: in the order of `walk`.
@@ -362,7 +389,19 @@ class Worker {
             decay_ + number * 16};
   }
 
-  Scoring<T> scoring(const Tile& tile, int64_t start, const Ahead<T>& ahead,
+  void scale_scores(const Tile& tile, int64_t start, const Buffers& b) const {
+    if constexpr (kScaled<S>) {
+      const int64_t positions = positions_in(start, tile.seen);
+      for (int64_t i = 0; i < tile.rows; ++i) {
+        float* scores = b.scores + i * kBlock;
+        for (int64_t j = 0; j < positions; j += 16) {
+          store(scores + j, mul(load(scores + j), load(key_scales_ + j)));
+        }
+      }
+    }
+  }
+
+  Scoring<S> scoring(const Tile& tile, int64_t start, const Ahead<S>& ahead,
                      const Buffers& to) const {
     return {panel_ + tile.first * query_words_, tile.rows, query_words_,
             positions_in(start, tile.seen), p_.keys.dim, ahead, to.scores};
@@ -384,7 +423,8 @@ class Worker {
     store(b.decay, decay);
     for (int64_t i = 0; i < tile.rows; ++i) {
       make_weights<F>(b.scores + i * kBlock, positions, state.max[i], b.decay[i],
-                      b.weights + i * (kBlock / F::kPositions), state.sum + i * 16);
+                      b.weights + i * (kBlock / F::kPositions), state.sum + i * 16,
+                      kScaled<S> ? value_scales_ : nullptr);
     }
   }
 
@@ -453,7 +493,8 @@ class Worker {
   Query* queries_;
   Tile* tiles_;
   int64_t tile_count_ = 0;
-  T *partial_keys_, *partial_values_;
+  S *partial_keys_, *partial_values_;
+  float *key_scales_, *value_scales_;  // of a block, if rows have them
 };
 
 }  // namespace onward::attention

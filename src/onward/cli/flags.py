@@ -151,6 +151,9 @@ _BACKENDS = ("auto", "native", "cuda", "inductor", "eager")
 
 _model, _chat, _batching, _request = (partial(flag, group=group) for group in (MODEL, CHAT, BATCHING, REQUESTS))
 
+CACHE_FORMAT = flag(
+    "Keep keys and values in 8 bits: int8.", group=MODEL, choices=("int8",), show_default="the model's dtype"
+)
 AS_JSON = flag("Print one JSON object.", "--json", group=OUTPUT, default=False)
 TEXT_FILE = flag("Read the text from FILE.", "-f", group=INPUT)
 RAY_ADDRESS = flag(
@@ -165,6 +168,7 @@ class LoadFlags:
     dtype: str | None = _model("bfloat16, float16 or float32.", choices=DTYPES, show_default="the checkpoint's")
     device: str = _model("cpu, cuda or auto (CUDA if available).", default="auto", metavar="NAME")
     quantize: str | None = _model("Quantize the weights to int8, int4 or iq4_nl.", choices=_FORMATS)
+    cache_format: str | None = CACHE_FORMAT
     merge: str | None = _model("Merge an adapter (folder or hub id) into the weights.", metavar="ADAPTER")
     name_map: Path | None = _model("JSON file that maps weight names to Hugging Face's.")
     max_seq_len: int | None = _model("Context length in tokens.", show_default="the model's")

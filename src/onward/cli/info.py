@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import typer
 
 from onward import __version__
-from onward.cli.flags import AS_JSON, MEMORY, MODEL, SourceArgument, flag
+from onward.cli.flags import AS_JSON, CACHE_FORMAT, MEMORY, MODEL, SourceArgument, flag
 from onward.cli.inputs import find
 from onward.cli.terminal import is_terminal, waiting, wrapped
 from onward.errors import RequestError, UnsupportedArchitectureError
@@ -54,6 +54,7 @@ def info(
     model: str | None = flag("The same as SOURCE.", "-m", group=MODEL, metavar="SOURCE"),
     context: int | None = flag("Context length in tokens.", group=MEMORY, show_default="the model's", low=1),
     batch: int = flag("Batch size in sequences.", group=MEMORY, default=1, low=1),
+    cache_format: str | None = CACHE_FORMAT,
     as_json: bool = AS_JSON,
 ) -> None:
     """Show the machine, and a model's architecture and memory use.
@@ -65,8 +66,8 @@ def info(
     if source is not None and model is not None:
         raise RequestError(f"two models, {source!r} and --model {model}: give one")
     source = model if source is None else source
-    if source is None and (context is not None or batch != 1):
-        raise RequestError("--context and --batch need a model: add SOURCE")
+    if source is None and (context is not None or batch != 1 or cache_format is not None):
+        raise RequestError("--context, --batch and --cache-format need a model: add SOURCE")
     with waiting("looking …"):
         sections = {"machine": machine_facts(), "kernels": kernel_facts(), "software": _software_facts()}
     if source is not None:
@@ -74,7 +75,7 @@ def info(
         with waiting(f"looking at {source} …"):
             checkpoint = CheckpointSummary(folder)
             sections["checkpoint"] = checkpoint.facts()
-        sections["memory"] = checkpoint.memory_facts(context, batch)
+        sections["memory"] = checkpoint.memory_facts(context, batch, cache_format)
     if as_json:
         typer.echo(json.dumps(as_object(sections), ensure_ascii=False).encode())
     else:
@@ -226,17 +227,20 @@ class CheckpointSummary:
             *self._text_facts(),
         ]
 
-    def memory_facts(self, context: int | None, batch: int) -> list[Fact]:
+    def memory_facts(self, context: int | None, batch: int, cache_format: str | None = None) -> list[Fact]:
         """Memory of the weights and of a KV cache for `batch` rows of `context` positions (default: the model's)."""
         from onward.models.architecture import cache_plan
+        from onward.ops.kv_format import checked_cache_format
 
         trained = self._config.max_position_embeddings
         positions = trained if context is None else context
         beyond = f" (the model was trained for {trained:,})" if positions > trained else ""
-        weights, cache = self._model.nbytes, batch * cache_plan(self._config, self._dtype).bytes_of(positions)
+        plan = cache_plan(self._config, self._dtype, format=checked_cache_format(cache_format))
+        weights, cache = self._model.nbytes, batch * plan.bytes_of(positions)
         return [
             Fact("context", positions, f"{positions:,}{beyond}"),
             Fact("batch", batch),
+            Fact("cache_format", plan.rows.name),
             Fact("weights_bytes", weights, in_bytes(weights)),
             Fact("cache_bytes", cache, f"{in_bytes(cache)} ({in_bytes(cache // (positions * batch))} a token)"),
             Fact("total_bytes", weights + cache, in_bytes(weights + cache)),

@@ -12,28 +12,31 @@ from typing import Any, NamedTuple
 import torch
 
 from onward import native
+from onward.cache import CachePlan
 from onward.checkpoint import GgufCheckpoint, open_checkpoint
 from onward.distributed.group import RankGroup, RankWorker, ShardedKVPool, new_cache
 from onward.distributed.launchers import Processes, RankHandles, RayRanks, address_here, heartbeats
 from onward.distributed.links import Links, await_all, is_loopback, meet
 from onward.distributed.pipeline import PipelineForward, Stage, StageParams, hidden_states, rank_run, stage_of
 from onward.errors import RequestError
-from onward.language_model.session_fingerprint import fingerprint
+from onward.language_model.session_fingerprint import weights_fingerprint
 from onward.language_model.weights import LayersInPlace, WeightsReader
 from onward.models import Embedding, Model, read_config
 from onward.models.architecture import cache_plan, num_parameters
 from onward.ops.heads import BLOCK
+from onward.ops.kv_format import checked_cache_format
 
 
 @dataclass(frozen=True)
 class Settings:
-    """source: the checkpoint, a path from `find_folder`. dtype, quantize, compile: as in `onward.load`. context: the
-    maximum number of positions. threads: the kernel threads of each rank; None for its default."""
+    """source: the checkpoint, a path from `find_folder`. dtype, quantize, cache_format, compile: as in `onward.load`.
+    context: the maximum number of positions. threads: the kernel threads of each rank; None for its default."""
 
     source: str
     pipeline: int
     dtype: str | None
     quantize: str | None
+    cache_format: str | None
     compile: str
     context: int
     threads: int | None
@@ -95,7 +98,7 @@ def load_ranks(settings: Settings, layers: Callable[[int], LayersInPlace], addre
         if processes is not None:
             processes.end()
         raise
-    group = RankGroup(links, [cache_plan(stage, dtype).without_windows() for stage in stages], processes)
+    group = RankGroup(links, [_plan(settings, stage, dtype) for stage in stages], processes)
     return Model(
         forward=PipelineForward(group, stages[0], params, settings.compile),
         params=RankParams(params, torch.tensor(digests)),
@@ -149,8 +152,12 @@ def _run_worker(settings: Settings, links: Links) -> None:
     run = rank_run(stage.hidden, params._replace(embed_tokens=Embedding(hidden)), stage.hidden_size, settings.compile)
     links.send_ints([_digest(run.model)], [0])
     to = (links.rank + 1) % links.world
-    plan = cache_plan(stage, dtype).without_windows()
+    plan = _plan(settings, stage, dtype)
     RankWorker(links, run, hidden, plan, -(-settings.context // BLOCK), to).serve()
+
+
+def _plan(settings: Settings, stage: Stage, dtype: torch.dtype) -> CachePlan:
+    return cache_plan(stage, dtype, format=checked_cache_format(settings.cache_format)).without_windows()
 
 
 def _read(settings: Settings, stage: Stage, layers: Callable[[int], LayersInPlace] | None = None) -> Any:
@@ -158,12 +165,13 @@ def _read(settings: Settings, stage: Stage, layers: Callable[[int], LayersInPlac
     checkpoint, count = open_checkpoint(settings.path), len(stage.layers)
     with LayersInPlace(count, False, None) if layers is None else layers(count) as display:
         reader = partial(WeightsReader, checkpoint, stage, settings.torch_dtype, torch.device("cpu"))
-        return reader(format=settings.quantize, name_map=None, adapter=None, layers=display).read()
+        options = {"name_map": None, "adapter": None, "cache_format": checked_cache_format(settings.cache_format)}
+        return reader(format=settings.quantize, layers=display, **options).read()
 
 
 def _digest(model: Model) -> int:
     """A digest of all bytes of a rank's weights."""
-    weights = json.dumps(fingerprint(model)["weights"], sort_keys=True)
+    weights = json.dumps(weights_fingerprint(model), sort_keys=True)
     return int.from_bytes(hashlib.blake2b(weights.encode(), digest_size=7).digest(), "little")
 
 

@@ -123,16 +123,29 @@ def as_bytes(tensor: Tensor) -> memoryview:
 def fingerprint(model: Model) -> dict[str, Any]:
     """The fingerprint as JSON values.
 
-    vocab_size. config: a built-in family's; {} for a forward of the user's own. weights: "dtype shape digest" by path
-    in the params; the digest is "?" for an opaque layout. Reads all bytes of the weights, once until they change.
+    vocab_size. cache: the dtypes of its caches. config: a built-in family's; {} for a forward of the user's own.
+    weights: "dtype shape digest" by path in the params; the digest is "?" for an opaque layout. Reads all bytes of the
+    weights, once until they change.
     """
-    digests, architecture = digests_of(model), architecture_of(model)
+    architecture = architecture_of(model)
     config: dict[str, Any] = asdict(architecture) if is_dataclass(architecture) else {}
     return {
         "vocab_size": model.vocab_size,
+        "cache": _cache_dtypes(model),
         "config": json.loads(json.dumps(config)),  # a tuple is a list in JSON
-        "weights": {name: f"{_kind(weight)} {digests[name]}" for name, weight in weights_of(model).items()},
+        "weights": weights_fingerprint(model),
     }
+
+
+def weights_fingerprint(model: Model) -> dict[str, str]:
+    """The weights of `fingerprint`."""
+    digests = digests_of(model)
+    return {name: f"{_kind(weight)} {digests[name]}" for name, weight in weights_of(model).items()}
+
+
+def _cache_dtypes(model: Model) -> str:
+    leaves = pytree.tree_leaves(model.new_cache(1, 1))
+    return " and ".join(sorted({str(leaf.dtype).removeprefix("torch.") for leaf in leaves if isinstance(leaf, Tensor)}))
 
 
 def difference(saved: Mapping[str, Any], model: Model) -> str | None:
@@ -140,6 +153,8 @@ def difference(saved: Mapping[str, Any], model: Model) -> str | None:
     now = fingerprint(model)
     if saved["vocab_size"] != now["vocab_size"]:
         return f"its vocabulary has {saved['vocab_size']} ids, this model's {now['vocab_size']}"
+    if saved["cache"] != now["cache"]:
+        return f"its KV cache has {saved['cache']}, this model's {now['cache']}"
     if (differs := _first_difference("", saved["config"], now["config"])) is not None:
         return "its {} is {}, this model's {}".format(*differs)
     for name in {**saved["weights"], **now["weights"]}:

@@ -14,6 +14,8 @@ from onward.checkpoint.quantized_folder import read_manifest
 from onward.errors import RequestError, warn
 from onward.models import Architecture, pack_layer, pack_params, stack_params
 from onward.models.adapters import Adapter, merged_params
+from onward.models.key_balance import balanced_keys
+from onward.ops.kv_format import KVFormat
 from onward.quantization import TensorReport, count_matrices, quantize_params
 
 # Seconds after which a progress bar appears.
@@ -63,9 +65,15 @@ class WeightsReader:
     name_map: NameMapSource
     adapter: Adapter | None
     layers: LayersInPlace
+    cache_format: KVFormat | None = None
 
     def read(self) -> Any:
-        """The params: quantized if the checkpoint or the caller says so, else packed for the kernels on a CPU."""
+        """The params: quantized if the checkpoint or the caller says so, else packed for the kernels on a CPU. Their
+        keys are balanced for a cache in another format than floats."""
+        params = self._read()
+        return params if self.cache_format is None else balanced_keys(self.architecture, params)
+
+    def _read(self) -> Any:
         checkpoint, path = self.checkpoint, self.checkpoint.path
         common: dict[str, Any] = {"dtype": self.dtype, "device": self.device}
         if isinstance(checkpoint, GgufCheckpoint):

@@ -22,7 +22,8 @@ from onward.models.rope import RotarySchedule
 
 class AttentionParams(NamedTuple):
     """The weights of one layer's attention. qkv_proj: queries, keys and values in one matrix, where the checkpoint has
-    it. k_proj, v_proj: None also where keys and values are shared."""
+    it. k_proj, v_proj: None also where keys and values are shared. q_factor, k_factor: [heads, 1, E], which multiply
+    queries and keys and change no score (`onward.models.key_balance`); no checkpoint has them."""
 
     qkv_proj: Linear | None
     q_proj: Linear | None
@@ -32,6 +33,8 @@ class AttentionParams(NamedTuple):
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
     sinks: Tensor | None = None
+    q_factor: Tensor | None = None
+    k_factor: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -115,6 +118,9 @@ class Attention:
         v_BGTE = None if v is None else self._heads(v, None, None)
         if v_BGTE is not None and self.v_norm is not None:
             v_BGTE = rms_normalize(v_BGTE, self.v_norm)
+        if params.q_factor is not None and params.k_factor is not None:
+            q_BHTE = q_BHTE * params.q_factor
+            k_BGTE = None if k_BGTE is None else k_BGTE * params.k_factor
         if self.query_growth is not None:
             q_BHTE = positions.scaled_by_position(q_BHTE, self.query_growth)
         if self.rope is not None:

@@ -11,10 +11,11 @@ SCHEMA := $(BIN)/check-jsonschema --quiet --default-filetype yaml --builtin-sche
 INSTALLED_FROM := pyproject.toml constraints.txt $(shell find native -name "*.cpp" -o -name "*.h" -o -name "CMakeLists.txt")
 
 BROWSER = $$(which chromium chromium-browser google-chrome chrome)
+CLIENTS := tests/server/clients
 PEERS := llama.cpp llama-server transformers openvino onnxruntime
 
 .DEFAULT_GOAL := help
-.PHONY: help demo docs test test-full lint types contracts structure generated unit soak fuzz clients eval-test test-cluster browser page sanitize bench peers compare demo-model clean \
+.PHONY: help demo docs test test-full lint types contracts structure generated unit soak fuzz clients agents eval-test test-cluster browser page sanitize bench peers compare demo-model clean \
 	wheel wheel-test workflows lint-deploy
 
 help: ## what there is
@@ -63,8 +64,11 @@ soak: $(VENV)/.installed-dev ## the engine for an hour: thousands of random sche
 fuzz: $(VENV)/.installed-dev ## all hostile requests, and 10,000 bodies that no run has drawn before
 	@ONWARD_TESTS=full HYPOTHESIS_PROFILE=explore OMP_NUM_THREADS=1 $(BIN)/pytest -rP tests/hostile
 
-clients: $(VENV)/.installed-dev $(VENV)/.installed-clients ## clients that people use, against `onward serve demo`
-	@$(BIN)/pytest tests/server/test_clients.py
+clients: $(VENV)/.installed-dev $(VENV)/.installed-clients build/clients/openai2/.installed $(CLIENTS)/node_modules ## client libraries that people use, against the server
+	@OMP_NUM_THREADS=1 $(BIN)/pytest -rs --numprocesses auto --maxprocesses 4 --dist worksteal $(CLIENTS)
+
+agents: $(VENV)/.installed-dev $(CLIENTS)/agents/node_modules ## Codex and Claude Code against the server; 660 MB of npm packages
+	@$(BIN)/pytest -rs $(CLIENTS)/test_agents.py
 
 eval-test: $(VENV)/.installed-dev $(VENV)/.installed-eval ## the numbers of lm-evaluation-harness, beside its own class
 	@$(BIN)/pytest tests/integrations tests/docs/test_evaluating_page.py
@@ -153,7 +157,7 @@ demo-model: $(VENV)/.installed-dev ## rebuild corpus, tokenizer and both bundled
 	@$(BIN)/python -m training
 
 clean: ## remove what the targets above made
-	rm -rf $(VENV) build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) build dist $(CLIENTS)/node_modules $(CLIENTS)/agents/node_modules .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
 
 $(VENV)/bin/python:
 	@$(PROGRESS) "creating the environment $(VENV)" $(PYTHON) -m venv $(VENV)
@@ -173,6 +177,20 @@ $(VENV)/.installed-%: $(VENV)/.installed
 		print(*extras[sys.argv[1]], sep="\n")' $* >build/$*.txt
 	@$(PROGRESS) "installing the extra $*" $(PIP) --verbose --requirement build/$*.txt
 	@touch $@
+
+# The file lists all of the environment. Bytecode is written when a module is first imported: most never are.
+build/clients/openai2/.installed: $(CLIENTS)/openai2.txt
+	@mkdir -p build
+	@$(PROGRESS) "creating the environment $(@D)" $(PYTHON) -m venv --clear $(@D)
+	@$(PROGRESS) "installing clients that need openai 2" $(@D)/bin/python -m pip --disable-pip-version-check install \
+		--verbose --no-compile --no-deps --requirement $<
+	@touch $@
+
+%/node_modules: %/package-lock.json
+	@if command -v npm >/dev/null; then \
+		mkdir -p build && $(PROGRESS) "installing the packages of $*/package.json" \
+			npm ci --no-audit --no-fund --prefix $* && touch $@; \
+		else echo "npm is not here: the clients of $*/package.json are skipped"; fi
 
 # Each file lists all of an environment, so pip has nothing to choose: openvino's would else bring a torchvision that
 # does not fit torch's CPU build. llama.cpp is compiled for this processor, which wants a C++ compiler.

@@ -41,7 +41,7 @@ WIDTH = 120
 GROUPS = {"LENGTH": LENGTH, "SAMPLING": SAMPLING, "REPETITION": REPETITION, "STRUCTURE": STRUCTURE}
 GROUPS |= {"TEXTS": TEXTS, "OUTPUT": OUTPUT}
 # Options of `GenerateOptions` that the flags of `onward chat` include; it has those of `SamplingParams` too.
-IN_CHATS = ("max_new_tokens", "stop")
+IN_CHATS = ("max_new_tokens", "stop", "reasoning_budget", "reasoning_budget_message")
 
 
 def main() -> int:

@@ -11,6 +11,7 @@ A message says what Onward got, what it expected and what to do. The command lin
     │   ├── TextError                        text is not UTF-8, JSON or Unicode, or nested too deep
     │   ├── UnsupportedModuleError           a module of transformers works only with its own caches (onward.models)
     │   └── BodyError                        a request body has an unsupported or invalid field (onward.protocols)
+    │       ├── ResponseStoreError           the file of stored responses cannot be read or written (onward.server)
     │       └── MemoryFullError              there is no memory for a request (onward.server)
     ├── ConfigError (ValueError)             config.json is missing, unreadable or contradicts itself
     │   └── UnsupportedArchitectureError     the checkpoint's family is not supported

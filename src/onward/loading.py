@@ -164,8 +164,9 @@ def load(
             model = load_ranks(settings, in_place, address)
         else:
             with in_place(len(config.layers)) as layers:
-                options = {"format": quantize, "name_map": name_map, "adapter": adapter, "layers": layers}
-                reader = WeightsReader(folder, config, torch_dtype, torch_device, cache_format=kv_format, **options)
+                reader = WeightsReader(
+                    folder, config, torch_dtype, torch_device, quantize, name_map, adapter, layers, kv_format
+                )
                 model = build_model(merged_config, reader.read(), context, kv_format)
     defaults = within_vocabulary(defaults, model.vocab_size, path)
     if torch_device.type == "cpu":
@@ -175,8 +176,15 @@ def load(
     for name, adapter_source in adapter_sources.items():
         lm.load_adapter(name, adapter_source)
     if isinstance(draft, os.PathLike) or (isinstance(draft, str) and draft not in LOOKUPS):
-        options = {"dtype": dtype, "device": device, "quantize": quantize, "compile": compile, "progress": progress}
-        lm.draft = load(draft, cache_format=cache_format, **options)
+        lm.draft = load(
+            draft,
+            dtype=dtype,
+            device=device,
+            quantize=quantize,
+            cache_format=cache_format,
+            compile=compile,
+            progress=progress,
+        )
     else:
         lm.draft = draft
     _log.info("loaded %s in %.2f s: %s; kernels %s", path, time.perf_counter() - started, lm, isa())

@@ -313,7 +313,7 @@ NAMES = {
         ("top_k", -1),
         ("top_k", 0.5),
         ("top_k", 50.0),
-        ("top_p", 0.0),
+        ("top_p", -0.5),
         ("top_p", 1.5),
         ("top_p", float("nan")),
         ("min_p", -0.1),

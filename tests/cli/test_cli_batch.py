@@ -180,8 +180,8 @@ def test_an_error_that_is_not_onwards_is_of_its_line_alone(
 
     submit = onward.Engine.submit
 
-    def submit_one_that_fails(engine: onward.Engine, request: onward.Request) -> onward.Generation:
-        return submit(engine, request.replace(stop_when=fails) if request.options.seed == 13 else request)
+    def submit_one_that_fails(engine: onward.Engine, request: onward.Request, **options: Any) -> onward.Generation:
+        return submit(engine, request.replace(stop_when=fails) if request.options.seed == 13 else request, **options)
 
     monkeypatch.setattr(onward.Engine, "submit", submit_one_that_fails)
     lines = [chat("first"), chat("bad", seed=13), chat("last")]

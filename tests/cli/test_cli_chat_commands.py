@@ -149,7 +149,7 @@ def test_values_are_json_or_text(session: ChatSession, line: str, value: dict[st
         ("max_tokens 5", "did you mean max_new_tokens"),
         ("temperature warm", "temperature"),
         ("temperature -1", "temperature"),
-        ("top_p 0", "top_p"),
+        ("top_p -1", "top_p"),
         ("n 3", "not an option of a chat"),
         ("enable_thinking false", "unknown option 'enable_thinking'"),
     ],

@@ -28,7 +28,7 @@ def assert_one_line(result: Result, *wanted: str) -> None:
         (["x", "--model", "/no/such/folder"], "/no/such/folder"),
         (["x", "--temperature", "-1"], "temperature"),
         (["x", "--temperature", "warm"], "--temperature"),
-        (["x", "--top-p", "0"], "(0, 1]"),
+        (["x", "--top-p", "-1"], "[0, 1]"),
         (["x", "--min-p", "2"], "--min-p"),
         (["x", "--top-k", "-1"], "--top-k"),
         (["x", "--seed", "-1"], "seed"),

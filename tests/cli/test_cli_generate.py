@@ -126,7 +126,7 @@ def test_dtype_and_context_reach_the_model(cli: Cli) -> None:
 def test_every_sampling_option_is_a_flag() -> None:
     flags = {field.name: field.default for field in dataclasses.fields(SamplingFlags)}
     for_code = {"logit_bias", "dry_sequence_breakers"}
-    of_texts = {"max_new_tokens", "stop"}
+    of_texts = {"max_new_tokens", "stop", "reasoning_budget", "reasoning_budget_message"}
     assert set(flags) | for_code == {field.name for field in dataclasses.fields(onward.SamplingParams)} | of_texts
     assert generate_options(SamplingFlags()) == {}
 

@@ -75,10 +75,12 @@ def test_the_defaults_in_words_are_those_of_the_engine() -> None:
 
 def test_the_defaults_of_the_server_are_those_of_its_settings() -> None:
     flags, settings = ServerFlags(), Settings()
-    for name in ("max_requests", "keep_alive", "idempotency_seconds", "drain", "access_log", "log_prompts"):
+    same = ("max_requests", "keep_alive", "idempotency_seconds", "response_lifetime", "drain", "access_log")
+    for name in (*same, "log_prompts", "otlp_endpoint"):
         assert getattr(flags, name) == getattr(settings, name)
     assert flags.max_body * 2**20 == settings.max_body
     assert flags.request_memory * 2**20 == settings.request_memory
+    assert flags.response_store_size * 2**20 == settings.response_store_bytes
 
 
 def test_the_defaults_of_a_deployment_are_those_of_its_options() -> None:

@@ -86,7 +86,7 @@ def test_a_time_limit_ends_a_text(cli: Cli, lm: onward.LanguageModel) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--samples", "2", "-t", "0"), "the same text 2 times: give a temperature above 0, or beams"),
+        (("--samples", "0", "-t", "0"), "must be a whole number of 1 or more"),
         (("--beams", "2", "-t", "1"), "leave out temperature"),
         (("--beams", "2", "--samples", "3"), "--samples is 3, but 2 beams find 2 texts"),
         (("--length-penalty", "2"), "would change nothing without a beam search"),

@@ -144,7 +144,7 @@ def ask(replicas: Fakes, **options: Any) -> Got:
     return ask_at(Ingress(replicas, RetryOptions(**{"silence": 1.0, **options})))
 
 
-def ask_at(ingress: Ingress, body: bytes = b"body", **headers: str) -> Got:
+def ask_at(ingress: Ingress, body: bytes = b"body", path: str = "/v1/completions", **headers: str) -> Got:
     got = Got()
     named = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
 
@@ -156,7 +156,7 @@ def ask_at(ingress: Ingress, body: bytes = b"body", **headers: str) -> Got:
                 return bodies.pop()
             return await asyncio.Event().wait()
 
-        await asyncio.wait_for(ingress({**SCOPE, "headers": named}, receive, got.send), 20)
+        await asyncio.wait_for(ingress({**SCOPE, "path": path, "headers": named}, receive, got.send), 20)
 
     asyncio.run(run())
     return got
@@ -428,6 +428,14 @@ def test_a_body_that_does_not_arrive() -> None:
 def test_a_body_that_is_too_large() -> None:
     got = ask_at(Ingress(Fakes([]), RetryOptions(), Settings(max_body=3)))
     assert (got.status, b"body_too_large" in got.body) == (413, True)
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/files", "/files", "/v1/files/file-1/content", "/v1/batches", "/batches/b/cancel"]
+)
+def test_files_and_batches_name_what_to_use(path: str) -> None:
+    got = ask_at(Ingress(Fakes([]), RetryOptions()), path=path)
+    assert (got.status, b"onward batch --replicas" in got.body) == (404, True)
 
 
 @pytest.mark.parametrize(("seconds", "whole_answer"), [(20.0, True), (0.0, False)])

@@ -50,7 +50,8 @@ class Answer:
         self.headers: list[tuple[bytes, bytes]] = []
 
     def shown(self) -> Any:
-        return self.status, sorted(header for header in self.headers if header[0] != b"x-request-id"), self.body
+        ids = (b"x-request-id", b"request-id")
+        return self.status, sorted(header for header in self.headers if header[0] not in ids), self.body
 
 
 def ask(app: Any, method: str, path: str, headers: dict[str, str], body: bytes = b"{}") -> Answer:
@@ -87,6 +88,8 @@ REFUSED: list[tuple[dict[str, str], int]] = [
     ({"authorization": f"Bearer sha256:{hashlib.sha256(KEY.encode()).hexdigest()}"}, 401),
     ({"authorization": "Bearer sk-wrong", "origin": "https://a.example"}, 401),
     ({"authorization": "Bearer \xff"}, 401),
+    ({"x-api-key": "sk-wrong"}, 401),
+    ({"authorization": "Bearer sk-wrong", "x-api-key": KEY}, 401),
     ({"authorization": f"Bearer {KEY}", "host": "evil.example"}, 403),
     ({"host": "evil.example", "origin": "https://a.example"}, 403),
 ]
@@ -142,6 +145,7 @@ def test_replicas_do_not_get_what_a_client_proves_itself_with() -> None:
     replicas.app = answers
     ingress = Ingress(replicas, RetryOptions(), Settings(api_keys=(KEY,)))
     headers = {"authorization": f"Bearer {KEY}", "cookie": KEY, "proxy-authorization": KEY, "x-session-id": "s"}
+    headers["x-api-key"] = KEY
     assert ask(ingress, "POST", "/v1/completions", headers).status == 200
     ((_, call),) = replicas.calls
     assert set(dict(call.headers)) == {b"x-session-id", b"x-request-id"}

@@ -46,6 +46,8 @@ DIGEST = f"sha256:{hashlib.sha256(b'secret').hexdigest()}"
         ({"affinity": 1}, "affinity must be true or false; got 1"),
         ({"replicas": 0}, "replicas must be a whole number of 1 or more; got 0"),
         ({"cpus": "nan"}, "cpus must be a number above 0"),
+        ({"settings": {"response_store": "r.db"}}, "response_store must be an absolute path.*; got 'r.db'"),
+        ({"settings": {"response_store": ":memory:"}}, "response_store must be an absolute path"),
     ],
 )
 def test_a_mistake_is_told(given: dict[str, Any], message: str) -> None:
@@ -74,6 +76,11 @@ def test_one_text_is_no_list_of_texts(name: str, value: Any) -> None:
 def test_a_flag_that_is_gone_says_what_to_use(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["deploy", "demo", "--fused"]) == 2
     assert "no option --fused; replicas always answer through the ingress" in capsys.readouterr().err
+
+
+def test_stored_responses_are_of_one_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["deploy", "demo", "--response-store", "r.db", "--address", "auto"]) == 2
+    assert "--response-store works on one machine: remove it, or remove --address" in capsys.readouterr().err
 
 
 class Handle:

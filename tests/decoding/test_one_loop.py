@@ -154,7 +154,12 @@ def test_sequences_take_tokens_from_the_loop_alone_and_their_forks_from_beams():
     accepting = {module for module, node in code() if called(node) == "accept" and isinstance(node.func, ast.Attribute)}
     # What a constrained text's constraint accepts is no sequence's. Ids that a loop elsewhere has emitted are taken
     # again. And a batch's cache is accepted by its manager.
-    texts = accepting - {"sampling/constraint.py", "decoding/sequence.py", "decoding/batch.py"}
+    texts = accepting - {
+        "sampling/constraint.py",
+        "language_model/reasoning.py",
+        "decoding/sequence.py",
+        "decoding/batch.py",
+    }
     assert texts == {"decoding/beam.py"}
     taking = {module for module, node in code() if called(node) == "take_step"}
     # A search takes a step like any sequence. The texts of a draft model are guesses of its own.

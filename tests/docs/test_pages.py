@@ -46,12 +46,12 @@ HUB_TEMPLATE = """\
 
 {% endif %}{% endif %}"""
 DEMO = Path(onward.__file__).parent / "demo" / "target"
-LANGUAGES = {"python", "console", "text", "json", "toml", "yaml", "html", ""}
+LANGUAGES = {"python", "console", "text", "json", "toml", "yaml", "html", "js", ""}
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A folder with `my-model` and `my-adapter`, and a hub cache in which the pages' models are."""
+    """A folder with `my-model` and `my-adapter`, also in `models` and `adapters`, and a hub cache of the models."""
     for repository in ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-4B"):
         held = tmp_path / "hub" / f"models--{repository.replace('/', '--')}"
         (held / "refs").mkdir(parents=True)
@@ -63,12 +63,14 @@ def folder(tmp_path, monkeypatch):
     work = tmp_path / "work"
     shutil.copytree(DEMO, work / "my-model")
     demo_adapter(work / "my-adapter", seed=1)
+    shutil.copytree(work / "my-model", work / "models" / "my-model")
+    shutil.copytree(work / "my-adapter", work / "adapters" / "my-adapter")
     monkeypatch.chdir(work)
     return work
 
 
-# test_training_page.py and test_evaluating_page.py run these.
-ELSEWHERE = {"docs/training.md", "docs/evaluating.md"}
+# test_training_page.py, test_evaluating_page.py and tests/server/clients run these.
+ELSEWHERE = {"docs/training.md", "docs/evaluating.md", "docs/clients.md"}
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if name_of(page) not in ELSEWHERE], ids=name_of)

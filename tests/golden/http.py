@@ -53,12 +53,13 @@ STREAMS: dict[str, tuple[str, dict[str, Any]]] = {
     "text": (TEXT, {"prompt": "Once upon a time", "max_tokens": 30, **_SEEDED, "stop": ["."]}),
     "text-n2": (TEXT, {"prompt": "Once upon a time", "max_tokens": 12, "n": 2, **_SEEDED}),
     "text-logprobs": (TEXT, {"prompt": "The fox", "max_tokens": 6, "logprobs": 2, "echo": True, **_SEEDED}),
-    "responses": (RESPONSES, {"input": "Tell me a story.", "max_output_tokens": 30, **_SEEDED}),
+    "responses": (RESPONSES, {"input": "Tell me a story.", "max_output_tokens": 30, "store": False, **_SEEDED}),
     "responses-call": (
         RESPONSES,
         {
             "input": MESSAGES[0]["content"],
             "max_output_tokens": 80,
+            "store": False,
             "seed": 5,
             "tools": [{"type": "function", **TOOL}],
             "tool_choice": "required",
@@ -69,6 +70,7 @@ STREAMS: dict[str, tuple[str, dict[str, Any]]] = {
         {
             "input": "Hello!",
             "max_output_tokens": 6,
+            "store": False,
             **_SEEDED,
             "top_logprobs": 2,
             "include": ["message.output_text.logprobs"],

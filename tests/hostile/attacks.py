@@ -27,7 +27,7 @@ from tests.hostile.sending import (
     whole,
 )
 
-CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+CHAT, TEXT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
 TOKENIZE, DETOKENIZE = "/v1/tokenize", "/v1/detokenize"
 OK = frozenset({200})
 BAD = frozenset({400})
@@ -233,6 +233,11 @@ def _sizes() -> list[Attack]:
         Attack("detokenize ids out of range", DETOKENIZE, lambda: {"tokens": [10**18] * 300_000}, LARGE),
         Attack("100,000 function calls", RESPONSES, lambda: respond(many(100_000, _function_call)), LARGE, clients=4),
         Attack("200,000 items", RESPONSES, lambda: respond([user] * 200_000), LARGE, clients=4),
+        Attack("100,000 blocks", MESSAGES, lambda: chat([{"type": "text", "text": "a"}] * 100_000), LARGE, clients=4),
+        Attack("100,000 results of tools", MESSAGES, lambda: chat(messages=[{"role": "user", "content": [_result(at)]} for at in range(50_000)]), LARGE, clients=4),
+        Attack("4,096 messages of 20 blocks", MESSAGES, lambda: chat(messages=[{"role": "user", "content": [_result(at)] * 20} for at in range(4_096)]), EITHER, clients=4),
+        Attack("a system of 7 MB", MESSAGES, lambda: chat(system="ab " * (7 * MB // 3)), LARGE, clients=4),
+        Attack("a message of 7 MB to count", f"{MESSAGES}/count_tokens", lambda: {"messages": chat("ab " * (7 * MB // 3))["messages"]}, LARGE, clients=4),
         Attack("10,000 calls in a message", CHAT, lambda: message(tool_calls=many(10_000, _tool_call)), LARGE, clients=4),
         Attack("instructions of 7 MB", RESPONSES, lambda: respond(instructions="ab " * (7 * MB // 3)), LARGE, clients=4),
         Attack("a regex of 7 MB", TEXT, lambda: text(regex="a|" * (7 * MB // 2)), LARGE, clients=4),
@@ -249,6 +254,10 @@ def _sizes() -> list[Attack]:
 
 def _function_call(at: int) -> dict[str, Any]:
     return {"type": "function_call", "call_id": f"c{at}", "name": "f", "arguments": "{}"}
+
+
+def _result(at: int) -> dict[str, Any]:
+    return {"type": "tool_result", "tool_use_id": f"c{at}", "content": [{"type": "text", "text": "a"}]}
 
 
 def _tool_call(at: int) -> dict[str, Any]:
@@ -273,6 +282,7 @@ def _depths() -> list[Attack]:
                 ("a schema", CHAT, schema(VALUE), EITHER),
                 ("metadata", CHAT, chat(metadata=VALUE), EITHER),
                 ("tokenize", TOKENIZE, {"messages": [{"role": "user", "content": "Hi", "extra": VALUE}]}, EITHER),
+                ("a call's input", MESSAGES, chat(messages=[*chat()["messages"], {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "f", "input": {"a": VALUE}}]}, *chat()["messages"]]), EITHER),
                 ("responses", RESPONSES, respond([{"role": "user", "content": "Hi", "extra": VALUE}]), EITHER),
             )
         ),
@@ -376,6 +386,9 @@ def _types() -> list[Attack]:
         *(Attack(f"tool_calls {name} (coder)", CHAT, message(tool_calls=of), EITHER, model="coder") for name, of in calls.items()),
         *(Attack(f"messages {of!r}", CHAT, {"messages": of, "max_tokens": 1}, BAD) for of in anything),
         *(Attack(f"input {of!r}", RESPONSES, respond(of), BAD) for of in anything if of != "x"),
+        *(Attack(f"messages {of!r} of Anthropic's", MESSAGES, {"messages": of, "max_tokens": 1}, BAD) for of in anything),
+        *(Attack(f"a block {of!r}", MESSAGES, chat([of]), BAD) for of in anything),
+        *(Attack(f"a tool {of!r} of Anthropic's", MESSAGES, chat(tools=[of]), BAD) for of in anything),
         *(Attack(f"content {of!r}", CHAT, chat(of), BAD) for of in (5, True, {}, [5], [None], [{"type": "text", "text": 5}])),
         *(Attack(f"tools {of!r}", CHAT, chat(tools=of), BAD) for of in (5, "x", {}, [5], [None], [{"type": "function"}], [{"type": "function", "function": []}])),
         *(Attack(f"a tool named {of!r}", CHAT, call({}, name=of), BAD) for of in (5, None, "", [], "a b\n<|im_end|>")),
@@ -456,6 +469,7 @@ def _unicode() -> list[Attack]:
                 ("a model's name", CHAT, chat(model=VALUE)),
                 ("a field's name", CHAT, chat(**{VALUE: 1})),
                 ("an input", RESPONSES, respond(VALUE)),
+                ("a block", MESSAGES, chat([{"type": "text", "text": VALUE}])),
                 ("a text to tokenize", TOKENIZE, {"prompt": VALUE}),
             )
         ),

@@ -17,7 +17,6 @@ Schema = Mapping[str, Any]
 _TEXT = st.text(max_size=8) | st.sampled_from(["Once", "a fox", "é", "🦊", "\0", "<|im_end|>"])
 _MOST = 3  # items of a list; an object has up to twice as many of its optional fields
 _OBJECT_SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
-_FUNCTION = {"name": "f", "parameters": _OBJECT_SCHEMA}
 
 
 @dataclass(frozen=True)
@@ -30,10 +29,12 @@ class Operation:
 
 
 def operations(document: Schema) -> Iterator[Operation]:
+    """Those with a body of JSON: a file comes in a form."""
     for path, methods in sorted(document["paths"].items()):
-        if "requestBody" in (post := methods.get("post", {})):
-            schema = post["requestBody"]["content"]["application/json"]["schema"]
-            yield Operation(path, schema, frozenset(int(status) for status in post["responses"] if status.isdigit()))
+        post = methods.get("post", {})
+        if body := post.get("requestBody", {}).get("content", {}).get("application/json"):
+            statuses = frozenset(int(status) for status in post["responses"] if status.isdigit())
+            yield Operation(path, body["schema"], statuses)
 
 
 def meant(model: str) -> dict[str, st.SearchStrategy[Any]]:
@@ -47,9 +48,8 @@ def meant(model: str) -> dict[str, st.SearchStrategy[Any]]:
         "logit_bias": st.dictionaries(st.integers(0, 400).map(str), st.integers(-5, 5), max_size=3),
         "regex": st.sampled_from(["[a-z]{1,3}", "yes|no", "[0-9]+"]),
         "grammar": st.just('start: "a" | "b"'),
-        "json_schema|schema|parameters": st.sampled_from([{}, {"type": "integer"}, _OBJECT_SCHEMA]),
+        "json_schema|schema|parameters|input_schema": st.sampled_from([{}, {"type": "integer"}, _OBJECT_SCHEMA]),
         "chat_template_kwargs": st.just({}),
-        "tools": st.just([]) | st.just([{"type": "function", "function": _FUNCTION}]),
         "tool_calls|tool_choice|metadata": st.none(),
     }
 

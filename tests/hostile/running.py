@@ -100,8 +100,10 @@ def answer_problem(attack: Attack, answer: Answer) -> str:
 def error_problem(answer: Answer) -> str:
     """What is wrong with the body of an error; empty if nothing is."""
     try:
-        error: Any = json.loads(answer.body)["error"]
-        well_formed = set(error) == {"message", "type", "param", "code"} and bool(error["message"])
+        body: Any = json.loads(answer.body)
+        error = body["error"]
+        keys = {"type", "message"} if body.get("type") == "error" else {"message", "type", "param", "code"}
+        well_formed = {*error} - {"details"} == keys and bool(error["message"])
     except (ValueError, LookupError, TypeError):
         well_formed = False
     return "" if well_formed else f"{answer.status} with a body that is no error: {answer.body[:300]!r}"

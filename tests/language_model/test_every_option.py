@@ -34,6 +34,7 @@ LOOP: dict[str, Any] = {
 DRY = LOOP | {"dry_multiplier": 0.5}
 XTC = LOOP | {"temperature": 3.0, "seed": 5, "xtc_probability": 1.0}
 BEAMS: dict[str, Any] = {"max_new_tokens": 12, "beams": 3, "n": 3, "eos": tuple(range(4, 2000, 3))}
+CUT = DRAWN | {"reasoning_budget": 3}
 EARLY = DRAWN | {"ignore_eos": False, "eos": tuple(range(4, 1000))}
 
 
@@ -68,6 +69,8 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
     "seed": (DRAWN, 6),
     "max_new_tokens": (DRAWN, 3),
     "stop": (DRAWN, ("e", "a")),
+    "reasoning_budget": (DRAWN | {"reasoning_budget": 1000}, 3),
+    "reasoning_budget_message": (CUT, "So"),
     "time_limit": (DRAWN, 1e-9),
     "stop_when": (DRAWN, lambda ids, text: len(ids) == 2),
     "cancel": (DRAWN, cancelled()),
@@ -88,15 +91,20 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
 
 
 BEAMS_ALONE = {"length_penalty", "early_stopping"}
+# Options of chats.
+BUDGETS = {"reasoning_budget", "reasoning_budget_message"}
+ONE_TEXT = {"n", "beams", *BEAMS_ALONE}
 # What JSON cannot say, or what a body says otherwise: an adapter as its model.
 NO_FIELDS = {"time_limit", "stop_when", "cancel", "draft", "adapter", "constraint"}
 
 
 @pytest.fixture(scope="module")
 def lm(tmp_path_factory: pytest.TempPathFactory) -> LanguageModel:
-    """The demo model with a chat template that writes what is said, so that chats continue the same prompt."""
+    """The demo model with a chat template that writes what is said, so that chats continue the same prompt; it can also
+    open reasoning."""
     demo = onward.load("demo")
-    lm = LanguageModel(demo.model, demo.tokenizer, ChatTemplate("{{ messages[0].content }}", {}))
+    template = "{{ messages[0].content }}{% if enable_thinking %}<think>{% endif %}"
+    lm = LanguageModel(demo.model, demo.tokenizer, ChatTemplate(template, {}))
     lm.load_adapter("other", demo_adapter(tmp_path_factory.mktemp("adapter") / "other", 3))
     return lm
 
@@ -136,6 +144,11 @@ def scores(*scored: onward.Score) -> Any:
     return [repr(score.logprobs) for score in scored]
 
 
+def thinking(options: dict[str, Any]) -> dict[str, bool]:
+    """The variables of the template: a budget needs reasoning."""
+    return {"enable_thinking": True} if "reasoning_budget" in options else {}
+
+
 def batch_line(engine: Engine, options: dict[str, Any]) -> Any:
     """The body of the answer, with all that does not follow from the line's own text left out."""
     body = json.loads(json.dumps({"prompt": PROMPT} | options, default=repr))
@@ -150,7 +163,8 @@ def batch_line(engine: Engine, options: dict[str, Any]) -> Any:
 def response(lm: LanguageModel, options: dict[str, Any]) -> Any:
     """The same of /v1/responses, with the options under the names that they have there."""
     names = {"max_new_tokens": "max_output_tokens"}
-    body = {"input": PROMPT} | {names.get(name, name): value for name, value in options.items()}
+    body = {"input": PROMPT, "chat_template_kwargs": thinking(options)}
+    body |= {names.get(name, name): value for name, value in options.items()}
     read = BodyReader(lm, "demo").read("/v1/responses", json.loads(json.dumps(body, default=repr)), ResponseKey.new(0))
     assert lm.tokenizer is not None
     answer = response_body(read, lm.generate(read.requests[0]), lm.tokenizer, "1")
@@ -160,25 +174,31 @@ def response(lm: LanguageModel, options: dict[str, Any]) -> Any:
 Verb = Callable[[LanguageModel, Engine, dict[str, Any]], Any]
 # Each verb, and the options that it refuses.
 VERBS: dict[str, tuple[Verb, set[str]]] = {
-    "generate": (lambda lm, engine, options: seen(lm.generate(PROMPT, **options)), set()),
-    "per_prompt": (lambda lm, engine, options: seen(lm.generate([PROMPT], per_prompt=[cast(Any, options)])[0]), set()),
-    "stream": (lambda lm, engine, options: streamed(lm.stream(PROMPT, **options)), {"n", "beams", *BEAMS_ALONE}),
-    "chat": (lambda lm, engine, options: seen(lm.chat(MESSAGES, **options)), set()),
+    "generate": (lambda lm, engine, options: seen(lm.generate(PROMPT, **options)), BUDGETS),
+    "per_prompt": (
+        lambda lm, engine, options: seen(lm.generate([PROMPT], per_prompt=[cast(Any, options)])[0]),
+        BUDGETS,
+    ),
+    "stream": (
+        lambda lm, engine, options: streamed(lm.stream(PROMPT, **options)),
+        ONE_TEXT | BUDGETS,
+    ),
+    "chat": (lambda lm, engine, options: seen(lm.chat(MESSAGES, template=thinking(options), **options)), set()),
     "session": (
         lambda lm, engine, options: seen(Session(lm).generate(PROMPT, **options)),
-        {"n", "beams", *BEAMS_ALONE},
+        ONE_TEXT | BUDGETS,
     ),
-    "engine": (lambda lm, engine, options: seen(engine.submit(PROMPT, **options).result()), set()),
+    "engine": (lambda lm, engine, options: seen(engine.submit(PROMPT, **options).result()), BUDGETS),
     "score": (lambda lm, engine, options: scores(lm.score(PROMPT, **options)), set(CASES) - {"logprobs", "adapter"}),
     "score_continuations": (
         lambda lm, engine, options: scores(*lm.score_continuations(PROMPT, ["a", "bc"], **options)),
         set(CASES) - {"logprobs", "adapter"},
     ),
     "logits": (lambda lm, engine, options: lm.logits([1, 2, 3], **options).tolist(), set(CASES) - {"adapter"}),
-    "batch line": (lambda lm, engine, options: batch_line(engine, options), NO_FIELDS),
+    "batch line": (lambda lm, engine, options: batch_line(engine, options), NO_FIELDS | BUDGETS),
     "responses": (
         lambda lm, engine, options: response(lm, options),
-        NO_FIELDS | {"stop", "n", "logprobs", "prompt_logprobs", "beams", *BEAMS_ALONE},
+        NO_FIELDS | {"stop", "logprobs", "prompt_logprobs", *ONE_TEXT},
     ),
 }
 SCORING = {"score", "score_continuations", "logits"}
@@ -195,7 +215,7 @@ def test_an_option_changes_the_answer_or_is_refused_by_its_name(
 ) -> None:
     run, refused = VERBS[verb]
     base, value = CASES[name]
-    if verb in SCORING or (name in refused and name in BEAMS_ALONE):
+    if verb in SCORING or (name in refused and name in BEAMS_ALONE | BUDGETS):
         base = {}
     if name in refused:
         with pytest.raises(RequestError, match=rf"\b{name}\b"):

@@ -331,7 +331,7 @@ REFUSED = [
     ("x" * 17, {}, ContextOverflowError, r"prompt \(17 tokens\) \+ max_new_tokens \(4\) = 21, .* at most 3"),
     ("x", {"temprature": 1}, RequestError, "unknown option 'temprature': did you mean temperature\\?"),
     ("x", {"temperature": -1}, RequestError, "temperature must be"),
-    ("x", {"top_p": 0}, RequestError, "top_p must be a number in"),
+    ("x", {"top_p": -0.1}, RequestError, "top_p must be a number in"),
     ("x", {"max_new_tokens": -1}, RequestError, "max_new_tokens must be"),
     ("x", {"eos": 258}, RequestError, "eos names id 258, but the vocabulary ends at 257"),
 ]

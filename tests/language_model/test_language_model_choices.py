@@ -170,7 +170,6 @@ def test_the_seeds_of_samples_are_those_of_philox_as_published():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"n": 2}, "n=2 with temperature 0 is the same text 2 times"),
         ({"n": 0}, "n must be a whole number of 1 or more; got 0"),
         ({"n": True, **SAMPLED}, "n must be a whole number"),
         ({"logprobs": -1}, "logprobs must be a whole number of 0 or more; got -1"),
@@ -185,7 +184,7 @@ def test_the_seeds_of_samples_are_those_of_philox_as_published():
         ({"per_prompt": {"seed": 1}}, "per_prompt must be a list of options as dicts, one a prompt"),
         ({"per_prompt": [{}, {}]}, "per_prompt has options for 2 prompts, but there are 1"),
         ({"per_prompt": [3]}, "per_prompt must hold a dict of options for each prompt; got 3"),
-        ({"per_prompt": [{"n": 2}]}, "n=2 with temperature 0 is the same text 2 times"),
+        ({"per_prompt": [{"n": 0}]}, "n must be a whole number of 1 or more; got 0"),
         ({"per_prompt": [{"logprob": 1}]}, "unknown option 'logprob': did you mean logprobs"),
         ({"per_prompt": [{"beams": 2, "draft": "lookup"}]}, "a beam search cannot use a draft"),
     ],
@@ -430,3 +429,10 @@ def test_the_shared_prefill_is_part_of_the_first_tokens_time(lm):
         assert len(one.timing.per_token_ms) == len(one.token_ids) - 1
         assert one.timing.total_ms == pytest.approx(one.timing.prefill_ms + sum(one.timing.per_token_ms))
     assert shared.timing.prefill_ms == shared.others[0].timing.prefill_ms > 0
+
+
+def test_texts_of_greedy_decoding_are_equal(lm):
+    alone = lm.generate("Once", temperature=0, max_new_tokens=6)
+    choices = lm.generate("Once", temperature=0, max_new_tokens=6, n=3).choices
+    assert [choice.token_ids for choice in choices] == [alone.token_ids] * 3
+    assert {choice.seed for choice in choices} == {None}

@@ -180,11 +180,11 @@ def test_positions_past_the_table_and_blocks_below_zero_are_refused(isa: str, of
         attention(x, blocks, blocks, torch.tensor([offset], dtype=torch.int32), table=table)
 
 
-@pytest.mark.parametrize("code", [1, -1, 2**31 - 1])
+@pytest.mark.parametrize("code", [2, -1, 2**31 - 1])
 def test_unknown_formats_of_rows_are_refused(isa: str, code: int) -> None:
     x, cache = torch.ones(1, 1, 1, 8), torch.zeros(1, 1, BLOCK, 8)
     with pytest.raises(NativeError, match="onward_heads failed: bad argument"):
-        write(x, cache, [0], False, to_cache=2 if code == 1 else code)
+        write(x, cache, [0], False, to_cache=3 if code == 2 else code)
     assert not cache.any()
     with pytest.raises(NativeError, match="onward_attention failed: bad argument"):
         attention(x, cache, cache, torch.zeros(1, dtype=torch.int32), cache_format=code)

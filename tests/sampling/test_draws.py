@@ -159,6 +159,7 @@ def test_greedy_takes_the_lowest_of_equal_ids():
 def test_a_tiny_top_p_admits_the_most_likely_id_alone():
     logits = torch.randn(1000, 50, generator=torch.Generator().manual_seed(2))
     assert torch.equal(sample(logits, temperature=3.0, top_p=1e-9, seed=1), logits.argmax(-1))
+    assert torch.equal(sample(logits, temperature=3.0, top_p=0.0, seed=1), logits.argmax(-1))
     assert torch.equal(sample(logits, temperature=3.0, top_k=1, seed=1), logits.argmax(-1))
     assert torch.equal(sample(logits, temperature=3.0, min_p=1.0, seed=1), logits.argmax(-1))
 

@@ -12,7 +12,7 @@ import httpx2
 import openai
 
 import onward
-from onward.server import App, Settings, create_app
+from onward.server import App, OnDemand, Settings, create_app
 from onward.server.lifecycle import Server, address_of, bound, config_of
 
 SECONDS = 60
@@ -29,10 +29,13 @@ class LiveServer:
         models: Mapping[str, onward.LanguageModel],
         engine: Mapping[str, Any] | None = None,
         port: int = 0,
+        on_demand: OnDemand | None = None,
+        tracer_provider: Any = None,
         **settings: Any,
     ) -> None:
         self.engines = {name: onward.Engine(lm, **(engine or {})) for name, lm in models.items()}
-        self.app: App = create_app(self.engines, Settings(**{"access_log": False} | settings))
+        chosen = Settings(**{"access_log": False} | settings)
+        self.app: App = create_app(self.engines, chosen, on_demand=on_demand, tracer_provider=tracer_provider)
         self.listener = bound("127.0.0.1", port)
         self.url = address_of(self.listener)
         self.port = self.listener.getsockname()[1]
@@ -70,6 +73,9 @@ class LiveServer:
 
     def post(self, path: str, body: Any = None, **options: Any) -> httpx2.Response:
         return httpx2.post(f"{self.url}{path}", json=body, **PLAIN | options)
+
+    def send(self, method: str, path: str, body: Any = None) -> httpx2.Response:
+        return httpx2.request(method, f"{self.url}{path}", json=body, **PLAIN)
 
     def get(self, path: str, **options: Any) -> httpx2.Response:
         return httpx2.get(f"{self.url}{path}", **PLAIN | options)

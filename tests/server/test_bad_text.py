@@ -34,6 +34,7 @@ def schema(value: Any) -> dict[str, Any]:
     return {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": value}}}
 
 
+ANTHROPIC: dict[str, Any] = {**message(), "max_tokens": 1}
 # Bodies with a place for any value. Every option of a request is among them.
 OPTIONS = (
     *("temperature", "top_k", "top_p", "min_p", "typical_p", "xtc_probability", "xtc_threshold", "seed", "n", "beams"),
@@ -74,6 +75,13 @@ PLACES: list[tuple[str, dict[str, Any]]] = [
     *(("/v1/responses", {"input": "x", "max_output_tokens": 1} | {name: HERE}) for name in ("text", "tools", "user")),
     ("/v1/responses", {"max_output_tokens": 1, "input": [{"role": "user", "content": HERE}]}),
     ("/v1/responses", {"max_output_tokens": HERE, "input": "x"}),
+    *(("/v1/messages", {**ANTHROPIC, name: HERE}) for name in ("system", "tools", "tool_choice", "stop_sequences")),
+    *(("/v1/messages", {**ANTHROPIC, name: HERE}) for name in ("thinking", "output_config", "metadata", "max_tokens")),
+    *(("/v1/messages", {**ANTHROPIC, **message(**{name: HERE})}) for name in ("role", "content", "extra")),
+    ("/v1/messages", {**ANTHROPIC, **message(content=[{"type": "text", "text": HERE}])}),
+    ("/v1/messages", {**ANTHROPIC, **message(content=[{"type": "tool_result", "tool_use_id": "a", "content": HERE}])}),
+    ("/v1/messages", {**ANTHROPIC, "tools": [{"name": "f", "input_schema": SCHEMA | {"extra": HERE}, "strict": True}]}),
+    ("/v1/messages/count_tokens", message(content=HERE)),
     *(("/tokenize", value) for value in ({"prompt": HERE}, message(content=HERE), message(extra=HERE))),
     *(("/detokenize", value) for value in ({"tokens": HERE}, {"tokens": [HERE]})),
 ]

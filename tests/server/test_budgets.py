@@ -22,7 +22,7 @@ import onward
 from onward.protocols.choices import as_json
 from onward.server.client import MemoryBudget, MemoryFullError, Reservation
 from onward.server.errors import WholeResponse, rendered
-from onward.server.submission import StoredResponse
+from onward.server.submission import ReplayRecord
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 SHORT = {"messages": MESSAGES, "max_tokens": 2}
@@ -107,7 +107,7 @@ def test_records_hold_ids_alone(start: Start, lm: onward.LanguageModel) -> None:
     body = {"prompt": ["Once", "The fox"], "max_tokens": 50, "logprobs": 5, "n": 2, "temperature": 1}
     first = server.post(TEXT, body, headers={"idempotency-key": "a"})
     server.wait_idle()
-    (stored,) = server.app.service.responses._responses.values()
+    (stored,) = server.app.service.replays._records.values()
     assert stored.request is None
     assert stored.emitted is not None
     assert all(type(ids) is array and ids.itemsize == 4 for ids in stored.emitted)
@@ -126,9 +126,9 @@ def test_records_are_evicted_at_their_share(start: Start, lm: onward.LanguageMod
     for number in range(6):
         server.post(TEXT, {"prompt": "x", "max_tokens": 3}, headers={"idempotency-key": str(number)})
         server.wait_idle()
-    assert len(server.app.service.responses) == 3
+    assert len(server.app.service.replays) == 3
     assert 0 < server.app.service.memory.used <= 4096
-    assert isinstance(server.app.service.responses._responses.popitem()[1], StoredResponse)
+    assert isinstance(server.app.service.replays._records.popitem()[1], ReplayRecord)
 
 
 # ── threads ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -141,13 +141,13 @@ class BlockedReader:
         self.started, self.end, self.read = threading.Semaphore(0), threading.Event(), 0
         models, find = server.app.service.models, server.app.service.models.find
 
-        def blocked(name: object) -> Any:
+        def blocked(name: object, *check: Any) -> Any:
             if name == "blocked":
                 self.started.release()
                 assert self.end.wait(SECONDS)
                 self.read += 1
                 name = "demo"
-            return find(name)
+            return find(name, *check)
 
         monkeypatch.setattr(models, "find", blocked)
 

@@ -12,6 +12,7 @@ from onward.chat import ChatTemplate
 from onward.engine import Engine
 from onward.protocols import PROTOCOLS
 from onward.protocols.choices import ChunkEvents
+from onward.protocols.messages_events import MessageEventStream
 from onward.protocols.responses_events import ResponseEventStream
 from onward.server import Settings, create_app
 from onward.server.resume import EventWriter
@@ -21,6 +22,7 @@ SECONDS = 60
 URLS = {
     "/v1/completions": {"prompt": "Once", "max_tokens": 150},
     "/v1/responses": {"input": "Once", "max_output_tokens": 150},
+    "/v1/messages": {"messages": [{"role": "user", "content": "Once"}], "max_tokens": 150},
 }
 
 
@@ -74,7 +76,7 @@ async def idle(app, engine):
 @pytest.mark.parametrize("broken", ["events", "writer", "begin", "whole"])
 def test_nothing_stays_live_when_an_answer_cannot_be_made(engine, monkeypatch, url, broken):
     protocol = PROTOCOLS[url]
-    events = ChunkEvents if "completions" in url else ResponseEventStream
+    events = {"/v1/completions": ChunkEvents, "/v1/responses": ResponseEventStream}.get(url, MessageEventStream)
     if broken == "events":
         monkeypatch.setattr(type(protocol), "events", fails)
     elif broken == "writer":
@@ -93,6 +95,7 @@ def test_nothing_stays_live_when_an_answer_cannot_be_made(engine, monkeypatch, u
     status, text = asyncio.run(asked())
     assert (status, broken) in {(500, "events"), (500, "writer"), (500, "whole"), (200, "begin")}
     assert "[DONE]" not in text
+    assert "message_stop" not in text
 
 
 def test_what_is_submitted_for_a_request_that_was_cancelled_meanwhile_is_cancelled(engine, monkeypatch):

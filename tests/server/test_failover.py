@@ -3,11 +3,12 @@
 import asyncio
 import json
 from collections.abc import AsyncGenerator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from live_server import SECONDS
-from test_taking_up import BODIES, RESPONSES, Frames, frames_of, said, without_cached
+from test_taking_up import BODIES, PIECEWISE, RESPONSES, Frames, frames_of, said, without_cached
 
 import onward
 from onward.cluster.call import ProxiedRequest, ReplicaLostError, Reply, RouteAttempt
@@ -72,7 +73,7 @@ def test_a_stream_goes_on_after_any_message(lm: onward.LanguageModel, body: str)
         ingress: Any = Ingress(replicas, RetryOptions(quarantine=0.0), settings)  # type: ignore[arg-type]
 
         def check_same(got: Frames, expected: Frames) -> None:
-            if url == RESPONSES:
+            if url in PIECEWISE:
                 assert without_cached(got) == without_cached(expected)
             else:
                 assert said(got.data) == said(expected.data)
@@ -90,3 +91,51 @@ def test_a_stream_goes_on_after_any_message(lm: onward.LanguageModel, body: str)
                 check_same(Frames([*whole[: at + 1], *rest]), whole)
 
         asyncio.run(lost())
+
+
+def test_a_turn_of_a_conversation_goes_on(lm: onward.LanguageModel, tmp_path: Path) -> None:
+    """Replicas that share a store continue the same items, also after the turn is in the conversation."""
+    settings = Settings(access_log=False, response_store=str(tmp_path / "responses.db"))
+    item = {"id": "msg_1", "type": "message", "role": "user", "content": "A story."}
+    asked = {"input": "Another.", "conversation": "conv_1", "max_output_tokens": 8, "seed": 3}
+    with onward.Engine(lm) as one, onward.Engine(lm) as other:
+        apps = [create_app({"demo": engine}, settings) for engine in (one, other)]
+        store, second = (app.service.store for app in apps)
+        assert store is not None
+        assert second is not None
+        store.create("", {"id": "conv_1"}, [item])
+        replicas = Replicas(*apps)
+        ingress: Any = Ingress(replicas, RetryOptions(quarantine=0.0), settings)  # type: ignore[arg-type]
+
+        async def lost() -> None:
+            whole = await frames(ingress, RESPONSES, asked)
+            count = replicas.replies
+            for replicas.lost in range(count):
+                assert without_cached(await frames(ingress, RESPONSES, asked)) == without_cached(whole)
+            response = whole.data[-1]["response"]
+            assert second.get("", response["id"]) == response
+            assert [each["id"] for each in second.context("", "conv_1")][2:] == [response["output"][0]["id"]]
+
+        asyncio.run(lost())
+        for each in (store, second):
+            each.close()
+
+
+def test_a_deployment_generates_nothing_in_the_background(lm: onward.LanguageModel) -> None:
+    sent: list[Any] = []
+    received = [{"type": "http.request", "body": b'{"input": "x", "background": true}', "more_body": False}]
+
+    async def receive() -> Any:
+        return received.pop() if received else await asyncio.Event().wait()
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    with onward.Engine(lm) as engine:
+        app = create_app({"demo": engine}, Settings(access_log=False))
+        ingress: Any = Ingress(Replicas(app, app), RetryOptions())  # type: ignore[arg-type]
+        scope = {"type": "http", "method": "POST", "path": RESPONSES, "query_string": b""}
+        scope["headers"] = [(b"content-type", b"application/json")]
+        asyncio.run(asyncio.wait_for(ingress(scope, receive, send), SECONDS))
+    assert sent[0]["status"] == 400
+    assert json.loads(sent[1]["body"])["error"]["param"] == "background"

@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -35,10 +36,20 @@ def exposed_metrics(text: str) -> set[Metric]:
     return {(name, kind, frozenset(labels[name])) for name, kind in kinds.items()}
 
 
+def run_batch(server: LiveServer) -> None:
+    with server.openai() as client:
+        line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "A", "max_tokens": 1}}
+        file = client.files.create(file=("in.jsonl", json.dumps(line).encode()), purpose="batch")
+        batch = client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
+        while client.batches.retrieve(batch.id).status != "completed":
+            time.sleep(0.01)
+
+
 def test_the_page_lists_every_metric(start: Start, lm: onward.LanguageModel) -> None:
     server = start({"demo": lm})
     assert server.post("/v1/completions", {"prompt": "Once", "max_tokens": 2}).status_code == 200
-    assert server.post("/v1/completions", {"prompt": "Once", "max_tokens": -1}).status_code == 400
+    assert server.post("/v1/completions", {"prompt": "Once", "max_tokens": -2}).status_code == 400
+    run_batch(server)
     server.wait_idle()
     of_one_server, of_deployments = section("All metrics").split("With `onward deploy`")
     assert documented_metrics(of_one_server) == exposed_metrics(server.get("/metrics").text)
@@ -52,8 +63,13 @@ def test_the_page_lists_every_field_of_the_log(
     server = start({"demo": lm}, access_log=True, log_prompts=True, ignore_unsupported=True)
     with caplog.at_level("INFO", logger="onward.server"):
         server.post("/v1/completions", {"prompt": "Once", "max_tokens": 2, "store": True})
-        server.post("/v1/completions", {"prompt": "Once", "max_tokens": -1})
+        server.post("/v1/completions", {"prompt": "Once", "max_tokens": -2})
+        run_batch(server)
         server.wait_idle()
+        end = time.monotonic() + 30
+        while not any('"batch ended"' in record.getMessage() for record in caplog.records):
+            assert time.monotonic() < end
+            time.sleep(0.01)
     written = {name for record in caplog.records for name in json.loads(record.getMessage())}
     rows = [line.split("|")[1:3] for line in section("Read the log").splitlines() if line.startswith("| `")]
     documented = {name: where.strip() for names, where in rows for name in re.findall(r"`(\w+)`", names)}

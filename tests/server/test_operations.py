@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx2
 import pytest
+import torch
 from live_server import MESSAGES, SECONDS, LiveServer, text_of
 
 import onward
@@ -162,7 +163,7 @@ def test_an_engine_that_hangs_is_not_healthy(start: Start, lm: onward.LanguageMo
 
 def test_keys_are_asked_for(start: Start, lm: onward.LanguageModel) -> None:
     server = start({"demo": lm}, api_keys=("first", "second"))
-    for path in ("/health", "/ready", "/", "/page/page.js", "/openapi.json"):
+    for path in ("/health", "/ready", "/", "/docs", "/page/page.js", "/openapi.json"):
         assert server.get(path).status_code == 200, path
     for headers in ({}, {"Authorization": "Bearer third"}, {"Authorization": "Basic first"}, {"Authorization": ""}):
         for path in ("/v1/models", "/metrics", "/stats"):
@@ -305,7 +306,8 @@ def test_models_are_listed_with_the_defaults_of_their_options(start: Start, lm: 
     for name, value in options.items():
         assert value == (None if name == "max_new_tokens" else getattr(lm.defaults, name))
     schemas = server.get("/openapi.json").json()["components"]["schemas"]
-    assert set(model) | {"parent"} == set(schemas["ModelEntry"]["properties"])
+    assert set(model) | {"parent", "size_bytes"} == set(schemas["ModelEntry"]["properties"])
+    assert model["status"] == "loaded"
     asked = {"prompt": "The fox", "max_tokens": 8, "seed": 1}
     chosen = {name: value for name, value in options.items() if name != "max_new_tokens"}
     texts = [server.post(TEXT, body).json()["choices"][0]["text"] for body in (asked, {**asked, **chosen})]
@@ -466,4 +468,31 @@ def test_what_is_not_there_is_told(server: LiveServer) -> None:
     assert server.get(CHAT).status_code == 405
     assert server.get(CHAT).headers["allow"] == "POST"
     assert server.get("/").headers["content-type"].startswith("text/html")
-    assert server.get("/docs").status_code == 404
+    assert server.get("/redoc").status_code == 404, "a page of the framework"
+
+
+def test_the_tokens_of_a_continued_message_are_those_of_the_chat(server: LiveServer, lm: onward.LanguageModel) -> None:
+    begun = [*MESSAGES, {"role": "assistant", "content": "Once upon"}]
+    continued = server.post("/tokenize", {"messages": begun, "continue_final_message": True}).json()
+    assert lm.decode(continued["tokens"]).endswith("assistant\nOnce upon")
+    body = {"messages": begun, "continue_final_message": True, "max_tokens": 8, "temperature": 0}
+    answer = server.post("/v1/chat/completions", body).json()
+    assert answer["usage"]["prompt_tokens"] == continued["count"]
+    assert (
+        answer["choices"][0]["message"]["content"]
+        == lm.generate(continued["tokens"], max_new_tokens=8, temperature=0).text
+    )
+    stream = server.stream("/v1/chat/completions", body)
+    parts = [chunk["choices"][0]["delta"].get("content", "") for chunk in stream.chunks]
+    assert "".join(parts) == answer["choices"][0]["message"]["content"]
+    both = {"messages": begun, "continue_final_message": True, "add_generation_prompt": True}
+    refused = server.post("/tokenize", both)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "continue_final_message")
+
+
+def test_the_version_is_that_of_what_computes(server: LiveServer) -> None:
+    found = server.get("/version").json()
+    assert (found["version"], found["torch"]) == (onward.__version__, torch.__version__)
+    assert found["build"] == server.engines["demo"].fingerprint.split("-")[2]
+    choice = onward.ops.choice()
+    assert found["instruction_set"] == (choice.isa if choice.form == "native" else None)

@@ -436,3 +436,36 @@ def test_a_model_without_a_chat_template_continues_a_text(start: Start, lm: onwa
     expect(page.locator(".facts")).to_contain_text("16 tokens")
     answer = server.post(TEXT, {"prompt": "The fox", "max_tokens": 16, "seed": 1}).json()["choices"][0]["text"]
     assert texts(page) == answer
+
+
+# ── /docs ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_page_of_the_api_shows_each_endpoint_and_field(server: LiveServer, page: Any) -> None:
+    document = server.get("/openapi.json").json()
+    page.goto(f"{server.url}/docs")
+    expect(page.locator("#version")).to_have_text(onward.__version__)
+    paths = [path for path in document["paths"] if f"/v1{path}" not in document["paths"]]
+    expect(page.locator("#index a")).to_have_count(sum(len(document["paths"][path]) for path in paths))
+    fields = document["components"]["schemas"]["ChatBody"]["properties"]
+    shown = page.locator("#post-v1-chat-completions .field > dt > .name").all_text_contents()
+    assert set(fields) <= set(shown)
+    field = page.locator("#post-v1-chat-completions .field", has=page.get_by_text("top_logprobs", exact=True)).last
+    expect(field.locator(".kind")).to_have_text("integer (0 to 20)")
+
+
+def test_the_page_of_the_api_finds_a_field(server: LiveServer, page: Any) -> None:
+    page.goto(f"{server.url}/docs")
+    page.fill("#find", "xtc_threshold")
+    bodies = {"chat-completions", "completions", "responses", "messages", "responses-input-tokens"}
+    expect(page.locator("main > section:visible")).to_have_count(len(bodies) + 1)  # with the first, of all endpoints
+    shown = page.locator("main > section:visible").evaluate_all("all => all.map(each => each.id)")
+    assert set(shown[1:]) == {f"post-v1-{name}" for name in bodies}
+    assert set(page.locator(".field:visible > dt > .name").all_text_contents()) == {"xtc_threshold"}
+    expect(page.locator("#get-health")).to_be_hidden()
+    page.fill("#find", "/health")
+    expect(page.locator("main > section:visible h2 code")).to_have_text(["/health"])
+    page.fill("#find", "no such thing")
+    expect(page.locator("#none")).to_be_visible()
+    page.fill("#find", "")
+    expect(page.locator("#get-health")).to_be_visible()

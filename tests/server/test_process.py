@@ -161,3 +161,36 @@ def test_wrong_flags_are_one_line(flags: tuple[str, ...], says: str, capsys: pyt
     assert len(errors) == 1
     assert says in errors[0]
     assert "Traceback" not in stderr
+
+
+def test_a_signal_stops_a_batch_at_the_end_of_a_line_and_the_next_server_continues_it(tmp_path: Path) -> None:
+    body = {"prompt": "Once", "max_tokens": 100, "ignore_eos": True, "temperature": 1.0}
+    line = {"method": "POST", "url": "/v1/completions", "body": body}
+    content = "".join(json.dumps({"custom_id": str(at), **line}) + "\n" for at in range(60))
+    flags = ("demo", "--files-dir", str(tmp_path / "files"), "--max-sequences", "4")
+
+    def state(url: str, id: str) -> dict[str, Any]:
+        return httpx2.get(f"{url}/v1/batches/{id}", timeout=SECONDS).json()  # type: ignore[no-any-return]
+
+    with serving(*flags) as served:
+        form = {"data": {"purpose": "batch"}, "files": {"file": ("in.jsonl", content)}}
+        file = httpx2.post(f"{served.url}/v1/files", timeout=SECONDS, **form).json()
+        fields = {"input_file_id": file["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
+        batch = httpx2.post(f"{served.url}/v1/batches", json=fields, timeout=SECONDS).json()
+        while not state(served.url, batch["id"])["request_counts"]["completed"]:
+            time.sleep(0.01)
+        served.process.send_signal(signal.SIGTERM)
+        assert served.end() == 0
+        assert not any(event["event"] in ("defect", "message", "cancels") for event in served.events)
+    assert (tmp_path / "files").stat().st_mode & 0o777 == 0o700
+    stored = json.loads((tmp_path / "files" / f"{batch['id']}.json").read_text())
+    assert stored["status"] == "in_progress"
+    with serving(*flags) as served:
+        while (now := state(served.url, batch["id"]))["status"] in ("in_progress", "finalizing"):
+            time.sleep(0.05)
+        assert (now["status"], now["request_counts"]) == ("completed", {"total": 60, "completed": 60, "failed": 0})
+        output = httpx2.get(f"{served.url}/v1/files/{now['output_file_id']}/content", timeout=SECONDS).text
+        results = [json.loads(each) for each in output.splitlines()]
+        assert [each["custom_id"] for each in results] == [str(at) for at in range(60)]
+        served.process.send_signal(signal.SIGTERM)
+        assert served.end() == 0

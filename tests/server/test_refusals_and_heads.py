@@ -29,6 +29,7 @@ def paths_of(server: LiveServer, method: str) -> set[str]:
 def test_head_is_get_without_the_body(server: LiveServer) -> None:
     paths = {
         "/",
+        "/docs",
         "/health",
         "/ready",
         "/metrics",
@@ -51,7 +52,7 @@ def test_head_is_get_without_the_body(server: LiveServer) -> None:
         assert head_status == status == again, path
         assert nothing == b""
         assert set(head_headers) == set(headers)
-        changing = {"x-request-id", "date"} | (
+        changing = {"x-request-id", "request-id", "date"} | (
             {"content-length"} if path in ("/metrics", "/stats", "/health") else set()
         )
         assert {name: head_headers[name] for name in headers if name not in changing} == {
@@ -158,17 +159,30 @@ def test_the_log_says_why_a_request_is_refused(
 def test_every_body_is_in_the_log_where_that_is_asked_for(
     start: Start, lm: onward.LanguageModel, caplog: pytest.LogCaptureFixture, log_prompts: bool
 ) -> None:
-    server = start({"demo": lm}, access_log=True, log_prompts=log_prompts)
+    server = start({"demo": lm}, access_log=True, log_prompts=log_prompts, management=True)
     posted = {path for path, methods in server.get("/openapi.json").json()["paths"].items() if "post" in methods}
     bodies: list[tuple[str, dict[str, Any]]] = [
         (TEXT, {"prompt": SECRET, "max_tokens": 1}),
         (CHAT, {"messages": [{"role": "user", "content": SECRET}], "max_tokens": 1}),
         (RESPONSES, {"input": SECRET, "max_output_tokens": 1}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": SECRET}], "max_tokens": 1}),
+        ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": SECRET}]}),
         ("/v1/tokenize", {"prompt": SECRET}),
         ("/v1/tokenize", {"prompt": SECRET, "nonsense": 1}),
         ("/v1/detokenize", {"tokens": lm.encode(SECRET)}),
+        ("/v1/responses/input_tokens", {"input": SECRET}),
+        ("/v1/conversations", {"items": [{"role": "user", "content": SECRET}]}),
+        ("/v1/conversations/{id}", {"metadata": {"a": SECRET}}),
+        ("/v1/conversations/{id}/items", {"items": [{"role": "user", "content": SECRET}]}),
+        ("/v1/models/load", {"model": SECRET}),
+        ("/v1/models/unload", {"model": SECRET}),
+        ("/v1/load_lora_adapter", {"lora_name": SECRET, "lora_path": SECRET}),
+        ("/v1/unload_lora_adapter", {"lora_name": SECRET}),
+        ("/v1/batches", {"input_file_id": SECRET, "endpoint": TEXT, "completion_window": "24h"}),
     ]
-    assert {path for path in posted if path.startswith("/v1")} == {path for path, _ in bodies}
+    # Without a body in JSON.
+    without_body = {"/v1/responses/{id}/cancel", "/v1/batches/{id}/cancel", "/v1/files"}
+    assert {path for path in posted if path.startswith("/v1")} - without_body == {path for path, _ in bodies}
     server.wait_idle()
     for path, body in bodies:
         with logged(caplog, server) as lines:

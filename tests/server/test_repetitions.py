@@ -19,7 +19,7 @@ import onward
 from onward.batches import BatchInput, BatchLine, EngineReplica, LineResult
 from onward.protocols import BodyReader, ResponseKey
 from onward.server.client import MemoryBudget
-from onward.server.submission import ResponseStore
+from onward.server.submission import ReplayRecords
 
 CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 BODIES: list[tuple[str, dict[str, Any]]] = [
@@ -158,7 +158,7 @@ def test_two_clients_of_one_stream_and_one_leaves(server: LiveServer) -> None:
 def test_what_is_kept_is_bounded_and_does_not_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr("onward.server.submission.time", SimpleNamespace(monotonic=lambda: now[0]))
-    store = ResponseStore(10.0, MemoryBudget(2**29))
+    store = ReplayRecords(10.0, MemoryBudget(2**29))
     key = ResponseKey.new()
     assert store.get("a", key).key == key
     now[0] = 9.0
@@ -168,7 +168,7 @@ def test_what_is_kept_is_bounded_and_does_not_stay(monkeypatch: pytest.MonkeyPat
     for number in range(20_000):
         store.get(str(number), key)
     assert len(store) <= 10_001
-    store = ResponseStore(10.0, budget := MemoryBudget(2**20))
+    store = ReplayRecords(10.0, budget := MemoryBudget(2**20))
     for number in range(100):
         store.get(str(number), key)
     assert len(store) <= 33

@@ -130,7 +130,6 @@ def test_items_of_the_input_are_messages(lm: onward.LanguageModel, monkeypatch: 
         return request
 
     monkeypatch.setattr(onward.LanguageModel, "chat_request", chat_request)
-    monkeypatch.setattr("onward.protocols.chat._check_variables", lambda *_: None)
     items = [
         {"role": "user", "content": [{"type": "input_text", "text": "How is "}, {"type": "input_text", "text": "it?"}]},
         {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]},
@@ -174,7 +173,16 @@ def test_items_of_the_input_are_messages(lm: onward.LanguageModel, monkeypatch: 
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"store": True}, "store"),
         ({"background": True}, "background"),
-        ({"include": ["reasoning.encrypted_content"]}, "include"),
+        ({"include": ["file_search_call.results"]}, "include"),
+        ({"conversation": "conv_1"}, "conversation"),
+        ({"conversation": {"id": 1}}, "conversation"),
+        ({"truncation": "some"}, "truncation"),
+        ({"metadata": {"a": 1}}, "metadata.a"),
+        ({"metadata": {"a": "b" * 513}}, "metadata"),
+        ({"max_tool_calls": 0}, "max_tool_calls"),
+        ({"stream_options": {"include_obfuscation": True}}, "stream_options"),
+        ({"input": [{"type": "reasoning", "encrypted_content": "gAAAAA"}]}, "input[0].encrypted_content"),
+        ({"text": {"verbosity": "none"}}, "text"),
         ({"include": "message.output_text.logprobs"}, "include"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"include": ["message.output_text.logprobs"], "top_logprobs": -1}, "top_logprobs"),
@@ -183,8 +191,8 @@ def test_items_of_the_input_are_messages(lm: onward.LanguageModel, monkeypatch: 
         ({"max_output_tokens": -1}, "max_output_tokens"),
         ({"text": {"format": {"type": "xml"}}}, "text"),
         ({"text": 5}, "text"),
-        ({"reasoning": {"summary": "auto"}}, "reasoning.summary"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0]"),
+        ({"reasoning": {"summary": "long"}}, "reasoning.summary"),
+        ({"tools": [{"type": "file_search"}]}, "tools[0]"),
         ({"nothing": 1}, "nothing"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,

@@ -335,7 +335,7 @@ def test_a_row_is_what_its_seed_makes_of_it(module):
         ({"prompt_tokens": torch.tensor([[-1, 3]])}, "prompt_tokens must be a whole number of 0 or more; got -1"),
         ({"max_new_tokens": -1}, "max_new_tokens must be a whole number of 0 or more; got -1"),
         ({"temperature": -1.0}, "temperature must be"),
-        ({"top_p": 0.0}, "top_p must be"),
+        ({"top_p": -0.5}, "top_p must be"),
         ({"eos": 32}, "eos names id 32"),
         ({"pad": 32}, "pad names id 32"),
         ({"pad": -100}, "pad must be a whole number of 0 or more; got -100"),

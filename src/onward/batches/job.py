@@ -1,4 +1,4 @@
-"""Run a batch over replicas: an engine of this process, or Ray actors (extra `onward[cluster]`).
+"""Run a batch over replicas.
 
 Every replica has a few chunks at a time, so that its engine never runs out of lines. A result counts once it is on
 disk. A replica that dies is replaced, and its chunks are retried on any free replica. After two deaths, a chunk is set
@@ -7,204 +7,32 @@ gets an error as its result, and the batch continues without it.
 """
 
 import asyncio
-import hashlib
-import json
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
 
-import onward
-from onward.batches.line import BatchInput, BatchLine, result_line
+from onward.batches.line import BatchInput, BatchLine
+from onward.batches.replica import Replica, ReplicaDiedError, failure
 from onward.batches.results import BatchResults, LineResult
-from onward.engine import Engine, Generation
-from onward.engine.fingerprint import bits_fingerprint
-from onward.errors import EngineBusyError, EngineError, OnwardError, RequestError, one_line
-from onward.language_model import Request
-from onward.protocols import BodyReader, ResponseKey
+from onward.errors import EngineError, OnwardError, RequestError
 
 # Lines per chunk, and chunks that each replica has at a time.
 _CHUNK, _AHEAD = 32, 3
 # Replica deaths after which a chunk's lines are suspects, a line alone is to blame, and loading is given up.
 _MAX_CHUNK_DEATHS, _MAX_LINE_DEATHS, _MAX_LOAD_DEATHS = 2, 3, 3
-# Seconds between checks that an actor is alive, and for it to respond.
-_CHECK_INTERVAL, _CHECK_TIMEOUT = 10.0, 60.0
-
-
-class ReplicaDiedError(Exception):
-    """A replica does not answer any more, for any reason."""
-
-
-class Replica(Protocol):
-    """An engine, possibly in another process. Every method may raise `ReplicaDiedError`."""
-
-    async def load(self) -> str:
-        """Load the model, and return the fingerprint of its results."""
-
-    async def serve(self, lines: Sequence[BatchLine]) -> list[LineResult]:
-        """Return the result of each line, in order."""
-
-    def close(self) -> None:
-        """Make sure that it does nothing more."""
-
-
-class EngineReplica:
-    """An engine of this process, for one asyncio loop. It never dies: if the engine fails, the batch ends."""
-
-    def __init__(self, engine: Engine, reader: BodyReader) -> None:
-        self._engine, self._reader = engine, reader
-        self._fingerprint = fingerprint_of(reader)
-        self._running: set[asyncio.Task[None]] = set()
-        assert reader.lm.tokenizer is not None, "a batch needs a tokenizer"
-        self._tokenizer = reader.lm.tokenizer
-
-    async def load(self) -> str:
-        return self._fingerprint
-
-    async def serve(self, lines: Sequence[BatchLine]) -> list[LineResult]:
-        """Return the result of each line, in order. The engine gets their requests in that order, as soon as it takes
-        them. Raises `EngineError`: the engine has failed. Any other error becomes the result of its line."""
-        return await asyncio.gather(*map(self._serve, lines))
-
-    def close(self) -> None:
-        """Do nothing: the engine belongs to the caller."""
-
-    async def _serve(self, line: BatchLine) -> LineResult:
-        id = line.id(self._fingerprint)
-        generations: list[Generation] = []
-        try:
-            body = self._reader.read(line.url, line.body, ResponseKey.new(line.created), line.seed)
-            for request in body.requests:
-                generations.append(await self._submit(request))
-            completions = [await generation for generation in generations]
-            answer = body.protocol.answer(body, completions, self._tokenizer, onward.__version__)
-            text = result_line(line.served(id, answer))
-        except EngineError:
-            raise
-        except Exception as error:
-            for generation in generations:
-                generation.cancel()
-            return _failure(line, id, error)
-        tokens = sum(len(choice.token_ids) for completion in completions for choice in completion.choices)
-        return LineResult(id, text, False, tokens)
-
-    async def _submit(self, request: Request) -> Generation:
-        """Submit a request as soon as the engine takes it."""
-        while True:
-            try:
-                generation = self._engine.submit(request)
-            except EngineBusyError as error:
-                if self._running:
-                    await asyncio.wait(self._running, return_when=asyncio.FIRST_COMPLETED)
-                else:
-                    await asyncio.sleep(error.retry_after)
-                continue
-            task = asyncio.ensure_future(_wait(generation))
-            self._running.add(task)
-            task.add_done_callback(self._running.discard)
-            return generation
-
-
-async def _wait(generation: Generation) -> None:
-    with suppress(Exception):  # reported by its line
-        await generation
-
-
-def _failure(line: BatchLine, id: str, error: Exception) -> LineResult:
-    if not isinstance(error, OnwardError):
-        error = OnwardError(f"the request failed: {type(error).__name__}: {one_line(error)}")
-    return LineResult(id, result_line(line.failed(id, error)), True)
-
-
-class _Actor:
-    """Runs in the replica's process. make: loads the model. limits: of the engine."""
-
-    def __init__(self, make: Callable[[], BodyReader], limits: Mapping[str, Any]) -> None:
-        self._make, self._limits = make, limits
-
-    async def load(self) -> str | OnwardError:
-        try:
-            reader = self._make()
-            self._engine = Engine(reader.lm, **self._limits)
-            self._replica = EngineReplica(self._engine, reader)
-        except OnwardError as error:
-            return error
-        return await self._replica.load()
-
-    async def serve(self, lines: Sequence[BatchLine]) -> list[LineResult]:
-        return await self._replica.serve(lines)
-
-    async def step_seconds(self) -> float:
-        return self._engine.seconds_since_step
-
-
-class RayReplica:
-    """The job's side of an actor."""
-
-    def __init__(self, make: Callable[[], BodyReader], limits: Mapping[str, Any]) -> None:
-        import ray
-
-        # Ray doesn't restart it: the job starts another one, which has to load first.
-        options = {"num_cpus": 1, "max_restarts": 0, "max_concurrency": 64, "scheduling_strategy": "SPREAD"}
-        self._actor: Any = ray.remote(_Actor).options(**options).remote(make, dict(limits))
-
-    async def load(self) -> str:
-        loaded = await self._result(self._actor.load.remote())
-        if isinstance(loaded, OnwardError):
-            raise loaded
-        return str(loaded)
-
-    async def serve(self, lines: Sequence[BatchLine]) -> list[LineResult]:
-        result = asyncio.ensure_future(self._result(self._actor.serve.remote(list(lines))))
-        while not (await asyncio.wait([result], timeout=_CHECK_INTERVAL))[0]:
-            try:
-                await asyncio.wait_for(self._result(self._actor.step_seconds.remote()), _CHECK_TIMEOUT)
-            except (TimeoutError, ReplicaDiedError) as error:
-                result.cancel()
-                raise ReplicaDiedError(f"it does not respond: {error}") from error
-        return await result  # type: ignore[no-any-return]
-
-    def close(self) -> None:
-        import ray
-
-        ray.kill(self._actor)
-
-    async def _result(self, reference: Any) -> Any:
-        """Raises `ReplicaDiedError`, however the process or its engine died."""
-        from ray.exceptions import RayError
-
-        try:
-            return await reference
-        except RayError as error:
-            raise ReplicaDiedError(one_line(error)) from error
-
-
-def fingerprint_of(reader: BodyReader) -> str:
-    """A hash of everything besides its line that a result depends on: the model, the software and the settings."""
-    lm = reader.lm
-    parts = {
-        "version": onward.__version__,
-        "bits": bits_fingerprint(lm.model),
-        "adapters": {name: bits_fingerprint(lm.model, loaded) for name, loaded in lm.adapters.items()},
-        "defaults": repr(lm.defaults),
-        "name": reader.model,
-        "options": reader.options,
-        "variables": reader.variables,
-    }
-    content = json.dumps(parts, sort_keys=True, default=repr)
-    return hashlib.blake2b(content.encode("utf-8", "backslashreplace"), digest_size=16).hexdigest()
+_LIMIT_INTERVAL = 0.02  # seconds between readings of the limit of chunks
 
 
 @dataclass
 class Progress:
-    """Counts of lines (total, done in earlier runs, served, failed), and of tokens generated in this run."""
+    """Counts of lines (total, done in earlier runs, served, failed), and of tokens and bytes of results in this run."""
 
     lines: int
     done_before: int = 0
     served: int = 0
     failed: int = 0
     tokens: int = 0
+    nbytes: int = 0
 
     @property
     def over(self) -> int:
@@ -215,6 +43,7 @@ class Progress:
         self.served += not result.failed
         self.failed += result.failed
         self.tokens += result.tokens
+        self.nbytes += len(result.text)
 
 
 class _Slot:
@@ -267,7 +96,8 @@ class BatchJob:
     """One run of a batch over replicas.
 
     start: makes a replica; also called to replace one. chunk: lines sent to a replica together. ahead: chunks that each
-    replica has at a time, which should be more lines than its engine runs at once. show: called after each chunk.
+    replica has at a time, which should be more lines than its engine runs at once. limit: returns the number of chunks
+    that may be served now, at least 1; when it falls, the newest are interrupted. show: called after each chunk.
     """
 
     def __init__(
@@ -279,10 +109,13 @@ class BatchJob:
         *,
         chunk: int = _CHUNK,
         ahead: int = _AHEAD,
+        limit: Callable[[], int] | None = None,
         show: Callable[[Progress], None] = lambda progress: None,
     ) -> None:
         self._batch, self._results, self._show = batch, results, show
-        self._chunk, self._ahead = chunk, ahead
+        self._chunk, self._ahead, self._limit = chunk, ahead, limit
+        self._stopped = False
+        self._serving: list[asyncio.Task[list[LineResult]]] = []  # the oldest first
         self._slots = [_Slot(start) for _ in range(replicas)]
         self._retries: deque[tuple[list[BatchLine], int]] = (
             deque()
@@ -293,19 +126,31 @@ class BatchJob:
     async def run(self) -> Progress:
         """Serve all unfinished lines, and write the output. Raises `OnwardError`: replicas cannot be started, or
         results cannot be written. Finished lines are stored for the next run."""
+        self._results.finish(await self.serve())
+        return self.progress
+
+    def stop(self) -> None:
+        """Begin no more chunks, so that `serve` returns once the running ones are complete. Any thread may call it."""
+        self._stopped = True
+
+    async def serve(self) -> str:
+        """Serve all unfinished lines, and return the fingerprint of the results. Raises `OnwardError`: as `run`."""
+        watching: asyncio.Task[None] | None = None
         try:
             await self._slots[0].ready()
             self._fingerprint = str(self._slots[0].fingerprint)
             for slot in self._slots:
                 slot.fingerprint = self._fingerprint
             chunks = self._chunks()
+            watching = asyncio.ensure_future(self._interrupt_excess())
             await _run_all(self._serve_chunks(slot, chunks) for slot in self._slots for _ in range(self._ahead))
             await _run_all(self._serve_suspects(slot) for slot in self._slots)
         finally:
+            if watching is not None:
+                watching.cancel()
             for slot in self._slots:
                 slot.close()
-        self._results.finish(self._fingerprint)
-        return self.progress
+        return self._fingerprint
 
     def _chunks(self) -> Iterator[list[BatchLine]]:
         """The unfinished lines, read lazily."""
@@ -325,20 +170,45 @@ class BatchJob:
 
     async def _serve_chunks(self, slot: _Slot, chunks: Iterator[list[BatchLine]]) -> None:
         """Serve one chunk at a time until there are no more."""
-        while True:
+        while not self._stopped:
+            if self._limit is not None and len(self._serving) >= self._limit():
+                await asyncio.sleep(_LIMIT_INTERVAL)
+                continue
             lines, deaths = self._retries.popleft() if self._retries else (next(chunks, []), 0)
             if not lines:
                 return
             try:
-                self._add(await slot.serve(lines))
+                results = await self._serve(slot, lines)
+                if results is None:
+                    self._retries.appendleft((lines, deaths))
+                else:
+                    self._add(results)
             except ReplicaDiedError:
                 if deaths + 1 < _MAX_CHUNK_DEATHS:
                     self._retries.append((lines, deaths + 1))
                 else:
                     self._suspects.extend(lines)
 
+    async def _serve(self, slot: _Slot, lines: Sequence[BatchLine]) -> list[LineResult] | None:
+        """The results of a chunk; None if it was interrupted."""
+        serving = asyncio.ensure_future(slot.serve(lines))
+        self._serving.append(serving)
+        try:
+            await asyncio.wait([serving])
+        finally:
+            self._serving.remove(serving)
+            serving.cancel()
+        return None if serving.cancelled() else serving.result()
+
+    async def _interrupt_excess(self) -> None:
+        """Keep the limit."""
+        while self._limit is not None:
+            for serving in self._serving[self._limit() :]:
+                serving.cancel()
+            await asyncio.sleep(_LIMIT_INTERVAL)
+
     async def _serve_suspects(self, slot: _Slot) -> None:
-        while self._suspects:
+        while self._suspects and not self._stopped:
             line = self._suspects.popleft()
             death: Exception | None = None
             for _ in range(_MAX_LINE_DEATHS):
@@ -348,8 +218,8 @@ class BatchJob:
                 except ReplicaDiedError as error:
                     death = error
             else:
-                failure = OnwardError(f"{_MAX_LINE_DEATHS} replicas died while serving this line alone: {death}")
-                self._add([_failure(line, line.id(self._fingerprint), failure)])
+                given_up = OnwardError(f"{_MAX_LINE_DEATHS} replicas died while serving this line alone: {death}")
+                self._add([failure(line, line.id(self._fingerprint), given_up)])
 
     def _add(self, results: Sequence[LineResult]) -> None:
         self._results.add(results)

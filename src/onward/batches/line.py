@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from onward.errors import OnwardError, RequestError, one_line
-from onward.protocols import PROTOCOLS, error_fields, status_of
+from onward.protocols import PROTOCOLS, ResponseKey, protocol_of, status_of
 from onward.util.text import brief
 from onward.util.text_input import LONGEST_LINE, TextError, check_value, parse_json, parse_request_json, read_lines
 
@@ -122,7 +122,12 @@ def _unreadable(file: Path, error: OSError) -> RequestError:
 
 
 # Usage counts that depend on the other requests.
-_RUN_COUNTS = ("cached_tokens", "accepted_prediction_tokens", "rejected_prediction_tokens")
+_RUN_COUNTS = (
+    "accepted_prediction_tokens",
+    "cache_read_input_tokens",
+    "cached_tokens",
+    "rejected_prediction_tokens",
+)
 
 
 @dataclass(frozen=True)
@@ -187,19 +192,30 @@ class BatchLine:
         content = json.dumps([self.custom_id, self.url, self.body, self.error, fingerprint], sort_keys=True)
         return f"batch_req_{hashlib.blake2b(content.encode(), digest_size=16).hexdigest()}"
 
+    def key(self, id: str) -> ResponseKey:
+        """The key of the response. id: of the result."""
+        return ResponseKey(ResponseKey.new(self.created).text[:12] + _hash(id)[:20])
+
     def served(self, id: str, answer: Mapping[str, Any]) -> dict[str, Any]:
         """The output line of a served request."""
-        kind, _, _ = answer["id"].partition("-")
-        body = {**answer, "id": f"{kind}-{_hash(id)}", "created": self.created, "usage": _reproducible(answer["usage"])}
+        body = {**answer, "usage": _reproducible(answer["usage"])}
+        if "created" in answer:
+            kind, _, _ = answer["id"].partition("-")
+            body |= {"id": f"{kind}-{_hash(id)}", "created": self.created}
         return self._result(id, 200, body)
 
     def failed(self, id: str, error: OnwardError) -> dict[str, Any]:
         """The output line of a failed request."""
-        return self._result(id, status_of(error), {"error": error_fields(error)})
+        return self._result(id, status_of(error), protocol_of(self.url).error(error, f"req_{_hash(id)}"))
 
     def refused(self, id: str) -> dict[str, Any]:
         """The output line of an invalid line."""
         return {"id": id, "custom_id": self.custom_id, "response": None, "error": self.error}
+
+    def expired(self, id: str) -> dict[str, Any]:
+        """The output line of a line that was not served before its batch expired."""
+        error = {"code": "batch_expired", "message": "the batch expired before this line was served"}
+        return {"id": id, "custom_id": self.custom_id, "response": None, "error": error}
 
     def _result(self, id: str, status: int, body: Mapping[str, Any]) -> dict[str, Any]:
         response = {"status_code": status, "request_id": f"req_{_hash(id)}", "body": body}

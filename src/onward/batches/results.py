@@ -114,9 +114,13 @@ class BatchResults:
                 self._write_folder(fingerprint)
             else:
                 self._write(self._batch.source, self.destination, fingerprint)
-            shutil.rmtree(self._parts)
+            self.discard()
         except OSError as error:
             raise self._failure(error) from error
+
+    def discard(self) -> None:
+        """Remove the journals. Raises `OSError`."""
+        shutil.rmtree(self._parts)
 
     def _append(self, lines: Iterable[tuple[str, bytes]]) -> None:
         places: dict[str, tuple[Path, int]] = {}
@@ -189,28 +193,33 @@ class BatchResults:
         """Write the results of a file in the order of its lines. Returns their number."""
         count = 0
 
-        def lines(journals: dict[Path, IO[bytes]]) -> Iterator[bytes]:
+        def lines() -> Iterator[bytes]:
             nonlocal count
-            for line in self._batch.lines_of(source):
+            for _, result in self.lines(source, fingerprint):
+                assert result is not None, "every line has been served"
                 count += 1
-                yield self._line(line, fingerprint, journals)
+                yield result
 
-        def write(path: Path) -> None:
-            journals: dict[Path, IO[bytes]] = {}
-            try:
-                write_rows(path, lines(journals), file)
-            finally:
-                for journal in journals.values():
-                    journal.close()
-
-        self._write_file(file, write)
+        self._write_file(file, lambda path: write_rows(path, lines(), file))
         return count
 
-    def _line(self, line: BatchLine, fingerprint: str, journals: dict[Path, IO[bytes]]) -> bytes:
+    def lines(self, source: Path, fingerprint: str) -> Iterator[tuple[BatchLine, bytes | None]]:
+        """The lines of an input file, and the result of each; None if it has not been served."""
+        journals: dict[Path, IO[bytes]] = {}
+        try:
+            for line in self._batch.lines_of(source):
+                yield line, self._line(line, fingerprint, journals)
+        finally:
+            for journal in journals.values():
+                journal.close()
+
+    def _line(self, line: BatchLine, fingerprint: str, journals: dict[Path, IO[bytes]]) -> bytes | None:
         """The result of a line. journals: the open ones, one for each earlier run."""
         id = line.id(fingerprint)
         if line.error is not None:
             return result_line(line.refused(id))
+        if not self.has(id):
+            return None
         journal, at = self._places[id]
         if journal not in journals:
             journals[journal] = journal.open("rb")

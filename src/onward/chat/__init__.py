@@ -5,11 +5,12 @@ from onward.chat.formats import FORMATS, checked_format, format_of
 from onward.chat.grammar import Content, answer_grammar, arguments_schema, content_beginning
 from onward.chat.message import AssistantMessage, MessageDelta, ToolCall, ToolCallDelta, template_messages
 from onward.chat.source import MessageBuilder, Reading, TextReader, read_string, read_value
-from onward.chat.template import ChatTemplate, Message
+from onward.chat.template import PROMPT_ENDINGS, ChatTemplate, Message
 from onward.chat.tools import Tool, ToolChoice, ToolLike, ToolUse, read_tool_use
 
 __all__ = [
     "FORMATS",
+    "PROMPT_ENDINGS",
     "AnswerFormat",
     "ArgumentSyntax",
     "AssistantMessage",

@@ -9,8 +9,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
+from onward.chat.custom_input import InputReader
 from onward.chat.message import MessageDelta
-from onward.chat.source import MessageBuilder, Reading, TextReader
+from onward.chat.source import SPACE, MessageBuilder, Reading, TextReader
 from onward.errors import RequestError
 
 _LETTERS = string.ascii_letters + string.digits
@@ -54,6 +55,7 @@ class MessageFormat(ABC):
     name: for `message_format=`.
     thinking: the marks around reasoning. after_thinking: the text between reasoning and the rest of the answer.
     before_content: the mark before content, if any.
+    has_messages: whether an answer is several messages, each of which may be reasoning.
     openers: marks that begin a call anywhere in an answer. No opener may be a prefix of another.
     bare: whether an answer may also begin with a call without an opener, which is then a JSON object.
     syntax: the syntax of constrained calls; None if calls cannot be constrained.
@@ -64,6 +66,7 @@ class MessageFormat(ABC):
     thinking: ClassVar[tuple[str, str]] = ("<think>", "</think>")
     after_thinking: ClassVar[str] = ""
     before_content: ClassVar[str] = ""
+    has_messages: ClassVar[bool] = False
     openers: ClassVar[tuple[str, ...]] = ()
     marks: ClassVar[tuple[str, ...]] = ()
     bare: ClassVar[bool] = False
@@ -116,12 +119,29 @@ class MessageFormat(ABC):
         opening, closing = self.thinking
         source.mark()
         yield from source.skip_space()
-        if not (yield from source.skip(opening)) and not thinking:
+        if (yield from source.skip(opening)) or (thinking and not message.continues):
+            source.forget()
+        else:
             source.rewind()
-            return
-        source.forget()
+            if not thinking:
+                return
         if (yield from source.until([closing], message.reasoning.add)) is not None:
             message.content.mark()
+
+    @property
+    def reasoning_ends(self) -> tuple[str, ...]:
+        """The marks that end reasoning, and any other message."""
+        return (self.thinking[1],)
+
+    def begins_reasoning(self, text: str, *, calls: bool) -> bool | None:
+        """Whether a message that begins with `text` begins with reasoning; None if that is not clear yet. calls: as in
+        `read`."""
+        opening, begin = self.thinking[0], text.lstrip(SPACE)
+        return begin.startswith(opening) or (None if opening.startswith(begin) else False)
+
+    def end_of_reasoning(self, *, calls: bool) -> str:
+        """The text that ends reasoning, up to the rest of the answer. calls: as in `read`."""
+        return self.thinking[1] + self.after_thinking + ("" if calls else self.before_content)
 
     def read_start(self, source: TextReader, message: MessageBuilder) -> Reading[bool]:
         """Read calls without an opener at the beginning of a message; return whether there was one."""
@@ -158,6 +178,8 @@ class MessageParser:
     tools: the names of the request's tools, or a mapping from names to JSON schemas of their arguments, from which
         formats without JSON tell strings from numbers; empty if unknown. None: no tools, and calls are content.
     thinking: whether the prompt has already opened the reasoning.
+    continues: whether the answer continues a message, whose text the whitespace at its beginning belongs to.
+    custom: the names of the tools that are custom, so that their calls have an input.
     """
 
     def __init__(
@@ -166,9 +188,12 @@ class MessageParser:
         new_id: Callable[[int], str],
         tools: Collection[str] | None = None,
         thinking: bool = False,
+        continues: bool = False,
+        custom: Collection[str] = (),
     ) -> None:
         self._source = source = TextReader()
-        self._message = MessageBuilder(new_id, lambda: source.place, tools or ())
+        inputs = dict.fromkeys(custom, InputReader)
+        self._message = MessageBuilder(new_id, lambda: source.place, tools or (), continues, inputs)
         self._reading = format.read(source, self._message, calls=tools is not None, thinking=thinking)
         next(self._reading, None)
 
@@ -181,6 +206,7 @@ class MessageParser:
         """End the text, and release the rest of it."""
         self._source.end()
         next(self._reading, None)
+        self._message.end_call()
         self._message.content.end()
 
     @property
@@ -211,19 +237,28 @@ class AnswerFormat:
 
     format: of the model's messages. tools: as in `MessageParser`. thinking: True if the prompt ends with open
     reasoning, False if it ends with closed reasoning, None if it has none. marks: ids of special tokens, which are not
-    in the text, and their texts.
+    in the text, and their texts. continues: whether the answer is the rest of a message that the prompt begins.
+    custom: the names of custom tools.
     """
 
     format: MessageFormat
     tools: Tools | None = None
     thinking: bool | None = None
     marks: tuple[tuple[int, str], ...] = ()
+    continues: bool = False
+    custom: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, format: MessageFormat, vocabulary: Vocabulary, prompt: str, tools: Tools | None) -> "AnswerFormat":
-        """Return how to parse the answer to `prompt`, the text of the conversation."""
+    def of(
+        cls, format: MessageFormat, vocabulary: Vocabulary, prompt: str, tools: Tools | None, continued: str = ""
+    ) -> "AnswerFormat":
+        """Return how to parse the answer to `prompt`, the text of the conversation. continued: the content of the
+        message that the answer continues, if any."""
         texts = format.marks_of(calls=tools is not None)
         marks = tuple((id, text) for text in texts if (id := special_token(vocabulary, text)) is not None)
+        if continued:
+            opened, closed = map(continued.rfind, format.thinking)
+            return cls(format, tools, opened > closed, marks, continues=True)
         opening, closing = (prompt.rstrip().endswith(mark) for mark in format.thinking)
         return cls(format, tools, opening or (False if closing else None), marks)
 
@@ -234,7 +269,7 @@ class AnswerFormat:
             digest = hashlib.sha256(array("q", prompt).tobytes() + f"{seed} {index}".encode())
             return self.format.call_id(digest.digest())
 
-        return MessageParser(self.format, new_id, self.tools, self.thinking is True)
+        return MessageParser(self.format, new_id, self.tools, self.thinking is True, self.continues, self.custom)
 
 
 def special_token(vocabulary: Vocabulary, text: str) -> int | None:

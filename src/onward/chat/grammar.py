@@ -5,7 +5,10 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from onward.chat.custom_input import InputFormat
 from onward.chat.format import AnswerFormat, ArgumentSyntax, CallSyntax, MessageFormat
+from onward.chat.message import INPUT
+from onward.chat.quoted_lark import quoted_lark
 from onward.chat.tools import Tool, ToolUse
 from onward.errors import OptionError, RequestError
 from onward.schemas import SPACED, Spacing, alternatives, json_rules, kinds_of, lark_string, values_of
@@ -50,6 +53,12 @@ def answer_grammar(answer: AnswerFormat, use: ToolUse, ids: Mapping[str, int], c
             "template does not show it: set the LanguageModel's message_format",
             "tool_choice" if use.choice == "required" else "tools",
         )
+    if answer.continues and format.before_content:
+        raise RequestError(
+            "this model writes content and calls as separate messages, so constrained tool calls cannot continue a "
+            "message: leave out continue_final_message",
+            "continue_final_message",
+        )
     rules = ["start: answer"]
     if answer.thinking is not False:
         rules = [f"start: {_thought(format, ids, opened=bool(answer.thinking))} answer", *_reasoning(format, ids)]
@@ -72,7 +81,7 @@ def content_beginning(answer: AnswerFormat, ids: Mapping[str, int]) -> str:
     reasoning before it. ids: as in `answer_grammar`.
     """
     format, before = answer.format, answer.format.before_content
-    if not answer.thinking and not before:
+    if not answer.thinking and (not before or answer.continues):
         return ""
     if answer.thinking is False:
         return f"beginning: {_symbols(before, ids)}"
@@ -117,10 +126,26 @@ def _calls(format: MessageFormat, syntax: CallSyntax, use: ToolUse, ids: Mapping
         name = json.dumps(tool.name) if syntax.quoted else tool.name
         before = f"{syntax.before}{name}{syntax.middle}"
         yield f"call_{at}: {_symbols(before, ids)} arguments_{at} {_symbols(syntax.after, ids)}"
-        if syntax.argument is None:
-            yield from json_rules(f"arguments_{at}", arguments_schema(tool), SPACED, tool.place)
-        else:
+        if syntax.argument is not None:
             yield from _arguments(f"arguments_{at}", tool, syntax.argument, ids)
+        elif tool.input is not None and tool.input.syntax == "lark":
+            yield from _input_object(f"arguments_{at}", tool)
+        else:
+            yield from json_rules(f"arguments_{at}", arguments_schema(tool), SPACED, tool.place)
+
+
+def _input_object(rule: str, tool: Tool) -> Iterator[str]:
+    """The rules of the arguments of a custom tool whose input matches a grammar: its text with JSON's escapes."""
+    assert tool.input is not None, "of a custom tool"
+    try:
+        quoted = quoted_lark(tool.input.definition)
+    except ValueError as error:
+        raise OptionError(
+            tool.place, f"cannot be enforced, because this model writes the input as a JSON string: {error}"
+        ) from error
+    before, after = json.dumps({INPUT: "|"}).split("|")
+    yield f"{rule}: {lark_string(before)} {rule}_input {lark_string(after)}"
+    yield f"{rule}_input: %lark {{\n{quoted}\n}}"
 
 
 def _call_objects(syntax: CallSyntax, use: ToolUse, content: Content) -> Iterator[str]:
@@ -128,6 +153,9 @@ def _call_objects(syntax: CallSyntax, use: ToolUse, content: Content) -> Iterato
     keys = json.loads(f'{syntax.before}"name"{syntax.middle}{{}}{syntax.after}')
     yield f"object: {' | '.join(f'object_{at}' for at in range(len(use.callable_tools)))}"
     for at, tool in enumerate(use.callable_tools):
+        if tool.input is not None and tool.input.syntax == "lark":
+            problem = "cannot be enforced beside a schema of the text in this model's format: leave one of them out"
+            raise OptionError(tool.place, problem)
         arguments = arguments_schema(tool)
         properties = {key: {"const": tool.name} if value == "name" else arguments for key, value in keys.items()}
         schema = {"type": "object", "properties": properties, "required": list(keys), "additionalProperties": False}
@@ -137,6 +165,11 @@ def _call_objects(syntax: CallSyntax, use: ToolUse, content: Content) -> Iterato
 
 def _arguments(rule: str, tool: Tool, syntax: ArgumentSyntax, ids: Mapping[str, int]) -> Iterator[str]:
     """The rules of separate arguments, in the order of the schema."""
+    if tool.input is not None and tool.input.definition:
+        value, *rules = _bare_input(f"{rule}_input", tool.input, syntax.after, ids)
+        yield f"{rule}: {_symbols(f'{syntax.before}{INPUT}{syntax.middle}', ids)} {value}"
+        yield from rules
+        return
     schema = tool.parameters
     if schema.get("additionalProperties") or (_OPEN - {"additionalProperties"}) & set(schema):
         raise OptionError(
@@ -155,6 +188,20 @@ def _arguments(rule: str, tool: Tool, syntax: ArgumentSyntax, ids: Mapping[str, 
         parts.append(f"({_symbols(f'{syntax.before}{name}{syntax.middle}', ids)} {value}){'' if is_required else '?'}")
         yield from rules
     yield f"{rule}: {' '.join(parts) or json.dumps('')}"
+
+
+def _bare_input(rule: str, input: InputFormat, after: str, ids: Mapping[str, int]) -> list[str]:
+    """Return the derivation of an input without quotes and the text after it, and then its rules. A grammar in Lark's
+    syntax must not derive the mark in `after`, where the input would end."""
+    if input.syntax == "lark":
+        return [f"{rule} {_symbols(after, ids)}", f"{rule}: %lark {{\n{input.definition}\n}}"]
+    pattern = re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\/", input.definition).replace("\n", r"\n")
+    name, mark = rule.upper(), after.strip()
+    if any(mark.startswith(special) for special in ids):  # not in the text
+        return [f"{name} {_symbols(after, ids)}", f"{name}: /{pattern}/"]
+    space, _, rest = after.partition(mark)
+    ending = f"/(?:{pattern}){_pattern(space + mark)}/ & ~/{_ANY}{_pattern(mark)}(?s:.+)/"
+    return [f"{rule} {_symbols(rest, ids)}", f"{rule}[lazy]: {name}", f"{name}: {ending}"]
 
 
 def _value(

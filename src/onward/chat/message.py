@@ -3,14 +3,21 @@
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from onward.errors import OptionError, RequestError
 from onward.util.text import brief
 from onward.util.text_input import TextError, parse_json
 
+# The argument that is the input of a custom tool.
+INPUT = "input"
+# The key of a call's text, by the type of its tool.
+TEXT_KEYS = {"function": "arguments", "custom": INPUT}
 # The names of reasoning in clients' messages and in templates.
 _REASONING = ("reasoning_content", "reasoning", "thinking")
+
+
+ToolKind: TypeAlias = Literal["function", "custom"]
 
 
 @dataclass(frozen=True)
@@ -18,16 +25,18 @@ class ToolCall:
     """A call of a tool.
 
     id: to refer to from the tool's result; the same answer to the same prompt has the same ids.
-    name: of the tool. arguments: JSON, exactly as the model wrote it; incomplete if the text is.
+    name: of the tool. arguments: JSON, exactly as the model wrote it; incomplete if the text is. Of a custom tool: its
+    input, a text. type: of the tool.
     """
 
     id: str
     name: str
     arguments: str
+    type: ToolKind = "function"
 
     @property
     def is_whole(self) -> bool:
-        """Whether the arguments are a complete JSON object."""
+        """Whether the arguments are a complete JSON object. The input of a custom tool may be any text."""
         try:
             return isinstance(self.parsed, dict)
         except RequestError:
@@ -35,11 +44,14 @@ class ToolCall:
 
     @property
     def parsed(self) -> dict[str, Any]:
-        """The arguments by name. Strings may contain bare line breaks, which many models write.
+        """The arguments by name; those of a custom tool are its "input". Strings may contain bare line breaks, which
+        many models write.
 
         Raises:
             RequestError: the arguments are not a JSON object; those of constrained calls and strict tools always are.
         """
+        if self.type == "custom":
+            return {INPUT: self.arguments}
         try:
             arguments = parse_json(self.arguments, strict=False)
             if isinstance(arguments, str):  # some models write the object as a JSON string
@@ -56,13 +68,14 @@ class ToolCallDelta:
     """A part of a call.
 
     index: of the call in the message. id, name: set in the first delta of a call, None in the others.
-    arguments: the next characters.
+    arguments: the next characters. type: of the tool.
     """
 
     index: int
     id: str | None = None
     name: str | None = None
     arguments: str = ""
+    type: ToolKind = "function"
 
 
 @dataclass(frozen=True, slots=True)  # one per token
@@ -96,22 +109,24 @@ class AssistantMessage:
     def of(cls, deltas: Iterable[MessageDelta]) -> "AssistantMessage":
         """Return the message that deltas add up to."""
         content, reasoning = [], []
-        calls: list[tuple[str, str, list[str]]] = []
+        calls: list[tuple[str, str, list[str], ToolKind]] = []
         for delta in deltas:
             content.append(delta.content)
             reasoning.append(delta.reasoning)
             for call in delta.tool_calls:
                 if call.id is not None and call.name is not None:
-                    calls.append((call.id, call.name, []))
+                    calls.append((call.id, call.name, [], call.type))
                 calls[call.index][2].append(call.arguments)
         thoughts = "".join(reasoning) or None
-        tool_calls = tuple(ToolCall(id, name, "".join(parts)) for id, name, parts in calls)
+        tool_calls = tuple(ToolCall(id, name, "".join(parts), type) for id, name, parts, type in calls)
         text = "".join(content)
         return cls(None if not text and (thoughts or tool_calls) else text, thoughts, tool_calls)
 
     def as_delta(self) -> MessageDelta:
         """Return the whole message as one delta."""
-        calls = [ToolCallDelta(at, call.id, call.name, call.arguments) for at, call in enumerate(self.tool_calls)]
+        calls = [
+            ToolCallDelta(at, call.id, call.name, call.arguments, call.type) for at, call in enumerate(self.tool_calls)
+        ]
         return MessageDelta(self.content or "", self.reasoning or "", tuple(calls))
 
     def to_dict(self) -> dict[str, Any]:
@@ -121,7 +136,7 @@ class AssistantMessage:
             message["reasoning"] = self.reasoning
         if self.tool_calls:
             message["tool_calls"] = [
-                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                {"id": call.id, "type": call.type, call.type: {"name": call.name, TEXT_KEYS[call.type]: call.arguments}}
                 for call in self.tool_calls
             ]
         return message
@@ -172,8 +187,19 @@ def _read_assistant(message: Mapping[str, Any], at: str, arguments_as_text: bool
     return result
 
 
+def _as_function(custom: Any, at: str) -> dict[str, Any]:
+    """The call of a custom tool as that of the function that the model sees."""
+    if not isinstance(custom, Mapping) or not all(isinstance(custom.get(key), str) for key in ("name", "input")):
+        raise OptionError(at, f"must be {{'name': …, 'input': …}} with texts; got {brief(custom)}")
+    return {"name": custom["name"], "arguments": {INPUT: custom["input"]}}
+
+
 def _read_call(call: Any, at: str, arguments_as_text: bool) -> dict[str, Any]:
-    """Return a call as {"id", "type", "function": {"name", "arguments"}}, also from a bare function."""
+    """Return a call as {"id", "type", "function": {"name", "arguments"}}, also from a bare function and a custom tool's
+    call."""
+    if isinstance(call, Mapping) and call.get("type") == "custom":
+        call = {**call, "function": _as_function(call.get("custom"), f"{at}.custom")}
+        del call["custom"]
     if isinstance(call, Mapping) and "function" not in call and "name" in call:
         bare = {key: call[key] for key in ("name", "arguments") if key in call}
         call = {"function": bare, "id": call["id"]} if "id" in call else {"function": bare}

@@ -7,9 +7,10 @@ and the result does not depend on how the text is split.
 import json
 import re
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
-from typing import Any, TypeAlias, TypeVar
+from types import MappingProxyType
+from typing import Any, Protocol, TypeAlias, TypeVar
 
-from onward.chat.message import MessageDelta, ToolCallDelta
+from onward.chat.message import MessageDelta, ToolCallDelta, ToolKind
 from onward.util.text import unfinished
 
 _T = TypeVar("_T")
@@ -260,14 +261,37 @@ class TextBuffer:
             self._give(self._space)
 
 
+class Input(Protocol):
+    """Reads the input of a custom tool from the arguments of a call."""
+
+    def feed(self, text: str) -> None: ...
+
+    def finish(self) -> None: ...
+
+
+# Makes an input that gives its text to a function.
+NewInput: TypeAlias = Callable[[Callable[[str], object]], Input]
+
+
 class MessageBuilder:
     """The message that a reader builds.
 
     new_id: returns the id of the call at an index. place: returns the number of characters read. tools: the names of
     the request's tools, or a mapping from names to JSON schemas of their arguments; empty if they are unknown.
+    continues: whether it continues a message. inputs: how to read the inputs of the custom tools.
     """
 
-    def __init__(self, new_id: Callable[[int], str], place: Callable[[], int], tools: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        new_id: Callable[[int], str],
+        place: Callable[[], int],
+        tools: Collection[str] = (),
+        continues: bool = False,
+        inputs: Mapping[str, NewInput] = MappingProxyType({}),
+    ) -> None:
+        self._inputs = inputs
+        self._input: Input | None = None  # of the last call
+        self.continues = continues
         self._new_id, self._tools = new_id, tools
         self._content: list[str] = []
         self._reasoning: list[str] = []
@@ -275,7 +299,8 @@ class MessageBuilder:
         self._count = 0
         self.content = TextBuffer(self._content.append)
         self.reasoning = TextBuffer(self._reasoning.append, place)
-        self.reasoning.mark()
+        if not continues:
+            self.reasoning.mark()
 
     def has_calls(self) -> bool:
         return self._count > 0
@@ -291,12 +316,28 @@ class MessageBuilder:
     def call(self, name: str, id: str | None = None) -> None:
         """Begin a call. id: the model's own, if any."""
         self.content.mark()
-        self._calls.append(ToolCallDelta(self._count, id or self._new_id(self._count), name))
+        self.end_call()
+        kind: ToolKind = "custom" if name in self._inputs else "function"
+        self._calls.append(ToolCallDelta(self._count, id or self._new_id(self._count), name, type=kind))
         self._count += 1
+        if name in self._inputs:
+            self._input = self._inputs[name](self._add_input)
+
+    def _add_input(self, text: str) -> None:
+        if text:
+            self._calls.append(ToolCallDelta(self._count - 1, arguments=text, type="custom"))
+
+    def end_call(self) -> None:
+        """End the last call."""
+        if self._input is not None:
+            self._input.finish()
+            self._input = None
 
     def arguments(self, text: str) -> None:
         """Extend the arguments of the last call."""
-        if text:
+        if self._input is not None:
+            self._input.feed(text)
+        elif text:
             self._calls.append(ToolCallDelta(self._count - 1, arguments=text))
 
     def take(self) -> MessageDelta:
@@ -305,7 +346,7 @@ class MessageBuilder:
         for call in self._calls:
             if calls and calls[-1].index == call.index:
                 last = calls.pop()
-                call = ToolCallDelta(last.index, last.id, last.name, last.arguments + call.arguments)
+                call = ToolCallDelta(last.index, last.id, last.name, last.arguments + call.arguments, call.type)
             calls.append(call)
         delta = MessageDelta("".join(self._content), "".join(self._reasoning), tuple(calls))
         for parts in (self._content, self._reasoning, self._calls):

@@ -27,12 +27,19 @@ from onward.util.text_input import check_value
 # Variables set by the checkpoint, not by the chat.
 _SPECIAL_TOKENS = frozenset(f"{kind}_token" for kind in ("bos", "eos", "pad", "unk", "sep", "cls", "mask"))
 
+# Names of the variable that turns reasoning on.
+_SWITCHES = ("enable_thinking", "thinking")
+
 # {"role": "user", "content": "…"}, and other keys that a template reads.
 Message = Mapping[str, Any]
 
 # In characters. The longest template in use has about 30,000.
 _MAX_LENGTH = 2**20
 _MAX_ERROR_LENGTH = 500
+# How a prompt ends: keywords of `render`.
+PROMPT_ENDINGS = ("add_generation_prompt", "continue_final_message")
+# Written after the content of a message to be continued. The space shows whether the template trims the content.
+_MESSAGE_END = "ContinuedMessageEndsHere "
 
 
 class ChatTemplate:
@@ -61,8 +68,8 @@ class ChatTemplate:
             raise TokenizerError(f"the chat template cannot be read: {_message(error)}") from error
         self._special_tokens = dict(special_tokens)
         self._sources = (source, self._special_tokens, tool_source)
-        self._settable = names - {"messages", "strftime_now"} | {"add_generation_prompt"}
-        self._variables = frozenset(names - {"messages", "add_generation_prompt", *special_tokens} - _SPECIAL_TOKENS)
+        self._settable = names - {"messages", "strftime_now"} | {*PROMPT_ENDINGS}
+        self._variables = frozenset(names - {"messages", *PROMPT_ENDINGS, *special_tokens} - _SPECIAL_TOKENS)
 
     def __repr__(self) -> str:
         return described(self, f"reads {', '.join(sorted(self.variables)) or 'nothing'} beside the messages")
@@ -82,6 +89,11 @@ class ChatTemplate:
         """The variables that the template reads, except messages and special tokens: tools, enable_thinking, …"""
         return self._variables
 
+    @property
+    def thinking_switch(self) -> str | None:
+        """The variable that turns reasoning on or off, if the template reads one."""
+        return next((name for name in _SWITCHES if name in self._variables), None)
+
     def check_variables(self, variables: Mapping[str, Any]) -> None:
         """Raise `RequestError` for variables that the template does not read."""
         unread = sorted(str(name) for name, value in variables.items() if not (value is None or name in self._settable))
@@ -96,7 +108,8 @@ class ChatTemplate:
         now: datetime.datetime | None = None,
         /,
         *,
-        add_generation_prompt: bool = True,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool | None = None,
         **variables: Any,
     ) -> str:
         """Render the prompt of a conversation.
@@ -104,7 +117,9 @@ class ChatTemplate:
         Args:
             messages: mappings with a "role" and, usually, a "content"; all values are JSON.
             now: the time for `strftime_now`, in its own time zone; by default the current time in UTC.
-            add_generation_prompt: end with the beginning of the assistant's turn.
+            add_generation_prompt: end with the beginning of the assistant's turn; by default, unless the final message
+                is continued.
+            continue_final_message: end inside the final message, after its content, so that the model continues it.
             variables: of the template, such as tools or enable_thinking; JSON values.
 
         Raises:
@@ -121,16 +136,51 @@ class ChatTemplate:
         time = datetime.datetime.now(datetime.UTC) if now is None else now
         template = self._tool_template if variables.get("tools") else self._template
         context = {"tools": None, "documents": None, **self._special_tokens, **_plain(variables)}
+        begins = _begins_turn(add_generation_prompt, continue_final_message)
         with blaming("messages"):
-            context |= {"messages": _plain(messages), "add_generation_prompt": add_generation_prompt}
+            read = _with_end_marked(messages) if continue_final_message else messages
+            context |= {"messages": _plain(read), "add_generation_prompt": begins}
         context["strftime_now"] = _strftime_at(time)
         try:
             with budgeted(context):
-                return template.render(context)
+                text = template.render(context)
         except SecurityError as error:
             raise TokenizerError(f"the chat template does what its sandbox forbids: {_message(error)}") from error
         except Exception as error:  # an untrusted program may raise anything
             raise RequestError(f"the chat template refuses these messages: {_message(error)}", "messages") from error
+        return _until_end_mark(text) if continue_final_message else text
+
+
+def _begins_turn(add_generation_prompt: object, continue_final_message: object) -> bool:
+    """Whether a prompt ends with the beginning of a turn. Raises `RequestError`: it is to end in two ways."""
+    endings = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
+    for name, value in endings.items():
+        if not isinstance(value, bool | None):
+            raise OptionError(name, f"must be true or false; got {brief(value)}")
+    if add_generation_prompt and continue_final_message:
+        problem = "cannot be combined with add_generation_prompt, which begins another message: use one of the two"
+        raise OptionError("continue_final_message", problem)
+    return not continue_final_message if add_generation_prompt is None else bool(add_generation_prompt)
+
+
+def _with_end_marked(messages: Sequence[Message]) -> list[Message]:
+    """The messages, with a mark after the content of the final one."""
+    final = messages[-1]
+    if not isinstance(content := final.get("content"), str) or final.get("tool_calls"):
+        got = "tool calls" if final.get("tool_calls") else f"the content {brief(content)}"
+        problem = f"needs a final message with a text as its content, and without tool calls; got {got}"
+        raise OptionError("continue_final_message", problem)
+    return [*messages[:-1], {**final, "content": content + _MESSAGE_END}]
+
+
+def _until_end_mark(text: str) -> str:
+    """The text before the mark of `_with_end_marked`, trimmed as the template would trim it."""
+    before, mark, after = text.rpartition(_MESSAGE_END.rstrip())
+    if not mark:
+        raise OptionError(
+            "continue_final_message", "cannot be used: the chat template does not write the final message"
+        )
+    return before if after.startswith(" ") else before.rstrip()
 
 
 def check_messages(messages: Sequence[Message]) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
+from onward.chat.custom_input import InputFormat
 from onward.errors import OptionError, RequestError, blaming
 from onward.schemas import check_schema, normalized
 from onward.util.text import brief
@@ -89,15 +90,17 @@ ToolChoice: TypeAlias = str | Mapping[str, Any]
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _KEYS = ("name", "description", "parameters", "strict")
+_CUSTOM_KEYS = ("name", "description", "format")
 _SHAPE = "{'type': 'function', 'function': {'name': …, 'parameters': …}}"
 
 
 @dataclass(frozen=True)
 class Tool:
-    """A function that a model may call.
+    """A function that a model may call, or a custom tool, which takes a text.
 
     parameters: the JSON schema of its arguments, an object. strict: whether calls are constrained to it.
-    given: the tool in OpenAI's format, for chat templates. place: of the schema in the request, for errors.
+    given: the tool as a function in OpenAI's format, for chat templates. place: of the schema or the grammar in the
+    request, for errors. input: of a custom tool.
     """
 
     name: str
@@ -105,6 +108,7 @@ class Tool:
     strict: bool
     given: Mapping[str, Any]
     place: str = "parameters"
+    input: InputFormat | None = None
 
 
 def _read_tools(tools: object) -> tuple[Tool, ...]:
@@ -125,6 +129,8 @@ def _read_tools(tools: object) -> tuple[Tool, ...]:
 def _read_tool(tool: Any, at: str) -> Tool:
     if callable(tool):
         tool = {"type": "function", "function": described_function(tool, at)}
+    if isinstance(tool, Mapping) and tool.get("type") == "custom":
+        return _read_custom(tool, at)
     if not isinstance(tool, Mapping) or set(tool) != {"type", "function"}:
         raise OptionError(
             at,
@@ -134,17 +140,7 @@ def _read_tool(tool: Any, at: str) -> Tool:
     function = tool["function"]
     if tool["type"] != "function":
         raise OptionError(f"{at}.type", f"must be 'function'; got {brief(tool['type'])}")
-    if not isinstance(function, Mapping):
-        raise OptionError(f"{at}.function", f"must be an object with a name; got {brief(function)}")
-    if unknown := [key for key in function if key not in _KEYS]:
-        raise OptionError(f"{at}.function", f"has an unknown key {brief(unknown[0])}; its keys are {', '.join(_KEYS)}")
-    name, description, parameters, strict = (function.get(key) for key in _KEYS)
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise OptionError(
-            f"{at}.function.name", f"must be 1 to 64 letters, digits, '_', '.' and '-'; got {brief(name)}"
-        )
-    if not isinstance(description, str | None):
-        raise OptionError(f"{at}.function.description", f"must be a text; got {brief(description)}")
+    name, _, parameters, strict = _described(function, _KEYS, f"{at}.function")
     parameters = {"type": "object", "properties": {}} if parameters is None else parameters
     place = f"{at}.function.parameters"
     if not isinstance(parameters, Mapping) or parameters.get("type", "object") != "object":
@@ -153,6 +149,47 @@ def _read_tool(tool: Any, at: str) -> Tool:
     if not isinstance(strict, bool | None):
         raise OptionError(f"{at}.function.strict", f"must be true or false; got {brief(strict)}")
     return Tool(name, normalized(parameters, place), bool(strict), tool, place)
+
+
+def _described(value: Any, keys: Sequence[str], at: str) -> list[Any]:
+    """The values of an object with a name and a description, by their keys."""
+    if not isinstance(value, Mapping):
+        raise OptionError(at, f"must be an object with a name; got {brief(value)}")
+    if unknown := [key for key in value if key not in keys]:
+        raise OptionError(at, f"has an unknown key {brief(unknown[0])}; its keys are {', '.join(keys)}")
+    name, description, *others = (value.get(key) for key in keys)
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise OptionError(f"{at}.name", f"must be 1 to 64 letters, digits, '_', '.' and '-'; got {brief(name)}")
+    if not isinstance(description, str | None):
+        raise OptionError(f"{at}.description", f"must be a text; got {brief(description)}")
+    return [name, description, *others]
+
+
+def _read_custom(tool: Mapping[str, Any], at: str) -> Tool:
+    """A custom tool: {"type": "custom", "custom": {"name", "description", "format"}}."""
+    if set(tool) != {"type", "custom"}:
+        raise OptionError(at, f"must be {{'type': 'custom', 'custom': {{'name': …}}}}; got {brief(tool)}")
+    name, description, format = _described(tool["custom"], _CUSTOM_KEYS, f"{at}.custom")
+    input = _read_input(format, f"{at}.custom.format")
+    function = {"name": name, "description": description or "", "parameters": input.parameters}
+    given = {"type": "function", "function": function}
+    place = f"{at}.custom.format.grammar.definition"
+    return Tool(name, input.parameters, input.syntax != "text", given, place, input)
+
+
+def _read_input(format: Any, at: str) -> InputFormat:
+    if format is None or format == {"type": "text"}:
+        return InputFormat()
+    grammar = format.get("grammar") if isinstance(format, Mapping) and set(format) == {"type", "grammar"} else None
+    if not isinstance(grammar, Mapping) or set(grammar) != {"syntax", "definition"} or format["type"] != "grammar":
+        shape = "{'type': 'grammar', 'grammar': {'syntax': 'lark' or 'regex', 'definition': …}}"
+        raise OptionError(at, f"must be {{'type': 'text'}} or {shape}; got {brief(format)}")
+    syntax, definition = grammar["syntax"], grammar["definition"]
+    if syntax not in ("lark", "regex"):
+        raise OptionError(f"{at}.grammar.syntax", f"must be 'lark' or 'regex'; got {brief(syntax)}")
+    if not isinstance(definition, str) or not definition:
+        raise OptionError(f"{at}.grammar.definition", f"must be a non-empty text; got {brief(definition)}")
+    return InputFormat(syntax, definition)
 
 
 @dataclass(frozen=True)
@@ -173,7 +210,8 @@ class ToolUse:
         """Whether this needs a grammar."""
         if not self.tools or self.choice == "none":
             return False
-        return self.choice == "required" or not self.parallel or any(tool.strict for tool in self.tools)
+        restricted = len(self.callable_tools) < len(self.tools)
+        return self.choice == "required" or not self.parallel or restricted or any(tool.strict for tool in self.tools)
 
 
 def read_tool_use(tools: object, choice: object = None, parallel: object = None) -> ToolUse:
@@ -190,29 +228,54 @@ def read_tool_use(tools: object, choice: object = None, parallel: object = None)
         return ToolUse(read, "auto", read, parallel is not False)
     if choice == "none":
         return ToolUse(read, "none")
-    name = "" if choice == "required" else _chosen_name(choice)
     if not read:
         raise OptionError("tool_choice", f"{brief(choice)} requires a call, but there are no tools: add tools")
-    chosen = tuple(tool for tool in read if not name or tool.name == name)
-    if not chosen:
+    several = parallel is not False
+    if choice == "required":
+        return ToolUse(read, "required", read, several)
+    if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
+        mode, names = _allowed(choice.get("allowed_tools"))
+        return ToolUse(read, mode, _named(names, read), several)
+    # A named tool is called once, as in OpenAI's API.
+    return ToolUse(read, "required", _named([_chosen_name(choice)], read), parallel=False)
+
+
+def _named(names: Sequence[str], tools: Sequence[Tool]) -> tuple[Tool, ...]:
+    """The tools of these names, in their own order."""
+    known = [tool.name for tool in tools]
+    if unknown := [name for name in names if name not in known]:
         raise OptionError(
             "tool_choice",
-            f"names {brief(name)}, but the tools are {', '.join(tool.name for tool in read[:100])}: choose one of "
-            'them, "auto", "none" or "required"',
+            f"names {brief(unknown[0])}, but the tools are {', '.join(known[:100])}: choose one of them, "
+            '"auto", "none" or "required"',
         )
-    # A named tool is called once, as in OpenAI's API.
-    return ToolUse(read, "required", chosen, parallel is not False and not name)
+    return tuple(tool for tool in tools if tool.name in names)
+
+
+def _allowed(allowed: object) -> tuple[Literal["auto", "required"], list[str]]:
+    """The mode and the names of {"mode", "tools"}."""
+    if isinstance(allowed, Mapping) and set(allowed) == {"mode", "tools"}:
+        mode, tools = allowed["mode"], allowed["tools"]
+        if mode in ("auto", "required") and isinstance(tools, Sequence) and tools and not isinstance(tools, str):
+            return mode, [_chosen_name(tool) for tool in tools]
+    raise OptionError(
+        "tool_choice",
+        "must have allowed_tools: {'mode': 'auto' or 'required', 'tools': [{'type': 'function', 'function': "
+        f"{{'name': …}}}}, …]}}; got {brief(allowed)}",
+    )
 
 
 def _chosen_name(choice: object) -> str:
     if isinstance(choice, str):
         return choice
-    function = choice.get("function") if isinstance(choice, Mapping) and choice.get("type") == "function" else None
-    name = function.get("name") if isinstance(function, Mapping) else None
+    kind = choice.get("type") if isinstance(choice, Mapping) else None
+    named = choice.get(kind) if isinstance(choice, Mapping) and kind in ("function", "custom") else None
+    name = named.get("name") if isinstance(named, Mapping) else None
     if not isinstance(name, str):
         raise OptionError(
             "tool_choice",
             'must be "auto", "none", "required", the name of a tool or '
-            f"{{'type': 'function', 'function': {{'name': …}}}}; got {brief(choice)}",
+            "{'type': 'function', 'function': {'name': …}} (or of the types custom and allowed_tools); got "
+            f"{brief(choice)}",
         )
     return name

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 # Minimum number of lines submitted to an engine at a time.
 _MIN_LINES = 32
+_AHEAD = 3  # times as many lines as it serves at once, so that it never runs out of them
 
 
 def batch(
@@ -60,10 +61,10 @@ def batch(
     """Run a batch of requests in OpenAI's format.
 
     Each line of IN is {"custom_id": …, "method": "POST", "url": …,
-    "body": …}, where the URL is /v1/chat/completions, /v1/completions or
-    /v1/responses. Once all lines are done, OUT gets one result per line, in
-    the same order. A line that fails gets an error as its result, and the
-    exit code is 2.
+    "body": …}, where the URL is /v1/chat/completions, /v1/completions,
+    /v1/responses or /v1/messages. Once all lines are done, OUT gets one
+    result per line, in the same order. A line that fails gets an error as
+    its result, and the exit code is 2.
 
     Until then, results are collected in OUT.parts. To resume, run the same
     command again: finished lines are skipped and failed lines are retried.
@@ -79,14 +80,14 @@ def batch(
     requests, limits = BatchInput(source), engine.limits()
     chunk = max(_MIN_LINES, limits.get("max_sequences", _MIN_LINES))
 
-    def serve(start: "Callable[[], Replica]", **sizes: int) -> "Progress":
+    def serve(start: "Callable[[], Replica]", size: int, ahead: int) -> "Progress":
         over = "" if replicas is None else f" over {count(replicas, 'replica')}"
         with waiting(f"serving {count(requests.count, 'line')}{over} …") as show:
 
             def show_progress(now: "Progress") -> None:
                 show(now.over / now.lines, f"{now.failed:,} failed" if now.failed else "")
 
-            job = BatchJob(requests, results, start, replicas or 1, show=show_progress, **sizes)
+            job = BatchJob(requests, results, start, replicas or 1, chunk=size, ahead=ahead, show=show_progress)
             _run(job)
         return job.progress
 
@@ -98,14 +99,14 @@ def batch(
             reader = make_reader()
             with onward.Engine(reader.lm, **limits) as engine_here:
                 replica = EngineReplica(engine_here, reader)
-                progress = serve(lambda: replica, chunk=1, ahead=3 * chunk)
+                progress = serve(lambda: replica, 1, _AHEAD * chunk)
         else:
             from onward.batches import RayReplica
             from onward.cluster.ray_session import connected
 
             find(model.model)  # download it once, before the replicas start
             with connected(address, replicas):
-                progress = serve(partial(RayReplica, make_reader, limits), chunk=chunk)
+                progress = serve(partial(RayReplica, make_reader, limits), chunk, _AHEAD)
     if progress.failed:
         lines = count(requests.count, "line")
         raise RequestError(f"{progress.failed} of {lines} failed: their results in {str(destination)!r} say why")

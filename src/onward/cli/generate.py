@@ -79,8 +79,11 @@ def generate(
     messages.append({"role": "user", "content": text})
     as_ids = ids or lm.tokenizer is None
     if not as_json and lm.defaults.replace(**options).rows == 1:
-        start = lm.chat_prompt(messages, variables, now) if chat else ids_or_text
-        _print_stream(lm.stream(start, **options), as_ids=as_ids)
+        if chat:
+            stream = lm.stream_chat(messages, template=variables, now=now, **options)
+        else:
+            stream = lm.stream(ids_or_text, **options)
+        _print_stream(stream, as_ids=as_ids)
         return
     if chat:
         request = lm.chat_request(messages, template=variables, now=now, **options)

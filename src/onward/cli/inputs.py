@@ -20,8 +20,6 @@ from onward.util.text_input import TextError, decode_text, parse_request_json
 if TYPE_CHECKING:
     from onward.language_model import LanguageModel
 
-# Names of the variable that turns reasoning on, in chat templates that have one.
-_THINKING = ("enable_thinking", "thinking")
 _WAYS = "pass it as an argument ({}), with --file FILE or through a pipe"
 
 
@@ -126,14 +124,19 @@ def load_model(
 ) -> "LanguageModel":
     """Call `onward.load` with the flags, and show a progress bar."""
     options = load_options(flags, drafting, adapting)
+    set_threads(flags)
+    folder = find(flags.model)
+    with waiting(f"loading {flags.model} …") as show:
+        return onward.load(folder, progress=show, **options)
+
+
+def set_threads(flags: LoadFlags) -> None:
+    """Set the number of threads, if the flags do."""
     if flags.threads is not None:
         onward.set_num_threads(flags.threads)
         with waiting("starting …"):
             import torch
         torch.set_num_threads(flags.threads)  # for operators that run in torch
-    folder = find(flags.model)
-    with waiting(f"loading {flags.model} …") as show:
-        return onward.load(folder, progress=show, **options)
 
 
 def load_options(flags: LoadFlags, drafting: DraftFlags | None, adapting: AdapterFlags | None) -> dict[str, Any]:
@@ -184,7 +187,7 @@ def template_variables(flags: TemplateFlags, lm: "LanguageModel", model: str) ->
             raise RequestError(f"the chat template of {model} has no variable {name!r}: {known}")
         variables[name] = as_json_or_text(name, value)
     if flags.thinking is not None:
-        switch = next((name for name in _THINKING if name in names), None)
+        switch = lm.chat_template.thinking_switch
         if switch is None:
             flag = "--thinking" if flags.thinking else "--no-thinking"
             raise RequestError(f"{flag}: the chat template of {model} has no switch for thinking; {known}")

@@ -32,6 +32,7 @@ _UsageError: Any = typer.BadParameter.__base__
 
 _INTERRUPTED = 130
 _HELP = "Help"  # the section of options without a group
+_NAMES = 31  # the most columns of the names in the help: their texts begin beside them
 
 # Errors from printing to a full disk, a lost terminal or a closed descriptor.
 _NOT_WRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF}
@@ -71,7 +72,7 @@ class Command(TyperCommand):
         for name, rows in sections.items():
             if rows:
                 with formatter.section(name):
-                    formatter.write_dl([(f"{names:<{width}}", text) for names, text in rows])
+                    formatter.write_dl([(f"{names:<{width}}", text) for names, text in rows], col_max=_NAMES)
 
 
 def _argument_name(param: Any) -> str:

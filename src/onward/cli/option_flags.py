@@ -17,7 +17,9 @@ class SamplingFlags:
     max_new_tokens: int | None = flag("Maximum number of tokens to generate.", "-n", group=LENGTH)
     temperature: float | None = flag("Sampling temperature; 0: greedy.", "-t", group=SAMPLING)
     top_k: int | None = flag("Sample from the N most likely tokens; 0: all.", group=SAMPLING)
-    top_p: float | None = flag("Sample from the top tokens of total probability X; 1: all.", group=SAMPLING)
+    top_p: float | None = flag(
+        "Sample from the top tokens of total probability X; 1: all, 0: the likeliest.", group=SAMPLING
+    )
     min_p: float | None = flag("Drop tokens below X times the top probability; 0: none.", group=SAMPLING)
     typical_p: float | None = flag(
         "Sample from the most typical tokens of total probability X; 1: all.", group=SAMPLING
@@ -39,6 +41,10 @@ class SamplingFlags:
     ignore_eos: bool = flag("Do not stop at end tokens.", group=LENGTH, default=False)
     seed: int | None = flag("Random seed.", group=SAMPLING, show_default="a new one each time")
     stop: list[str] | None = flag("Stop before TEXT.", group=LENGTH)
+    reasoning_budget: int | None = flag("Maximum number of tokens of reasoning in a chat; 0: none.", group=LENGTH)
+    reasoning_budget_message: str | None = flag(
+        "End reasoning that --reasoning-budget cuts with TEXT.", group=LENGTH, show_default="that it must answer"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,5 +64,5 @@ class GenerateFlags:
     regex: str | None = flag(
         "Generate text that matches PATTERN from start to end.", group=STRUCTURE, metavar="PATTERN"
     )
-    grammar: Path | None = flag("Generate text that matches the Lark grammar in FILE.", group=STRUCTURE)
+    grammar: Path | None = flag("Generate text that matches the Lark or GBNF grammar in FILE.", group=STRUCTURE)
     choice: list[str] | None = flag("Generate TEXT or another --choice.", group=STRUCTURE)

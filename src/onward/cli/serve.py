@@ -11,10 +11,12 @@ from typing import Any
 import onward
 from onward.cli.flags import (
     AUTHENTICATION,
+    FILES,
     LIMITS,
     LOGGING,
     MODEL,
     NETWORK,
+    ON_DEMAND,
     RAY_ADDRESS,
     REPLICAS,
     REQUESTS,
@@ -29,7 +31,7 @@ from onward.cli.flags import (
     flag,
     with_source,
 )
-from onward.cli.inputs import expanded, find, importing, load_model, load_options, template_variables
+from onward.cli.inputs import expanded, find, importing, load_model, load_options, set_threads, template_variables
 from onward.cli.terminal import count, note, waiting
 from onward.errors import RequestError, warn
 from onward.util.api_keys import ApiKeys
@@ -40,8 +42,11 @@ from onward.util.text_input import TextError, read_text_file
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _KEY_VARIABLE = "ONWARD_API_KEY"
 
-_network, _keys, _limit, _log, _replicas = (
-    partial(flag, group=group) for group in (NETWORK, AUTHENTICATION, LIMITS, LOGGING, REPLICAS)
+# The size of quantized weights, of which some stay floats, relative to those in 16 bits.
+_QUANTIZED = {"int8": 0.55, "int4": 0.35, "iq4_nl": 0.35}
+
+_network, _keys, _limit, _log, _replicas, _on_demand, _files = (
+    partial(flag, group=group) for group in (NETWORK, AUTHENTICATION, LIMITS, LOGGING, REPLICAS, ON_DEMAND, FILES)
 )
 
 
@@ -67,8 +72,22 @@ class ServerFlags:
     idempotency_seconds: float = _limit(
         "Lifetime of responses to an Idempotency-Key.", default=600.0, metavar="SECONDS", low=0
     )
+    response_store: Path | None = _limit(
+        "Store responses and conversations in this SQLite file.", show_default="serve: in memory; deploy: none"
+    )
+    response_store_size: float = _limit("Maximum size of stored responses in MiB.", default=64.0, metavar="MIB", low=0)
+    response_lifetime: float = _limit(
+        "Lifetime of stored responses after their last use.",
+        default=30 * 86400.0,
+        show_default="30 days",
+        metavar="SECONDS",
+        low=0,
+    )
     access_log: bool = _log("Log each request to stderr as a line of JSON.", default=True)
     log_prompts: bool = _log("Include request bodies in the access log.", default=False)
+    otlp_endpoint: str | None = _log(
+        "Send OpenTelemetry traces to this OTLP/HTTP collector.", metavar="URL", show_default="from OTEL_* variables"
+    )
 
     def _api_keys(self) -> ApiKeys:
         keys = list(self.api_key or ())
@@ -87,20 +106,87 @@ class ServerFlags:
 
     def settings(self, body: BodyFlags) -> dict[str, Any]:
         """Return the keyword arguments of `onward.server.Settings`."""
+        from onward.server.tracing import endpoint_of_environment
+
         keys, names = self._api_keys(), tuple(self.allow_host or ())
         is_local = self.host in _LOOPBACK
         if not is_local and not keys:
             warn(f"anyone who can reach {self.host} can use this server: require a key with --api-key-file")
-        same = ("max_requests", "keep_alive", "idempotency_seconds", "drain", "access_log", "log_prompts")
-        return {name: getattr(self, name) for name in same} | {
+        same = ("max_requests", "keep_alive", "idempotency_seconds", "response_lifetime", "drain", "access_log")
+        store = None if self.response_store is None else str(expanded(self.response_store).absolute())
+        return {name: getattr(self, name) for name in (*same, "log_prompts")} | {
+            **({} if store is None else {"response_store": store}),
+            "response_store_bytes": max(1, int(self.response_store_size * 2**20)),
             "limits": body.limits(),
             "ignore_unsupported": body.ignore_unsupported,
             "api_keys": keys,
+            "otlp_endpoint": self.otlp_endpoint or endpoint_of_environment(),
             "max_body": int(self.max_body * 2**20),
             "request_memory": int(self.request_memory * 2**20),
             "cors_origins": tuple(self.allow_origin or ()),
             # A local server without keys accepts only local names; others accept any name, or those of --allow-host.
             "hosts": (*_LOOPBACK, *names) if is_local and not keys else names,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnDemandFlags:
+    """Models that are loaded when requests name them, and the endpoints that load and unload."""
+
+    models_dir: Path | None = _on_demand("Serve each model in DIR; load it at its first request.", metavar="DIR")
+    models_max: int | None = _on_demand("Maximum number of these models in memory.", show_default="4", low=1)
+    models_ttl: float | None = _on_demand(
+        "Unload a model after this idle time; inf: never.", show_default="3600", metavar="SECONDS", low=0
+    )
+    models_memory: float | None = _on_demand(
+        "Memory for weights and KV caches of all models.", metavar="GIB", show_default="3/4 of the memory"
+    )
+    adapters_dir: Path | None = _on_demand("Let requests load adapters from folders in DIR.", metavar="DIR")
+    management: bool | None = _on_demand(
+        "Let requests load and unload models and adapters.", show_default="if API keys are required"
+    )
+
+    def settings(self, *, has_keys: bool) -> dict[str, Any]:
+        """Return keyword arguments of `onward.server.Settings`."""
+        management = has_keys if self.management is None else self.management
+        if management and not has_keys:
+            warn("anyone who can reach this server can load and unload models: require a key with --api-key-file")
+        folder = None if self.adapters_dir is None else expanded(self.adapters_dir)
+        return {"management": management, "adapters_dir": folder}
+
+    def options(self) -> dict[str, Any]:
+        """Return keyword arguments of `onward.server.OnDemand`; empty without a folder."""
+        flags = {"max_models": self.models_max, "ttl": self.models_ttl, "memory": self.models_memory}
+        options: dict[str, Any] = {name: value for name, value in flags.items() if value is not None}
+        if self.models_dir is None:
+            if options:
+                raise RequestError("--models-max, --models-ttl and --models-memory need --models-dir")
+            return {}
+        if self.models_memory is not None:
+            if not 0 < self.models_memory < 2**20:
+                raise RequestError(f"--models-memory must be a number of GiB above 0; got {self.models_memory}")
+            options["memory"] = int(self.models_memory * 2**30)
+        return {"folder": expanded(self.models_dir), **options}
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileFlags:
+    """Uploaded files, and the batches that run them."""
+
+    files_dir: Path | None = _files("Store files and batches in DIR, so that they survive a restart.", metavar="DIR")
+    max_file: float = _files("Maximum size of an uploaded file in MiB.", default=200.0, metavar="MIB", low=0)
+    files_space: float = _files("Disk space for files in MiB.", default=2048.0, metavar="MIB", low=0)
+    batch_share: float = _files(
+        "Share of the sequences for batches while no other requests run.", default=0.5, metavar="SHARE", low=0, high=1
+    )
+
+    def settings(self) -> dict[str, Any]:
+        """Return the keyword arguments of `onward.server.Settings`."""
+        return {
+            "files_dir": None if self.files_dir is None else expanded(self.files_dir),
+            "max_file": int(self.max_file * 2**20),
+            "files_space": int(self.files_space * 2**20),
+            "batch_share": self.batch_share,
         }
 
 
@@ -111,6 +197,8 @@ def serve(
         "Serve SOURCE as NAME; add options as SOURCE,quantize=int8.", "-m", group=MODEL, metavar="[NAME=]SOURCE"
     ),
     server: ServerFlags,
+    on_demand: OnDemandFlags,
+    files: FileFlags,
     engine: ServerEngineFlags,
     max_new_tokens: int | None = flag(
         "Default max_tokens of requests.", "-n", group=REQUESTS, show_default="rest of the context", low=0
@@ -126,23 +214,40 @@ def serve(
     The server supports chat completions, completions and responses, with or
     without streaming. Requests are batched, and each gets the same text as if
     it ran alone. Each adapter is served as a model with its name. Unsupported
-    fields are refused with an error that names them.
+    fields are refused with an error that names them. With --models-dir, models
+    are loaded when requests name them, and unloaded when memory is needed.
 
     SIGTERM stops the server once the running requests have finished; a second
     SIGTERM stops it immediately.
     """
-    texts = [*([source] if source else []), *(model or [])] or ["demo"]
+    folder = on_demand.options()
+    texts = [*([source] if source else []), *(model or [])] or ([] if folder else ["demo"])
+    if not texts and adapting.adapter:
+        raise RequestError("--adapter is for a model on the command line, and there is none: see --adapters-dir")
+    if folder and (loading.merge or loading.name_map or loading.pipeline > 1):
+        message = "--merge, --name-map and --pipeline are for one model, not for those of --models-dir"
+        raise RequestError(f"{message}: write --model SOURCE,merge=ADAPTER")
     models = [_parse_model(text, loading, drafting, adapting) for text in texts]
     names = [name for name, *_ in models]
     if len(set(names)) < len(names):
         raise RequestError(f"models need different names; got {', '.join(names)}: write --model NAME=SOURCE")
     limits = engine.limits()
     package = _server_package()
-    settings = package.Settings(max_new_tokens=max_new_tokens, **server.settings(body))
-    if len(models) > 1:
+    common = server.settings(body)
+    common |= files.settings()
+    common |= on_demand.settings(has_keys=bool(common["api_keys"]))
+    settings = package.Settings(max_new_tokens=max_new_tokens, **common)
+    at_once = len(models) + (folder.setdefault("max_models", 4) if folder else 0)
+    if at_once > 1 or folder:
         from onward.native.machine import memory_limit
 
-        limits["cache_memory"] = max(1, limits.get("cache_memory", memory_limit() // 4) // len(models))
+        limits["cache_memory"] = max(1, limits.get("cache_memory", memory_limit() // 4) // at_once)
+    if folder:
+        set_threads(loading)
+        folder |= {"open": _opener(loading, drafting, template, limits), "cache_memory": limits["cache_memory"]}
+        folder["weight_ratio"] = _QUANTIZED.get(loading.quantize or "", 1.0)
+    extra = {"on_demand": package.OnDemand(**folder)} if folder else {}
+    package.check_response_store(settings)
     # Bind first: a bad address fails before any model is loaded.
     with closing(package.bound(server.host, server.port)) as address, ExitStack() as stack:
         engines: dict[str, Any] = {}
@@ -155,9 +260,28 @@ def serve(
             stack.callback(engines[name].close, drain=False)
             with waiting("reading weights …"):  # now, not in the first request
                 engines[name].fingerprint_with(None)
-        app = package.create_app(engines, dataclasses.replace(settings, variables=variables))
+        app = package.create_app(engines, dataclasses.replace(settings, variables=variables), **extra)
+        shown = ", ".join([*names, *([f"the models in {on_demand.models_dir}"] if folder else [])])
         package.log_to_stderr()
-        package.run(app, address, lambda url: note(f"{', '.join(names)} at {url}/v1 · Ctrl-C stops it"))
+        package.run(app, address, lambda url: note(f"{shown} at {url}/v1 · Ctrl-C stops it"))
+
+
+def _opener(loading: LoadFlags, drafting: DraftFlags, template: TemplateFlags, limits: dict[str, Any]) -> Any:
+    """Return a function that loads a model on demand (`onward.server.OnDemand.open`)."""
+    options = load_options(loading, drafting, None)
+
+    def open_model(name: str, path: Path, progress: Any) -> tuple[Any, dict[str, Any]]:
+        lm = onward.load(path, progress=progress, **options)
+        variables = template_variables(template, lm, name) if template.is_set else {}
+        engine = onward.Engine(lm, **limits)
+        try:
+            engine.fingerprint_with(None)  # reads the weights: now, not in the first request
+        except BaseException:
+            engine.close(drain=False)
+            raise
+        return engine, variables
+
+    return open_model
 
 
 def _parse_model(
@@ -230,6 +354,8 @@ def deploy(
     with importing("onward deploy needs", "cluster"):
         import onward.cluster.deployment as package
     model = with_source(model, source)
+    if server.response_store is not None and replicas.address is not None:
+        raise RequestError("--response-store works on one machine: remove it, or remove --address")
     options = package.DeployOptions(
         source=str(find(model.model)) if replicas.address is None else model.model,
         name=name or model.model,

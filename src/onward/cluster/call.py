@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from starlette.responses import Response
 
 from onward.errors import OnwardError
-from onward.protocols import error_fields
+from onward.protocols import error_fields, protocol_of
 from onward.server.errors import error_answer
 from onward.server.log import refusal
 
@@ -118,11 +118,12 @@ class ProxiedResponse:
 
     started: whether the client has the status. is_complete: whether it has everything. emitted: token ids of a stream
     that the client has; None before its first event. ended: the body's requests whose ends it has. log_fields: for the
-    access log. log_values: whether these include the values that an error's message quotes.
+    access log. log_values: whether these include the values that an error's message quotes. url, request_id: of the
+    request; they determine the format of an error.
     """
 
-    def __init__(self, send: Send, *, log_values: bool = False) -> None:
-        self._send, self._log_values = send, log_values
+    def __init__(self, send: Send, url: str = "", request_id: str = "", *, log_values: bool = False) -> None:
+        self._send, self._url, self._request_id, self._log_values = send, url, request_id, log_values
         self.log_fields: dict[str, Any] = {}
         self.started = self.is_complete = False
         self.emitted: Emitted | None = None
@@ -173,12 +174,12 @@ class ProxiedResponse:
     async def fail(self, error: OnwardError) -> None:
         """End the response with an error: as its status, or as an event of a stream."""
         self.log_fields |= refusal(error_fields(error), with_values=self._log_values)
-        response = error_answer(error)
+        response = error_answer(error, self._url, self._request_id)
         if not self.started:
             await self.send_response(response)
             return
         self.is_complete = True
-        content = b"data: " + bytes(response.body) + b"\n\n"
+        content = protocol_of(self._url).failure_event.encode() + b"data: " + bytes(response.body) + b"\n\n"
         await self._send({"type": "http.response.body", "body": content, "more_body": False})
 
     def note_disconnect(self) -> None:

@@ -33,7 +33,7 @@ from onward.cluster.ray_session import connected
 from onward.cluster.router import LOAD, load_of
 from onward.engine.engine import probe
 from onward.errors import EngineError, OnwardWarning, one_line, warn
-from onward.server import Settings, bound, create_app, log_to_stderr
+from onward.server import Settings, bound, check_response_store, create_app, log_to_stderr
 from onward.server.lifecycle import Server, address_of, config_of
 from onward.server.log import log
 
@@ -63,7 +63,7 @@ class Replica:
         self._engine = onward.Engine(lm, **chosen.engine)
         # The ingress has checked access, and writes the access log with fields from the replicas, which can only be
         # reached through Ray.
-        settings = Settings(**{**chosen.settings, "access_log": False})
+        settings = Settings(**{"response_store": None, **chosen.settings, "access_log": False})
         self._hang_seconds = settings.hang_seconds
         self._app = create_app({chosen.name or chosen.source: self._engine}, settings)
         self._watching: asyncio.Task[None] | None = None
@@ -126,6 +126,8 @@ class Replica:
     def __del__(self) -> None:
         if hasattr(self, "_engine"):
             self._engine.close(drain=False)
+        if hasattr(self, "_app") and (tracing := self._app.service.tracing) is not None:
+            tracing.close()
 
 
 def _keep_port_local() -> None:
@@ -207,6 +209,7 @@ def running(
 
     address: of a Ray cluster, "auto" for this machine's; None starts Ray for this deployment alone.
     """
+    check_response_store(Settings(**{"response_store": None, **options.settings}))
     replicas = options.max_replicas or options.replicas
     if address is None and options.threads is None:
         options = replace(options, threads=max(1, onward.num_threads() // replicas))
@@ -277,6 +280,8 @@ def _serving(ingress: Ingress, listener: socket.socket, drain: float) -> Iterato
     finally:
         server.should_exit = True
         thread.join()
+        if ingress.tracing is not None:
+            ingress.tracing.close()
 
 
 def until_signal() -> None:

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import enum
 import hashlib
+import re
 import time
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -32,7 +33,7 @@ from onward.cluster.router import routing_key
 from onward.cluster.state import State
 from onward.engine.fingerprint import parts_that_differ
 from onward.errors import EngineBusyError, EngineError, OnwardError, RequestError
-from onward.protocols import ResponseKey
+from onward.protocols import BodyError, ResponseKey
 from onward.server import Settings
 from onward.server.client import MemoryBudget, whole_body
 from onward.server.errors import draining_answer
@@ -40,7 +41,8 @@ from onward.server.gate import AccessRecord, Gate, RequestCounts, access_of, is_
 from onward.server.lifecycle import drain_requests
 from onward.server.log import log
 from onward.server.resume import idempotency_of
-from onward.server.submission import ResponseStore
+from onward.server.submission import ReplayRecords
+from onward.server.tracing import Tracing
 from onward.util.checks import check_whole, is_finite
 
 
@@ -128,7 +130,7 @@ _RETRY_DELAY = 0.25  # seconds before all replicas are tried again, if a started
 _BUSY = (429, 503)
 _MAX_FINGERPRINTS = 64
 # Headers that stay in the ingress: replicas check no credentials, and Ray may log what it carries.
-_OWN_HEADERS = frozenset({b"x-request-id", b"authorization", b"proxy-authorization", b"cookie"})
+_OWN_HEADERS = frozenset({b"x-request-id", b"authorization", b"x-api-key", b"proxy-authorization", b"cookie"})
 
 
 class _Outcome(enum.Enum):
@@ -149,11 +151,12 @@ class Ingress:
         self._replicas, self._options = replicas, options
         self.settings = Settings() if settings is None else settings
         self.memory, self.metrics = MemoryBudget(self.settings.request_memory), RequestCounts()
+        self.tracing = Tracing.of(self.settings.otlp_endpoint)
         self.gate = Gate(self._respond, self)
         self._outer = self.gate.with_cors()
         self._state = State(replicas)
         self._budget, self._quarantine = RetryBudget(options), Quarantine(options)
-        self._responses = ResponseStore(self.settings.idempotency_seconds, self.memory)
+        self._replays = ReplayRecords(self.settings.idempotency_seconds, self.memory)
         self._fingerprints: dict[str, str] = {}  # fingerprint: the first replica that had it
         self.draining = False
         self._ends: set[asyncio.Future[None]] = set()  # of running requests; done to cancel them
@@ -163,7 +166,7 @@ class Ingress:
 
     async def _respond(self, scope: Any, receive: Any, send: Any) -> None:
         access = access_of(scope)
-        response = ProxiedResponse(send, log_values=self.settings.log_prompts)
+        response = ProxiedResponse(send, scope["path"], access.id, log_values=self.settings.log_prompts)
         try:
             await self._handle(scope, receive, response, access)
         except OnwardError as error:
@@ -175,6 +178,7 @@ class Ingress:
 
     async def _handle(self, scope: Any, receive: Any, response: ProxiedResponse, access: AccessRecord) -> None:
         """Handle a request until the client disconnects. Raises `OnwardError`: it is refused, or fails."""
+        check_no_files(scope["path"])
         if self.draining and scope["path"] == "/ready":
             await response.send_response(draining_answer())
             return
@@ -203,6 +207,8 @@ class Ingress:
 
     def _call_of(self, scope: Any, body: bytes, access: AccessRecord) -> ProxiedRequest:
         pairs = [(bytes(name), bytes(value)) for name, value in scope["headers"] if name not in _OWN_HEADERS]
+        if access.span is not None:
+            pairs = access.span.replace_context(pairs)
         headers = (*pairs, (b"x-request-id", access.id.encode()))  # replicas log errors under it
         method, path, query = scope["method"], scope["path"], scope.get("query_string", b"")
         key = self._key_of(access.headers, _digest(path, body))
@@ -216,7 +222,7 @@ class Ingress:
         key, name = ResponseKey.new(), idempotency_of(headers)
         if name is None:
             return key
-        stored = self._responses.get(name, key)
+        stored = self._replays.get(name, key)
         stored.check(digest)
         stored.digest = digest
         return stored.key
@@ -354,6 +360,13 @@ class Ingress:
     def _others(self, route: RouteAttempt) -> bool:
         """Whether other replicas have not failed the call."""
         return bool(self._replicas.names - route.avoid - {route.replica})
+
+
+def check_no_files(path: str) -> None:
+    """Raises `BodyError`: the path is of files or batches, which replicas don't share."""
+    if re.match(r"(/v1)?/(files|batches)(/|$)", path):
+        message = "onward deploy serves no files and batches: use onward batch --replicas, or onward serve"
+        raise BodyError(message, None, "unknown_url", 404)
 
 
 def _digest(path: str, body: bytes) -> str:

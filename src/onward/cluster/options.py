@@ -1,6 +1,7 @@
 """Deployment options."""
 
 import contextlib
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -57,7 +58,10 @@ class DeployOptions:
                 raise RequestError(f"{name} must be a mapping of options; got {got}")
         check_option_names(self.settings, [each.name for each in fields(Settings)])
         check_option_names(self.retries, [each.name for each in fields(RetryOptions)])
-        settings = Settings(**self.settings)
+        settings = Settings(**{"response_store": None, **self.settings})
+        if settings.response_store is not None and not os.path.isabs(settings.response_store):
+            message = "response_store must be an absolute path, since replicas are processes with folders of their own"
+            raise RequestError(f"{message}; got {settings.response_store!r}")
         if "api_keys" in self.settings:
             object.__setattr__(self, "settings", {**self.settings, "api_keys": settings.api_keys})
         RetryOptions(**self.retries)

@@ -23,7 +23,7 @@ from onward.cluster.channel import ChannelReplicaSet
 from onward.engine import EngineStats
 from onward.errors import OnwardError
 from onward.protocols import BodyError
-from onward.server.errors import CompactJSONResponse, plain_error
+from onward.server.errors import CompactJSONResponse, error_answer
 from onward.server.metrics import CONTENT_TYPE
 
 _Key = TypeVar("_Key", bound=Hashable)
@@ -199,7 +199,7 @@ def _health_of(bodies: Mapping[str, bytes], names: list[str], by_replica: bool) 
     states = {name: json.loads(body) for name, body in bodies.items()}
     healthy = [state for state in states.values() if state["status"] == "ok"]
     if not names:
-        return plain_error(503, "no replica is available", "no_replica", {"retry-after": "5"})
+        return error_answer(BodyError("no replica is available", code="no_replica", status=503))
     models: Mapping[str, Any] = next((state["models"] for state in [*healthy, *states.values()]), {})
     replicas = {name: states[name]["status"] if name in states else "unreachable" for name in names}
     content = {"status": "ok" if healthy else "failing", "models": models, "replicas": replicas}

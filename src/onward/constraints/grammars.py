@@ -9,6 +9,8 @@ from typing import Any, ClassVar
 import llguidance
 
 from onward.constraints.compiler import GrammarConstraint, compiled
+from onward.constraints.gbnf import is_gbnf
+from onward.constraints.gbnf_lexemes import lark_of_gbnf
 from onward.errors import OptionError, RequestError, TokenizerError, blaming, one_line
 from onward.schemas import Spacing, check_schema, has_large_numbers, json_rules, lark_string, normalized
 from onward.tokenizer import Tokenizer
@@ -64,17 +66,19 @@ class Regex(Grammar):
 @dataclass(frozen=True)
 class Lark(Grammar):
     """A context-free grammar with the rule `start`, in llguidance's variant of Lark's syntax
-    (https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md)."""
+    (https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md); or one with the rule `root ::=` in llama.cpp's
+    GBNF (https://github.com/ggml-org/llama.cpp/blob/master/grammars/README.md)."""
 
     option = "grammar"
     text: str
 
     def __post_init__(self) -> None:
         if not isinstance(self.text, str) or not self.text.strip():
-            raise OptionError("grammar", f"must be a grammar in Lark's syntax as a str; got {self.text!r}")
+            raise OptionError("grammar", f"must be a grammar in Lark's syntax or GBNF as a str; got {self.text!r}")
 
     def source(self) -> str:
-        return llguidance.LLMatcher.grammar_from_lark(self.text)
+        text = lark_of_gbnf(self.text) if is_gbnf(self.text) else self.text
+        return llguidance.LLMatcher.grammar_from_lark(text)
 
     def __repr__(self) -> str:
         """One line, however long the grammar is."""

@@ -64,7 +64,8 @@ class SamplerCache:
             self._last = None
 
     def kernel(self, sequences: abc.Sequence[Sequence]) -> SamplingKernel | None:
-        return self.sampler(sequences).pick if constraints_of(sequences) is None else None
+        free = all(sequence.constraint is None or sequence.constraint.mask() is None for sequence in sequences)
+        return self.sampler(sequences).pick if free else None
 
 
 class FunctionSampler:

@@ -165,8 +165,10 @@ def _read(settings: Settings, stage: Stage, layers: Callable[[int], LayersInPlac
     checkpoint, count = open_checkpoint(settings.path), len(stage.layers)
     with LayersInPlace(count, False, None) if layers is None else layers(count) as display:
         reader = partial(WeightsReader, checkpoint, stage, settings.torch_dtype, torch.device("cpu"))
-        options = {"name_map": None, "adapter": None, "cache_format": checked_cache_format(settings.cache_format)}
-        return reader(format=settings.quantize, layers=display, **options).read()
+        kv_format = checked_cache_format(settings.cache_format)
+        return reader(
+            format=settings.quantize, name_map=None, adapter=None, layers=display, cache_format=kv_format
+        ).read()
 
 
 def _digest(model: Model) -> int:

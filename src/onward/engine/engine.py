@@ -14,6 +14,7 @@ from onward.cache.slot import digest_of
 from onward.decoding import CacheManager, RowCacheManager
 from onward.decoding.row_cache import dims_of
 from onward.decoding.shared_cache import MAX_BLOCKS, blocks_within
+from onward.decoding.speculation import ModelDrafter
 from onward.engine.fingerprint import bits_fingerprint, check_same_bits
 from onward.engine.request import EngineRequest, Generation, needed_blocks
 from onward.engine.scheduler import Scheduler
@@ -78,6 +79,14 @@ def _dense(model: Model, rows: int, context: int, limit: int, cache_memory: int 
         )
     cache = model.new_cache(rows, length)
     return RowCacheManager(cache, rows, length, dims_of(model, cache, rows), model)
+
+
+def _nbytes(slots: CacheManager) -> int:
+    """The most memory that a cache takes."""
+    if isinstance(slots, PagedCacheManager):
+        return slots.stats().total * slots.unit_nbytes
+    assert isinstance(slots, RowCacheManager)
+    return sum(leaf.nbytes for leaf in leaves_of(slots.cache) if isinstance(leaf, Tensor))
 
 
 class Engine:
@@ -314,6 +323,13 @@ class Engine:
     def stats(self) -> EngineStats:
         """The engine's current state and its counts."""
         return self._worker.stats()
+
+    @property
+    def memory(self) -> int:
+        """Bytes of the weights, also of a draft model, and the most that the cache takes."""
+        drafter = None if self.lm.draft is None else self.lm.draft.drafter
+        models = [self.lm.model, *([drafter.model] if isinstance(drafter, ModelDrafter) else [])]
+        return sum(model.nbytes for model in models) + _nbytes(self._worker.slots)
 
     def check_open(self) -> None:
         """Raise `EngineError` if the engine is closed or has failed, or if this is a forked process."""

@@ -38,7 +38,9 @@ COMPUTING = (
     "distributed/group.py",
     "distributed/pipeline.py",
     "language_model/chat.py",
+    "language_model/infill.py",
     "language_model/options.py",
+    "language_model/reasoning.py",
     "language_model/request.py",
     "language_model/runner.py",
     "models",
@@ -63,11 +65,25 @@ def bits_fingerprint(model: Model, adapter: AdapterRef | None = None) -> str:
     parts = [
         json.dumps(fingerprint(model), sort_keys=True),
         f"{computed_by(model)} {platform.machine()}",
-        f"{_sources()} {'' if (library := native.library()) is None else _hash_of((library.path,))}",
+        _build(),
         torch.__version__,
         "" if adapter is None else adapter.digest,
     ]
-    return "-".join(hashlib.blake2b(part.encode(), digest_size=_DIGITS // 2).hexdigest() for part in parts)
+    return "-".join(map(_digest, parts))
+
+
+def build_fingerprint() -> str:
+    """The part of `bits_fingerprint` for the build: Onward's modules that compute, and the native library."""
+    return _digest(_build())
+
+
+def _build() -> str:
+    library = native.library()
+    return f"{_sources()} {'' if library is None else _hash_of((library.path,))}"
+
+
+def _digest(part: str) -> str:
+    return hashlib.blake2b(part.encode(), digest_size=_DIGITS // 2).hexdigest()
 
 
 def check_same_bits(theirs: str, ours: str) -> None:

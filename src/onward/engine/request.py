@@ -39,12 +39,14 @@ class Generation:
 
     request: the prompt with all options.
     submitted: the time of submission, on the clock `time.monotonic`.
+    started: when it first left the queue, on the same clock; None before.
     arrivals: (time, number of tokens) of each step that brought tokens, on the same clock.
     """
 
     def __init__(self, request: Request, cancel: Callable[[], None], notify: Callable[[list[Listener]], None]) -> None:
         self.request = request
         self.submitted = time.monotonic()
+        self.started: float | None = None
         self.arrivals: list[tuple[float, int]] = []
         self._cancel: Callable[[], None] | None = cancel  # None after the end, so that no engine is kept alive
         self._changed = threading.Condition()
@@ -284,6 +286,8 @@ class EngineRequest:
         if not text.acquire(self._slots, length, self._shared + 1 if text is self._leader else None):
             return False
         self._reserved = self._blocks if several else 0
+        if self.generation.started is None:
+            self.generation.started = time.monotonic()
         return True
 
     def fork_siblings(self) -> None:

@@ -3,6 +3,7 @@
 from onward.language_model.chat import ChatReader
 from onward.language_model.completion import Completion, Piece, Timing
 from onward.language_model.generation_config import generation_defaults, within_vocabulary
+from onward.language_model.infill import INFILL_FORMATS, infill_request
 from onward.language_model.language_model import LanguageModel, Messages
 from onward.language_model.options import ChatOptionsDict, Draft, GenerateOptions, split_chat_options
 from onward.language_model.options_dict import GenerateOptionsDict
@@ -13,6 +14,7 @@ from onward.language_model.scoring import Score, score_continuations, score_text
 from onward.language_model.session import Session
 
 __all__ = [
+    "INFILL_FORMATS",
     "Calibration",
     "ChatOptionsDict",
     "ChatReader",
@@ -35,6 +37,7 @@ __all__ = [
     "calibration_ids",
     "drained",
     "generation_defaults",
+    "infill_request",
     "quantize",
     "quantize_folder",
     "score_continuations",

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from onward.chat import (
+    PROMPT_ENDINGS,
     AnswerFormat,
     AssistantMessage,
     ChatTemplate,
@@ -36,6 +37,18 @@ from onward.util.text_input import check_value
 
 # Templates with this test write arguments verbatim if they are text.
 _TAKES_TEXT = re.compile(r"arguments\s+is\s+string")
+
+
+# The budgets of efforts, for templates that do not read `reasoning_effort`; None for no budget.
+EFFORTS: Mapping[str, int | None] = {
+    "none": 0,
+    "minimal": 512,
+    "low": 1024,
+    "medium": 8192,
+    "high": None,
+    "xhigh": None,
+    "max": None,
+}
 
 
 class ParsedChat(NamedTuple):
@@ -66,7 +79,10 @@ class ToolGrammar(Lark):
             assert tokenizer is not None, "without one it is a TokenizerError"
             with blaming(self.option):
                 for tool in self.tools:
-                    rules = json_rules("start", arguments_schema(tool), SPACED, tool.place)
+                    if tool.input is not None and tool.input.syntax == "lark":
+                        rules = [tool.input.definition]
+                    else:
+                        rules = json_rules("start", arguments_schema(tool), SPACED, tool.place)
                     compiled(Lark("\n".join(rules)).source(), tokenizer, stop_ids, tool.place)
             raise
 
@@ -87,8 +103,9 @@ class ChatReader:
         Raises `TokenizerError` without a template or tokenizer.
         """
         check_value(options)
-        rest = dict(options)
+        rest = self._with_budget(options)
         now = rest.pop("now", None)
+        endings = {name: rest.pop(name) for name in PROMPT_ENDINGS if name in rest}
         use = read_tool_use(*(rest.pop(name, None) for name in ("tools", "tool_choice", "parallel_tool_calls")))
         if use.tools and use.choice != "none":
             if self.template is not None and "tools" not in self.template.variables:
@@ -96,12 +113,15 @@ class ChatReader:
                 raise OptionError("tools", problem)
             rest["tools"] = [tool.given for tool in use.tools]
         variables, others = split_chat_options(self.template, rest)
+        variables |= endings
         text = self.text(messages, variables, now)
         tokenizer = needed_tokenizer(self.tokenizer, "a chat")
         check_length(text, tokenizer, self.context)
         # The names of tools that only the template knows are unknown.
         tools = {tool.name: tool.parameters for tool in use.tools} if variables.get("tools") else None
-        answer = AnswerFormat.of(self.format, tokenizer, text, tools)
+        continued = _content(messages[-1]) if variables.get("continue_final_message") else ""
+        custom = tuple(tool.name for tool in use.tools if tool.input is not None)
+        answer = dataclasses.replace(AnswerFormat.of(self.format, tokenizer, text, tools, continued), custom=custom)
         constraints = [name for name in CONSTRAINTS if others.get(name) is not None]
         schema = self._schema_beside(use, others)
         if use.is_constrained or schema is not None:
@@ -126,6 +146,21 @@ class ChatReader:
             others["constraint"] = constraint
         # The template writes the special tokens itself.
         return ParsedChat(tokenizer.encode(text, add_special_tokens=False), answer, others)
+
+    def _with_budget(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """The options with a reasoning budget in place of an effort that the template does not read."""
+        variables = dict(options.get("template") or {})
+        effort = variables.pop("reasoning_effort", options.get("reasoning_effort"))
+        template = self.template
+        if effort is None or template is None or "reasoning_effort" in template.variables or not self._may_think:
+            return dict(options)
+        if not isinstance(effort, str) or effort not in EFFORTS:
+            raise OptionError("reasoning_effort", f"must be one of {', '.join(EFFORTS)}; got {effort!r}")
+        switch = template.thinking_switch
+        if switch is not None and switch not in options:
+            variables = {switch: effort != "none", **variables}
+        rest = {name: value for name, value in options.items() if name != "reasoning_effort"}
+        return {"reasoning_budget": EFFORTS[effort], **rest, "template": variables}
 
     def _schema_beside(self, use: ToolUse, options: Mapping[str, Any]) -> JsonSchema | None:
         """The schema of an answer without calls, if there may be calls. None: there is no such schema, or calls are
@@ -162,6 +197,11 @@ class ChatReader:
     def _symbols(self, tokenizer: Tokenizer) -> dict[str, int]:
         """The ids of the markers that grammars cannot express as text."""
         return {mark: id for mark in self.format.all_marks if (id := symbol(mark, tokenizer)) is not None}
+
+
+def _content(message: Message | AssistantMessage) -> str:
+    content = message.content if isinstance(message, AssistantMessage) else message.get("content")
+    return content or ""
 
 
 class AnswerParser:

@@ -260,7 +260,8 @@ class LanguageModel:
     def chat_prompt(
         self, messages: Messages, template: Mapping[str, Any] | None = None, now: datetime.datetime | None = None
     ) -> list[int]:
-        """The ids of a conversation, up to the beginning of the answer. template: variables of the chat template."""
+        """The ids of a conversation, up to the beginning of the answer. template: variables of the chat template, and
+        the options add_generation_prompt and continue_final_message."""
         text = self._chat_reader.text(messages, template or {}, now)
         return needed_tokenizer(self.tokenizer, "a chat").encode(text, add_special_tokens=False)
 

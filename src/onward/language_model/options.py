@@ -9,7 +9,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any, Literal, Self, TypeAlias, Unpack
 
-from onward.chat import ChatTemplate, ToolChoice, ToolLike
+from onward.chat import PROMPT_ENDINGS, ChatTemplate, ToolChoice, ToolLike
 from onward.constraints import Choice, JsonSchema, Lark, Regex
 from onward.decoding import StopWhen
 from onward.decoding.speculation import Drafter, ModelHolder, Speculator
@@ -40,7 +40,12 @@ class ChatOptionsDict(GenerateOptionsDict, total=False):
     tool_choice: "auto" (the default), "none", "required", or the tool to call: its name, or
         {"type": "function", "function": {"name": …}}.
     parallel_tool_calls: whether an answer may have several calls; True by default.
-    documents, enable_thinking, reasoning_effort: variables of templates that read them.
+    add_generation_prompt: whether the prompt ends with the beginning of the assistant's turn; by default it does,
+        unless it continues a message.
+    continue_final_message: whether the answer is the rest of the final message, whose content is its beginning.
+    documents, enable_thinking: variables of templates that read them.
+    reasoning_effort: likewise; for a template of a model that reasons, but does not read it, a reasoning budget:
+        "none", "minimal", "low", "medium", "high", "xhigh" or "max" (docs/chat.md).
     template: further variables, including those with the names of options.
     now: the time, for templates that write the date; by default the current time in UTC. With it the prompt does not
         depend on the clock.
@@ -49,6 +54,8 @@ class ChatOptionsDict(GenerateOptionsDict, total=False):
     tools: Sequence[ToolLike] | None
     tool_choice: ToolChoice | None
     parallel_tool_calls: bool | None
+    add_generation_prompt: bool | None
+    continue_final_message: bool | None
     documents: Sequence[Mapping[str, Any]] | None
     enable_thinking: bool
     reasoning_effort: str
@@ -57,7 +64,7 @@ class ChatOptionsDict(GenerateOptionsDict, total=False):
 
 
 # Chat options that are not variables of templates.
-_CHAT_ONLY = frozenset({"template", "now", "tool_choice", "parallel_tool_calls"})
+_CHAT_ONLY = frozenset({"template", "now", "tool_choice", "parallel_tool_calls", *PROMPT_ENDINGS})
 # Variables that many chat templates read.
 _TEMPLATE_VARIABLES = (
     frozenset(ChatOptionsDict.__annotations__) - frozenset(GenerateOptionsDict.__annotations__) - _CHAT_ONLY
@@ -71,6 +78,10 @@ _SAMPLING_OPTIONS: dict[str, Any] = {
 } | {"seed": None}
 # Options of beam search only.
 BEAM_OPTIONS = ("length_penalty", "early_stopping")
+# How a reasoning budget ends the reasoning, by default: the words that Qwen documents for its models.
+DEFAULT_BUDGET_MESSAGE = (
+    "\n\nConsidering the limited time by the user, I have to give the solution based on the thinking directly now.\n"
+)
 # Options that constrain the text; they are mutually exclusive.
 CONSTRAINTS = ("json_schema", "regex", "grammar", "choice", "constraint")
 
@@ -85,12 +96,16 @@ class GenerateOptions(SamplingParams):
     max_new_tokens: the maximum number of tokens to emit; 0 emits none. None: up to the end of the context.
     stop: strings that end the text; the text ends before the first of them. They may contain special tokens, such as
         "<|im_end|>", which are not part of the text.
+    reasoning_budget: in a chat, the maximum number of tokens of reasoning; 0: none. After that many, the reasoning is
+        closed, and the answer continues (docs/chat.md). None: any number.
+    reasoning_budget_message: the text that a reasoning budget adds at the end of the reasoning that it closes; None:
+        `DEFAULT_BUDGET_MESSAGE`. A budget of 0 adds none.
     time_limit: seconds from the call, after which each text ends with its next token.
     stop_when: (ids so far, text so far) -> whether the text ends here; called at each token.
     cancel: once any thread has set it, each text ends with its next token.
     n: the number of texts for a prompt, which is processed once. Sample 0 is the text that n=1 gives. The seed of
         sample j is derived from the request's (`onward.sampling.sample_seed`) and reported as `Completion.seed`. With
-        beams: the n best texts, best first.
+        temperature 0 the texts are equal. With beams: the n best texts, best first.
     logprobs: report the logprob of each token, and of this many of the most likely ids at its position; 0: of the token
         only. Logprobs are those of the model itself, before temperature, penalties and filters.
     prompt_logprobs: the same for the prompt's ids, each given the ids before it.
@@ -105,7 +120,7 @@ class GenerateOptions(SamplingParams):
     json_schema: the text is JSON that meets this schema (a dict, or a pydantic class); `Completion.parsed` is its
         value.
     regex: the whole text matches this regular expression, in Rust's syntax.
-    grammar: the text is derived from this grammar, in Lark's syntax.
+    grammar: the text is derived from this grammar, in Lark's syntax or GBNF.
     choice: the text is one of these.
     constraint: an `onward.Constraint` in its initial state, which is copied for each text; or a function of the
         tokenizer and the ids that end a text, which makes one (docs/structured.md).
@@ -118,6 +133,15 @@ class GenerateOptions(SamplingParams):
         128, low=0, help="Maximum number of tokens to generate.", group=LENGTH, flag="-n"
     )
     stop: tuple[str, ...] = option((), low=1, help="Stop before TEXT.", group=LENGTH)
+    reasoning_budget: int | None = option(
+        None, low=0, help="Maximum number of tokens of reasoning in a chat; 0: none.", group=LENGTH
+    )
+    reasoning_budget_message: str | None = option(
+        None,
+        help="End reasoning that --reasoning-budget cuts with TEXT.",
+        group=LENGTH,
+        show_default="that it must answer",
+    )
     time_limit: float | None = option(
         None, above=0, unit="seconds", help="Stop after SECONDS.", group=LENGTH, metavar="SECONDS"
     )
@@ -156,7 +180,7 @@ class GenerateOptions(SamplingParams):
         metavar="PATTERN",
     )
     grammar: str | None = option(
-        None, help="Generate text that matches the Lark grammar in FILE.", group=STRUCTURE, metavar="FILE"
+        None, help="Generate text that matches the Lark or GBNF grammar in FILE.", group=STRUCTURE, metavar="FILE"
     )
     choice: tuple[str, ...] | None = option(None, low=1, help="Generate TEXT or another --choice.", group=STRUCTURE)
     constraint: ConstraintMaker | None = option(
@@ -175,6 +199,10 @@ class GenerateOptions(SamplingParams):
             raise OptionError("early_stopping", f'must be True, False or "never"; got {self.early_stopping!r}')
         if self.draft is not None and not isinstance(self.draft, Speculator):
             raise OptionError("draft", f"must be an onward.Speculator; got {self.draft!r}")
+        if self.reasoning_budget_message is not None and self.reasoning_budget is None:
+            raise OptionError(
+                "reasoning_budget_message", "would change nothing without a reasoning_budget: set that too"
+            )
         self._check_search()
         self._check_constraint()
 
@@ -230,8 +258,9 @@ class GenerateOptions(SamplingParams):
 
         A change drops options without meaning under it, because they may be a checkpoint's defaults for another kind of
         decoding. A change to beams drops the sampling options (temperature, top_k, …). A change from beams drops theirs
-        (length_penalty, early_stopping) and n. Greedy decoding drops n. A smaller max_new_tokens lowers min_new_tokens.
-        A constraint drops that of another kind. `draft` is a Speculator here, or None.
+        (length_penalty, early_stopping) and n. A change from sampling to greedy decoding drops n. A smaller
+        max_new_tokens lowers min_new_tokens. A constraint drops that of another kind. No reasoning_budget drops its
+        message. `draft` is a Speculator here, or None.
 
         Raises:
             RequestError: an unknown option, a value outside its range, or options that contradict each other.
@@ -241,11 +270,13 @@ class GenerateOptions(SamplingParams):
             changed = _SAMPLING_OPTIONS | changed
         elif beams == 1 and self.beams != 1:
             changed = {name: getattr(type(self), name) for name in BEAM_OPTIONS} | {"n": 1} | changed
-        if self.n > 1 and beams == 1 and plain(changed.get("temperature", self.temperature)) == 0:
+        if self.temperature > 0 and beams == 1 and plain(changed.get("temperature")) == 0:
             changed = {"n": 1} | changed
         maximum = plain(changed.get("max_new_tokens"))
         if isinstance(maximum, int) and 0 <= maximum < self.min_new_tokens:
             changed = {"min_new_tokens": maximum} | changed
+        if changed.get("reasoning_budget", self.reasoning_budget) is None:
+            changed = {"reasoning_budget_message": None} | changed
         if any(changed.get(name) is not None for name in CONSTRAINTS):
             changed = dict.fromkeys(CONSTRAINTS) | changed
         return super().replace(**changed)
@@ -262,11 +293,6 @@ class GenerateOptions(SamplingParams):
             if drawing := [name for name, neutral in _SAMPLING_OPTIONS.items() if getattr(self, name) != neutral]:
                 problem = f"searches and does not sample: leave out {', '.join(drawing)}, or give beams=1"
                 raise RequestError(f"beams={self.beams} {problem}", drawing[0])
-        elif self.n > 1 and self.temperature == 0:
-            raise RequestError(
-                f"n={self.n} with temperature 0 is the same text {self.n} times: give a temperature above 0, or beams",
-                option="n",
-            )
         changed = [name for name in BEAM_OPTIONS if getattr(self, name) != getattr(type(self), name)]
         if self.beams == 1 and changed:
             message = f"{', '.join(changed)} would change nothing without a beam search: give beams=2 or more"

@@ -18,6 +18,8 @@ class GenerateOptionsDict(SamplingOptionsDict, total=False):
 
     max_new_tokens: int | None
     stop: str | Sequence[str]
+    reasoning_budget: int | None
+    reasoning_budget_message: str | None
     time_limit: float | None
     stop_when: Callable[[Sequence[int], str], bool] | None
     cancel: Event | None

@@ -20,6 +20,7 @@ from onward.decoding.speculation import Drafter, Speculator, as_drafter
 from onward.errors import ContextOverflowError, OptionError, RequestError, TokenizerError, blaming
 from onward.language_model.options import GenerateOptions, option_names
 from onward.language_model.options_dict import GenerateOptionsDict
+from onward.language_model.reasoning import new_constraint
 from onward.models import Cache, Model
 from onward.models.adapters import Adapters
 from onward.tokenizer import TextLengths, Tokenizer
@@ -126,14 +127,22 @@ class RequestReader:
         answer: AnswerFormat | None,
     ) -> Request:
         base = prompt.options if isinstance(prompt, Request) else self.defaults
+        answer = prompt.answer if isinstance(prompt, Request) else answer
         changes = {**options, **self._own_draft(prompt, base, options)}
+        if answer is None and base.reasoning_budget is not None:  # a default for chats
+            changes = {"reasoning_budget": None, **changes}
         chosen = base.replace(**changes) if changes else base  # a request's own options are valid
         if isinstance(prompt, str):
             check_length(prompt, self.tokenizer, self.model.max_seq_len)
         with blaming("prompt"):
             ids = self.prompt_ids(prompt.prompt if isinstance(prompt, Request) else prompt)
-        answer = prompt.answer if isinstance(prompt, Request) else answer
-        return Request(tuple(ids), self._served(chosen, len(ids), length_of(cache)), answer)
+        if answer is None and chosen.reasoning_budget is not None:
+            problem = "needs a chat, whose template shows where reasoning begins: leave it out, or use chat"
+            raise OptionError("reasoning_budget", problem)
+        served = self._served(chosen, len(ids), length_of(cache))
+        if isinstance(served.constrained_by, Grammar) or served.reasoning_budget is not None:
+            new_constraint(served, answer, self.tokenizer)  # compile it now: the result is cached
+        return Request(tuple(ids), served, answer)
 
     def _own_draft(
         self, prompt: Prompt, base: GenerateOptions, options: Mapping[str, Any]
@@ -174,8 +183,6 @@ class RequestReader:
         options = options.with_values(**changes) if changes else options
         options.check_ids(vocab_size)
         check_context_length(prompt_len, options.max_new_tokens or 0, context=context, cache=cache_len)
-        if isinstance(options.constrained_by, Grammar):  # compile it now: the result is cached
-            options.new_constraint(self.tokenizer)
         return options
 
     def ids_to_score(self, texts: Sequence[Prompt], adapter: str | None) -> list[list[int]]:

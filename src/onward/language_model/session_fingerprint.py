@@ -153,10 +153,9 @@ def difference(saved: Mapping[str, Any], model: Model) -> str | None:
     now = fingerprint(model)
     if saved["vocab_size"] != now["vocab_size"]:
         return f"its vocabulary has {saved['vocab_size']} ids, this model's {now['vocab_size']}"
-    if saved["cache"] != now["cache"]:
-        return f"its KV cache has {saved['cache']}, this model's {now['cache']}"
     if (differs := _first_difference("", saved["config"], now["config"])) is not None:
         return "its {} is {}, this model's {}".format(*differs)
+    changed: str | None = None
     for name in {**saved["weights"], **now["weights"]}:
         was, here = saved["weights"].get(name), now["weights"].get(name)
         if was is None or here is None:
@@ -165,8 +164,10 @@ def difference(saved: Mapping[str, Any], model: Model) -> str | None:
         if kind != kind_here:
             return f"its {name} is {' '.join(kind)}, this model's {' '.join(kind_here)}"
         if digest != digest_here and "?" not in (digest, digest_here):
-            return f"its {name} has other numbers than this model's"
-    return None
+            changed = changed or f"its {name} has other numbers than this model's"
+    if saved["cache"] != now["cache"]:  # which may have changed norms of keys
+        return f"its KV cache has {saved['cache']}, this model's {now['cache']}"
+    return changed
 
 
 def _first_difference(name: str, was: Any, here: Any) -> tuple[str, Any, Any] | None:

@@ -64,8 +64,8 @@ def _balanced(
 def _factors(block: Attention, magnitudes: Tensor) -> Tensor:
     """The powers of two nearest to the magnitudes [G, E], one for both features of a rotated pair."""
     if block.rope is not None:
-        rotated, others = magnitudes[:, : block.rope.dims], magnitudes[:, block.rope.dims :]
-        pairs = rotated.unflatten(1, (-1, 2) if block.rope.interleaved else (2, -1))
+        rotated, others = magnitudes[:, : block.rope.dims].contiguous(), magnitudes[:, block.rope.dims :]
+        pairs = rotated.view(len(rotated), *((-1, 2) if block.rope.interleaved else (2, -1)))
         largest = pairs.amax(2 if block.rope.interleaved else 1, keepdim=True).expand_as(pairs)
         magnitudes = torch.cat([largest.flatten(1), others], 1)
     mean = magnitudes.clamp(min=1e-6).log2().mean()

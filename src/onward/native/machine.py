@@ -194,6 +194,12 @@ def give_back_pages(address: int, count: int) -> bool:
     return _advise(address, count, mmap.PAGESIZE, getattr(mmap, "MADV_DONTNEED", None))
 
 
+def trim_memory() -> None:
+    """Return the free memory of malloc to the system, where it can (glibc)."""
+    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trim(ctypes.c_size_t(0))
+
+
 def _advise(address: int, count: int, page: int, advice: int | None) -> bool:
     """Call madvise for the whole pages of size `page` among `count` bytes at `address`."""
     start = -(-address // page) * page

@@ -12,6 +12,7 @@ from onward.language_model import GenerateOptions, LanguageModel
 from onward.protocols.body import BodyError, Limits, Validation, error_fields, status_of, validated
 from onward.protocols.chat import ChatCompletions
 from onward.protocols.completions import Completions
+from onward.protocols.messages import Messages
 from onward.protocols.options import field_options
 from onward.protocols.protocol import (
     NAMED_ERRORS,
@@ -20,6 +21,7 @@ from onward.protocols.protocol import (
     Protocol,
     ResponseEvents,
     ResponseKey,
+    StoredItems,
     named_error,
 )
 from onward.protocols.responses import Responses
@@ -35,11 +37,22 @@ __all__ = [
     "ResponseEvents",
     "ResponseKey",
     "error_fields",
+    "protocol_of",
     "status_of",
 ]
 
 # A protocol is one line here.
-PROTOCOLS: Mapping[str, Protocol] = {each.path: each for each in (ChatCompletions(), Completions(), Responses())}
+PROTOCOLS: Mapping[str, Protocol] = {
+    each.path: each for each in (ChatCompletions(), Completions(), Responses(), Messages())
+}
+
+
+def protocol_of(url: str) -> Protocol:
+    """The protocol whose errors a URL has: its own and those below it, with or without "/v1". Other URLs have OpenAI's
+    errors."""
+    whole = url if url.startswith("/v1/") else f"/v1{url}"
+    found = (each for path, each in PROTOCOLS.items() if whole == path or whole.startswith(f"{path}/"))
+    return next(found, PROTOCOLS[ChatCompletions.path])
 
 
 @dataclass(frozen=True)
@@ -68,28 +81,38 @@ class BodyReader:
         numbers = {name: getattr(defaults, name) for name in names if getattr(defaults, name) is not None}
         return {**numbers, "max_new_tokens": defaults.max_new_tokens}
 
-    def read(self, path: str, body: object, key: ResponseKey | None = None, seed: int | None = None) -> ParsedBody:
+    def read(
+        self,
+        path: str,
+        body: object,
+        key: ResponseKey | None = None,
+        seed: int | None = None,
+        stored: StoredItems | None = None,
+    ) -> ParsedBody:
         """Parse a body sent to the path of one of `PROTOCOLS`.
 
-        key: of the response; a new one by default. seed: if the body has none; by default the key's.
+        key: of the response; a new one by default. seed: if the body has none; by default the key's. stored: items of
+        earlier responses, from a server that stores them.
 
         Raises:
             BodyError: a field is unknown, unsupported or invalid, with its name.
         """
         protocol, key = PROTOCOLS[path], key or ResponseKey.new()
-        validation = Validation(self.limits, self.ignore_unsupported)
+        validation = Validation(self.limits, self.ignore_unsupported, stores=stored is not None)
         valid = validated(protocol.body, body, validation)
         if valid.stream and not self.streams:
             raise BodyError("stream is not supported: remove it, or use false", "stream", "unsupported_value")
         name, adapter = self._resolve_model(valid.model)
         options = {**self.options, "adapter": adapter}
         try:
-            prompts = protocol.prompts(valid, ModelContext(self.lm, name, options, self.variables, key.time))
+            context = ModelContext(self.lm, name, options, self.variables, key.time, stored, self.limits)
+            prompts = protocol.prompts(valid, context)
         except NAMED_ERRORS as error:
             raise named_error(error, valid) from error
         fields = {field: value for field, value in dict(body).items() if value is not None}  # type: ignore[call-overload]
+        ignored = tuple(validation.ignored)
         parsed = ParsedBody(
-            protocol, name, prompts.requests, valid, prompts.echoes, key, fields, tuple(validation.ignored)
+            protocol, name, prompts.requests, valid, prompts.echoes, key, fields, ignored, prompts.storage
         )
         needs_seed = len(parsed.requests) > 1  # the response reports one seed for all requests
         return parsed.seeded(seed) if needs_seed or seed is not None else parsed

@@ -112,7 +112,7 @@ class Limits:
     grammar_characters: int = option(500_000, low=1, help="Characters of `regex` and `grammar`.")
     choices: int = option(4096, low=1, help="Texts of `choice`.")
     stop_strings: int = option(64, low=1, help="Strings of `stop`.")
-    stop_characters: int = option(1024, low=1, help="Characters of a stop string.")
+    stop_characters: int = option(1024, low=1, help="Characters of a stop string, and of `reasoning_budget_message`.")
     bad_words: int = option(1024, low=1, help="Entries of `bad_words`.")
     bad_word_characters: int = option(256, low=1, help="Characters or ids of a bad word.")
     biases: int = option(4096, low=1, help="Entries of `logit_bias`, and ids of `eos` and `dry_sequence_breakers`.")
@@ -135,11 +135,12 @@ class Limits:
 @dataclass
 class Validation:
     """The context of a validation. limits: of a body. ignore_unsupported: drop unsupported hints, and collect their
-    names in `ignored`."""
+    names in `ignored`. stores: whether responses can be stored."""
 
     limits: Limits = field(default_factory=Limits)
     ignore_unsupported: bool = False
     ignored: list[str] = field(default_factory=list)
+    stores: bool = False
 
 
 _DEFAULT = Validation()

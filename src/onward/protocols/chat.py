@@ -1,126 +1,41 @@
 """/v1/chat/completions: OpenAI's chat completions, with Onward's options as further fields."""
 
+import re
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, Required, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    FailFast,
     Field,
-    WithJsonSchema,
     model_validator,
-    with_config,
 )
-from typing_extensions import TypedDict
 
-from onward.chat import MessageDelta
+from onward.chat import PROMPT_ENDINGS, MessageDelta
+from onward.chat.message import TEXT_KEYS
 from onward.decoding.speculation import PredictedOutput, Speculator
 from onward.errors import RequestError
 from onward.language_model import Completion, LanguageModel, Piece, Request, split_chat_options
 from onward.language_model.options import option_names
 from onward.language_model.request import check_length
 from onward.protocols.body import (
-    AtMost,
     Body,
     BodyError,
     FieldError,
-    JsonSchema,
-    Validation,
     Values,
     Whole,
     expected,
-    validation_of,
 )
 from onward.protocols.choices import Choice, ChoicesProtocol, ChoicesResponse, ChoiceStream
 from onward.protocols.logprobs import logprob_entries, prompt_logprobs
-from onward.protocols.options import CompletionsBody, LogprobCount, OptionsBody
+from onward.protocols.message_fields import Messages, Text, template_form
+from onward.protocols.options import BUDGETS, Budget, CompletionsBody, LogprobCount, OptionsBody, synonyms
 from onward.protocols.protocol import ModelContext, ParsedBody, Prompts
+from onward.protocols.tool_fields import Flag, FunctionCall, Functions, ToolChoice, Tools
 from onward.sampling import TokenLogprobs
 from onward.tokenizer import Tokenizer
 from onward.tokenizer.text_stream import TokenText, token_texts
 from onward.util.text import brief
 
-
-def joined_text(value: Any, validation: Validation, types: Sequence[str] = ("text",)) -> Any:
-    """The text of a string or of text parts. Raises `FieldError` for any other value except null."""
-    if value is None or isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        raise FieldError(f"must be a string or a list of text parts; got {brief(value)}", "invalid_type")
-    if len(value) > validation.limits.parts:
-        raise FieldError(f"has {len(value)} parts; this server allows at most {validation.limits.parts}")
-    for at, part in enumerate(value):
-        if not isinstance(part, dict) or part.get("type") not in types or not isinstance(part.get("text"), str):
-            raise FieldError(f"must be a text part; got {brief(part)}", "unsupported_value", f"[{at}]")
-    return "".join([part["text"] for part in value])
-
-
-_PART: JsonSchema = {
-    "type": "object",
-    "properties": {"type": {"enum": ["text"]}, "text": {"type": "string"}},
-    "required": ["type", "text"],
-}
-# The text of a message; null is none.
-Text = Annotated[
-    str | None,
-    BeforeValidator(lambda value, info: joined_text(value, validation_of(info))),
-    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": _PART}, {"type": "null"}]}),
-]
-# A role of chat templates, in which the developer is the system.
-_Role = Annotated[str, BeforeValidator(lambda value: "system" if value == "developer" else value)]
-
-
-@with_config(ConfigDict(extra="allow", strict=True))
-class Message(TypedDict, total=False):
-    """A message. Chat templates may read further keys."""
-
-    role: Required[_Role]
-    content: Text
-    name: str | None
-    tool_calls: Annotated[list[Any] | None, AtMost("tools", "calls")]
-    tool_call_id: str | None
-    reasoning: str | None
-    reasoning_content: str | None
-
-
-Messages = Annotated[list[Message], Field(min_length=1), FailFast(), AtMost("messages", "messages")]
-
-
-def template_form(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Messages for the chat template, each with a content."""
-    return [{**message, "content": message.get("content")} for message in messages]
-
-
-# The form of tools, for the document: `onward.chat.tools` validates them, as for Python.
-_FUNCTION: JsonSchema = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "pattern": "^[A-Za-z0-9_.-]{1,64}$"},
-        "description": {"type": "string"},
-        "parameters": {"type": "object"},
-        "strict": {"type": "boolean"},
-    },
-    "required": ["name"],
-    "additionalProperties": False,
-}
-_TOOL: JsonSchema = {
-    "type": "object",
-    "properties": {"type": {"const": "function"}, "function": _FUNCTION},
-    "required": ["type", "function"],
-}
-Tools = Annotated[
-    list[Annotated[Any, WithJsonSchema(_TOOL)]] | None,
-    Values("schema_values"),
-    AtMost("tools", "tools"),
-    expected("a list of tools", "invalid_value"),
-]
-_CHOICE: JsonSchema = {"anyOf": [{"enum": ["auto", "none", "required", None]}, {"type": "object"}]}
-ToolChoice = Annotated[
-    str | dict[str, Any] | None, expected("a string or an object", "invalid_value"), WithJsonSchema(_CHOICE)
-]
-Flag = Annotated[bool | None, expected("true or false", "invalid_value")]
 TemplateVariables = Annotated[dict[str, Any] | None, Values("template_values")]
 
 
@@ -172,46 +87,64 @@ class Prediction(Body):
         return self
 
 
-class ToolBody(OptionsBody):
-    """The fields of protocols with messages and tools."""
+class TemplateBody(OptionsBody):
+    """A body with messages, which a chat template writes as the prompt."""
 
-    tools: Tools = None
-    tool_choice: ToolChoice = None
-    parallel_tool_calls: Flag = None
-    top_logprobs: LogprobCount = None
     chat_template_kwargs: TemplateVariables = None
+    thinking_token_budget: Budget = None
+    thinking_budget_tokens: Budget = None
+
+    @model_validator(mode="after")
+    def _check_budgets(self) -> Self:
+        synonyms(self, BUDGETS)
+        return self
+
+    def set_options(self) -> dict[str, Any]:
+        budgets = synonyms(self, BUDGETS).values()
+        return {**super().set_options(), **({"reasoning_budget": next(iter(budgets))} if budgets else {})}
+
+    def field_of(self, option: str) -> str:
+        if option == "reasoning_budget":
+            return next((name for name in BUDGETS if name in self.model_fields_set), option)
+        return super().field_of(option)
+
+    def chat_options(self) -> dict[str, Any]:
+        """The options of `LanguageModel.chat` that the body sets: tools, and how they may be called."""
+        return {}
 
     def chat_request(
         self, context: ModelContext, messages: Sequence[Mapping[str, Any]], effort: str | None, **more: Any
     ) -> Request:
         """The request of a conversation. effort: of reasoning. more: further options of `LanguageModel.chat`."""
         own = self.chat_template_kwargs or {}
-        template = {
-            **context.variables,
-            **template_variables(context.lm, own, effort, self.field_of("reasoning_effort")),
-        }
-        tools = ("tools", "tool_choice", "parallel_tool_calls")
-        more |= {name: getattr(self, name) for name in tools if name in self.model_fields_set}
-        options = {**context.options, **self.set_options(), "now": context.now, **more}
+        template = {**context.variables, **template_variables(context.lm, own)}
+        if effort is not None and "reasoning_effort" not in own:
+            template["reasoning_effort"] = effort
+        more |= {name: getattr(self, name) for name in PROMPT_ENDINGS if name in self.model_fields_set}
+        options = {**self.options(context), "now": context.now, **self.chat_options(), **more}
         return context.lm.chat_request(messages, **options, template=template)
 
 
-def template_variables(
-    lm: LanguageModel, variables: Mapping[str, Any], effort: str | None = None, effort_field: str = "reasoning_effort"
-) -> dict[str, Any]:
-    """The chat template's variables in a body. Raises `RequestError` for names that the template doesn't read."""
-    if effort is not None and "reasoning_effort" not in variables:
-        _check_variables(lm, {"reasoning_effort": effort}, effort_field)
-        variables = {"reasoning_effort": effort, **variables}
-    _check_variables(lm, variables, "chat_template_kwargs")
-    return dict(variables)
+class ToolBody(TemplateBody):
+    """The fields of OpenAI's protocols with messages and tools."""
+
+    tools: Tools = None
+    tool_choice: ToolChoice = None
+    parallel_tool_calls: Flag = None
+    top_logprobs: LogprobCount = None
+
+    def chat_options(self) -> dict[str, Any]:
+        names = ("tools", "tool_choice", "parallel_tool_calls")
+        return {name: getattr(self, name) for name in names if name in self.model_fields_set}
 
 
-def _check_variables(lm: LanguageModel, variables: Mapping[str, Any], field: str) -> None:
+def template_variables(lm: LanguageModel, variables: Mapping[str, Any]) -> dict[str, Any]:
+    """The chat template's variables in a body. Raises `BodyError` for names that the template doesn't read."""
     try:  # they may have the names of options
         split_chat_options(lm.chat_template, dict.fromkeys(set(variables) - set(option_names())))
     except RequestError as error:
-        raise BodyError(str(error), field) from error
+        raise BodyError(str(error), "chat_template_kwargs") from error
+    return dict(variables)
 
 
 class ChatBody(CompletionsBody, ToolBody):
@@ -222,6 +155,32 @@ class ChatBody(CompletionsBody, ToolBody):
     response_format: Annotated[ResponseFormat | None, Whole] = None
     prediction: Prediction | None = None
     reasoning_effort: str | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    functions: Functions = None
+    function_call: FunctionCall = None
+
+    @model_validator(mode="after")
+    def _check_functions(self) -> Self:
+        tools = next((name for name in ("tools", "tool_choice") if getattr(self, name) is not None), None)
+        if self.functions is not None and tools is not None:
+            raise FieldError(f"and {tools} exclude each other: use tools", at="functions")
+        if isinstance(self.function_call, dict) and not self.functions:
+            raise FieldError("requires functions: add them", at="function_call")
+        if isinstance(self.function_call, dict) and not isinstance(self.function_call.get("name"), str):
+            problem = f"must be 'auto', 'none' or {{'name': …}}; got {brief(self.function_call)}"
+            raise FieldError(problem, at="function_call")
+        return self
+
+    def chat_options(self) -> dict[str, Any]:
+        """Functions are tools, of which an answer calls one at most."""
+        options = super().chat_options()
+        if not self.functions:
+            return options
+        call = self.function_call
+        choice = {"type": "function", "function": call} if isinstance(call, dict) else call
+        tools = [{"type": "function", "function": function} for function in self.functions]
+        return options | {"tools": tools, "tool_choice": choice, "parallel_tool_calls": False}
 
     @model_validator(mode="after")
     def _check_logprobs(self) -> Self:
@@ -229,12 +188,19 @@ class ChatBody(CompletionsBody, ToolBody):
             raise FieldError("requires logprobs: true", at="top_logprobs")
         return self
 
+    def constraints(self) -> dict[str, tuple[str, Any]]:
+        schema = None if self.response_format is None else self.response_format.text_schema
+        return super().constraints() | ({} if schema is None else {"response_format": ("json_schema", schema)})
+
     def field_of(self, option: str) -> str:
         if option == "logprobs" and self.top_logprobs is not None:
             return "top_logprobs"
-        if option == "json_schema" and self.response_format is not None:
-            return "response_format"
+        if self.functions:
+            option = {"tools": "functions", "tool_choice": "function_call"}.get(option, option)
         return "messages" if option == "prompt" else super().field_of(option)
+
+    def place_of(self, path: str) -> str:
+        return re.sub(r"^(functions\[\d+\])\.function\b", r"\1", super().place_of(path))
 
 
 class ChatMessage(BaseModel):
@@ -243,6 +209,7 @@ class ChatMessage(BaseModel):
     role: Literal["assistant"]
     content: str | None
     tool_calls: list[dict[str, Any]] | None = None
+    function_call: dict[str, Any] | None = None
 
 
 class ChatChoice(Choice):
@@ -270,9 +237,9 @@ def delta_body(delta: MessageDelta) -> dict[str, Any]:
     if delta.tool_calls:
         body["tool_calls"] = calls = []
         for call in delta.tool_calls:
-            start = {} if call.id is None else {"id": call.id, "type": "function"}
+            start = {} if call.id is None else {"id": call.id, "type": call.type}
             name = {} if call.id is None else {"name": call.name}
-            calls.append({"index": call.index, **start, "function": {**name, "arguments": call.arguments}})
+            calls.append({"index": call.index, **start, call.type: {**name, TEXT_KEYS[call.type]: call.arguments}})
     return body
 
 
@@ -315,6 +282,19 @@ class _ChatStream(ChoiceStream):
         return {"content": logprob_entries(tokens, ids, entries), "refusal": None}
 
 
+class _FunctionStream(_ChatStream):
+    """The stream of a body with `functions`."""
+
+    def fields(self, delta: MessageDelta) -> dict[str, Any]:
+        return {"delta": _with_function_call(super().fields(delta)["delta"])}
+
+
+def _with_function_call(message: dict[str, Any]) -> dict[str, Any]:
+    """A message, or its delta, with a call in the form of older clients."""
+    call, *_ = message.pop("tool_calls", None) or (None,)
+    return message if call is None else message | {"function_call": call["function"]}
+
+
 class ChatCompletions(ChoicesProtocol):
     path, summary, kind = "/v1/chat/completions", "Generate a chat completion.", "chat.completion"
     body, response = ChatBody, ChatCompletion
@@ -327,8 +307,6 @@ class ChatCompletions(ChoicesProtocol):
             check_length(text, context.lm.tokenizer, context.lm.model.max_seq_len, "prediction")
             predicted = context.lm.encode(text, add_special_tokens=False)
             more["draft"] = Speculator(PredictedOutput(predicted))
-        if body.response_format is not None and (schema := body.response_format.text_schema) is not None:
-            more["json_schema"] = schema
         return Prompts((body.chat_request(context, template_form(body.messages), body.reasoning_effort, **more),))
 
     def answer(
@@ -350,4 +328,13 @@ class ChatCompletions(ChoicesProtocol):
         message = text.message.to_dict()
         if text.message.reasoning is not None:
             message |= dict.fromkeys(_REASONING, text.message.reasoning)
+        if body.values.functions:
+            message = _with_function_call(message)
         return {"message": message | {"refusal": None}, "logprobs": logprobs}
+
+    def finish_reason(self, body: ParsedBody, text: Completion) -> str:
+        reason = super().finish_reason(body, text)
+        return "function_call" if body.values.functions and reason == "tool_calls" else reason
+
+    def stream_of(self, body: ParsedBody) -> type[ChoiceStream]:
+        return _FunctionStream if body.values.functions else _ChatStream

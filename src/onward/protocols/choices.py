@@ -31,7 +31,7 @@ class Usage(BaseModel):
 
 class Choice(BaseModel):
     index: int
-    finish_reason: Literal["stop", "length", "tool_calls"]
+    finish_reason: Literal["stop", "length", "tool_calls", "function_call"]
     logprobs: dict[str, Any] | None
 
 
@@ -188,7 +188,7 @@ class ChunkEvents:
         parts = []
         for number, text in enumerate(completion.choices):
             choice = self._choice(at, number)
-            parts += [*choice.rest(text), choice.finish(finish_reason(text))]
+            parts += [*choice.rest(text), choice.finish(self._protocol.finish_reason(self._body, text))]
         return list(map(self._chunk, parts))
 
     def finish(self) -> list[str]:
@@ -207,7 +207,8 @@ class ChunkEvents:
         number = at * request.options.n + choice
         if number not in self._choices:
             texts = None if request.options.logprobs is None else TokenTexts(request.prompt, self._tokenizer)
-            self._choices[number] = self._protocol.choice_stream(number, texts, self._body.values.return_token_ids)
+            stream = self._protocol.stream_of(self._body)
+            self._choices[number] = stream(number, texts, self._body.values.return_token_ids)
         return self._choices[number]
 
     def _chunk(self, choice: str) -> str:
@@ -227,6 +228,14 @@ class ChoicesProtocol(Protocol):
     ) -> dict[str, Any]:
         """Return the content of a choice. text: the choice, of the `completion` of request `at`."""
 
+    def finish_reason(self, body: ParsedBody, text: Completion) -> str:
+        """Return why a choice ended."""
+        return finish_reason(text)
+
+    def stream_of(self, body: ParsedBody) -> type[ChoiceStream]:
+        """Return the class of the streams of choices."""
+        return self.choice_stream
+
     def answer(
         self, body: ParsedBody, completions: Sequence[Completion], tokenizer: Tokenizer, version: str
     ) -> dict[str, Any]:
@@ -238,7 +247,7 @@ class ChoicesProtocol(Protocol):
                 choice = {"index": len(choices), **self.choice(body, at, completion, text, tokenizer)}
                 if body.values.return_token_ids:
                     choice["token_ids"] = text.token_ids
-                choices.append(choice | {"finish_reason": finish_reason(text)})
+                choices.append(choice | {"finish_reason": self.finish_reason(body, text)})
         head = self.head(body, self.kind, completions[0].seed, version)
         return {**head, "choices": choices, "usage": _usage(completions)}
 

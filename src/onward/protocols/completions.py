@@ -1,12 +1,13 @@
 """/v1/completions: OpenAI's completions of texts and token ids."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, ValidationInfo, WithJsonSchema, model_validator
 
-from onward.language_model import Completion, Piece
-from onward.protocols.body import FieldError, JsonSchema, validation_of
+from onward.errors import TokenizerError
+from onward.language_model import Completion, LanguageModel, Piece, Request, infill_request
+from onward.protocols.body import AtMost, BodyError, FieldError, JsonSchema, validation_of
 from onward.protocols.choices import Choice, ChoicesProtocol, ChoicesResponse, ChoiceStream
 from onward.protocols.logprobs import finite, logprob_entries, prompt_logprobs
 from onward.protocols.options import CompletionsBody, LogprobCount
@@ -48,6 +49,7 @@ class CompletionBody(CompletionsBody):
     prompt: Annotated[list[str | list[int]], BeforeValidator(_prompts), WithJsonSchema(_PROMPTS)]
     logprobs: LogprobCount = None
     echo: bool | None = None
+    suffix: Annotated[str | None, AtMost("text_characters", "characters")] = None
     best_of: int | None = None
 
     @model_validator(mode="after")
@@ -57,6 +59,10 @@ class CompletionBody(CompletionsBody):
             raise FieldError(f"times the number of prompts is {texts}; this server allows at most {limit}", at="n")
         if self.best_of not in (None, self.n or 1):
             raise FieldError("is not supported unless it equals n: remove it", "unsupported_value", "best_of")
+        if self.suffix and self.echo:
+            raise FieldError("cannot be combined with suffix: remove one of the two", at="echo")
+        if self.suffix and not all(isinstance(prompt, str) for prompt in self.prompt):
+            raise FieldError("needs prompts as texts: remove it, or decode the token ids", at="suffix")
         if self.echo and self.logprobs is not None:
             if self.stream:
                 raise FieldError("with logprobs is not supported in a stream: remove one of the three", at="echo")
@@ -135,17 +141,26 @@ class _TextStream(ChoiceStream):
         return _logprobs(tokens, ids, entries, offset, with_content=self._with_ids)
 
 
+def _infill(lm: LanguageModel, prefix: str, suffix: str, options: Mapping[str, Any]) -> Request:
+    try:
+        return infill_request(lm, prefix, suffix, **options)
+    except TokenizerError as error:
+        raise BodyError(str(error), "suffix", "unsupported_value") from error
+
+
 class Completions(ChoicesProtocol):
     path, summary, kind = "/v1/completions", "Generate a completion.", "text_completion"
     body, response = CompletionBody, TextCompletion
     prefix, chunk_kind, choice_stream = "cmpl", "text_completion", _TextStream
 
     def prompts(self, body: CompletionBody, context: ModelContext) -> Prompts:
-        lm, options = context.lm, {**context.options, **body.set_options()}
+        lm, options = context.lm, body.options(context)
         if body.logprobs is not None:
             options["logprobs"] = body.logprobs
             if body.echo:
                 options["prompt_logprobs"] = body.logprobs
+        if body.suffix:
+            return Prompts(tuple(_infill(lm, str(prompt), body.suffix, options) for prompt in body.prompt))
         requests = tuple(lm.request(prompt, **options) for prompt in body.prompt)
         echoes = None
         if body.echo:

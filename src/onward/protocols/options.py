@@ -3,9 +3,9 @@ those that OpenAI's endpoints share."""
 
 import functools
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import BeforeValidator, Field, WithJsonSchema, create_model, model_validator
 
@@ -24,9 +24,10 @@ from onward.protocols.body import (
     Whole,
     expected,
 )
-from onward.protocols.protocol import GenerateBody
+from onward.protocols.protocol import GenerateBody, ModelContext
 from onward.util.options import Option, options_of
 from onward.util.text import brief
+from onward.util.text_input import TextError, parse_json
 
 # Options that are no fields of bodies, or that have other names and types there.
 _EXCLUDED = {"max_new_tokens", "logprobs", "draft", "stop_when", "cancel", "time_limit", "constraint", "adapter"}
@@ -44,7 +45,9 @@ _BIASES: JsonSchema = {
     "additionalProperties": False,
 }
 # Any JSON Schema.
-SchemaField = Annotated[dict[str, Any] | bool | None, Values("schema_values", "schema_depth")]
+SchemaField = Annotated[
+    dict[str, Any] | bool | None, expected("an object, true or false"), Values("schema_values", "schema_depth")
+]
 # The types of fields whose options take more than JSON has.
 _TYPES: Mapping[str, Any] = {
     "bad_words": Annotated[
@@ -66,10 +69,13 @@ _LIMITS: Mapping[str, tuple[Marker, ...]] = {
     "logit_bias": (AtMost("biases", "entries"),),
     "n": (AtMost("n"),),
     "prompt_logprobs": (AtMost("logprobs"),),
+    "reasoning_budget_message": (AtMost("stop_characters", "characters"),),
     "regex": _GRAMMAR,
     "stop": (AtMost("stop_strings", "strings"), ShortTexts("stop_characters")),
 }
 _PLURALS = {int: "ids", str: "strings"}
+# Meanings of -1, which other servers use for these values.
+_MINUS_ONE: Mapping[str, Any] = {"seed": None, "top_k": 0}
 
 
 @dataclass(frozen=True)
@@ -96,6 +102,22 @@ class Declared(Marker):
         return schema
 
 
+@dataclass(frozen=True)
+class MinusOne(Marker):
+    """A number in which -1 stands for another value."""
+
+    means: Any
+
+    def check(self, value: Any, validation: Validation, name: str) -> Any:
+        return self.means if type(value) is int and value == -1 else value
+
+    def describe(self, schema: JsonSchema) -> JsonSchema:
+        for branch in schema.get("anyOf", [schema]):
+            if branch.get("type") == "integer":
+                branch["minimum"] = -1
+        return schema
+
+
 @functools.cache
 def field_options() -> tuple[str, ...]:
     """The options of `generate` that are fields of bodies."""
@@ -115,6 +137,8 @@ def type_of(option: Option) -> Any:
         kind, markers = kind | None, (expected(option.expected, "invalid_value"), *markers, Declared(option))
     else:  # the option's own code validates it
         kind = Any
+    if option.name in _MINUS_ONE:
+        markers = (*markers, MinusOne(_MINUS_ONE[option.name]))
     for marker in markers:
         kind = Annotated[kind, marker]
     return kind
@@ -127,6 +151,10 @@ class OptionsBody(GenerateBody):
         """The options that the body sets."""
         return {name: getattr(self, name) for name in field_options() if name in self.model_fields_set}
 
+    def options(self, context: ModelContext) -> dict[str, Any]:
+        """The options of a request: those that the body sets, and the server's."""
+        return {**context.options, **self.set_options()}
+
 
 def body_with_options(name: str, base: type[OptionsBody], without: Collection[str] = ()) -> type[OptionsBody]:
     """A class of bodies with a field for each option. base: its base class. without: options that are no fields."""
@@ -138,11 +166,27 @@ def body_with_options(name: str, base: type[OptionsBody], without: Collection[st
     return create_model(name, __base__=base, **fields)
 
 
-# Names of the maximum number of new tokens.
-LENGTHS = ("max_completion_tokens", "max_tokens", "max_new_tokens")
-Length = Annotated[int | None, Declared(options_of(GenerateOptions)["max_new_tokens"])]
+_DECLARED = options_of(GenerateOptions)
+# Fields that set the same option.
+_SAME = {
+    "max_new_tokens": ("max_completion_tokens", "max_tokens", "max_new_tokens"),
+    "min_new_tokens": ("min_tokens", "min_new_tokens"),
+}
+BUDGETS = ("reasoning_budget", "thinking_token_budget", "thinking_budget_tokens")
+Length = Annotated[int | None, Declared(_DECLARED["max_new_tokens"])]
+# -1: up to the end of the context.
+_AnyLength = Annotated[Length, MinusOne(None)]
+Budget = Annotated[int | None, Declared(_DECLARED["reasoning_budget"])]
 # A number of alternatives for each token.
-LogprobCount = Annotated[int | None, Declared(options_of(GenerateOptions)["logprobs"]), AtMost("logprobs")]
+LogprobCount = Annotated[int | None, Declared(_DECLARED["logprobs"]), AtMost("logprobs")]
+
+
+def synonyms(body: Body, names: Sequence[str]) -> dict[str, Any]:
+    """The values of those of several fields with one meaning that a body sets. Raises `FieldError` if they differ."""
+    values = {name: getattr(body, name) for name in names if name in body.model_fields_set}
+    if len(set(values.values())) > 1:
+        raise FieldError(f"and {list(values)[1]} mean the same, but differ: use one", at=next(iter(values)))
+    return values
 
 
 class LabeledBody(OptionsBody):
@@ -170,19 +214,86 @@ if TYPE_CHECKING:
     class _WithOptions(LabeledBody):
         n: int | None
         prompt_logprobs: int | None
+        json_schema: Any
 
 else:
     _WithOptions = body_with_options("_WithOptions", LabeledBody)
 
 
+def _read_schema(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        return parse_json(value)
+    except TextError as error:
+        raise FieldError(f"must be a JSON Schema, also as a text; got {brief(value)} ({error})") from None
+
+
+# A JSON Schema, or its text.
+_SchemaText = Annotated[SchemaField, BeforeValidator(_read_schema), WithJsonSchema({})]
+if TYPE_CHECKING:
+    _Regex: TypeAlias = str | None
+    _Choice: TypeAlias = str | list[str] | None
+    _Grammar: TypeAlias = str | None
+else:
+    _Regex, _Choice, _Grammar = (type_of(_DECLARED[name]) for name in ("regex", "choice", "grammar"))
+
+
+class StructuredOutputs(Body):
+    """vLLM's constraints: one of them."""
+
+    json_: _SchemaText = Field(None, alias="json")
+    regex: _Regex = None
+    choice: _Choice = None
+    grammar: _Grammar = None
+    json_object: bool | None = None
+
+    @model_validator(mode="after")
+    def _check_one(self) -> Self:
+        if len(self._values) != 1:
+            raise FieldError("must have exactly one of json, regex, choice, grammar and json_object: true")
+        return self
+
+    @property
+    def _values(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if value is not None and value is not False}
+
+    @property
+    def option(self) -> tuple[str, Any]:
+        """The option that it sets, and its value."""
+        ((name, value),) = self._values.items()
+        if name == "json_object":
+            return "json_schema", {"type": "object"}
+        return ("json_schema" if name == "json_" else name), value
+
+
+# vLLM's fields for constraints, and the options that they set.
+_GUIDED = {
+    "guided_json": "json_schema",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+}
+
+
 class CompletionsBody(_WithOptions):
     """The fields that chats and completions share."""
 
-    max_completion_tokens: Length = None
-    max_tokens: Length = None
-    max_new_tokens: Length = None
+    max_completion_tokens: _AnyLength = None
+    max_tokens: _AnyLength = None
+    max_new_tokens: _AnyLength = None
+    min_tokens: Annotated[int | None, Declared(_DECLARED["min_new_tokens"])] = None
+    stop_token_ids: Annotated[list[int] | None, AtMost("biases", "ids"), Declared(_DECLARED["eos"])] = None
+    guided_json: _SchemaText = None
+    guided_regex: _Regex = None
+    guided_choice: _Choice = None
+    guided_grammar: _Grammar = None
+    structured_outputs: Annotated[StructuredOutputs | None, Whole] = None
     stream_options: Annotated[StreamOptions | None, Whole] = None
     return_token_ids: bool | None = None
+    skip_special_tokens: Annotated[Any, Unserved((True,))] = None
+    spaces_between_special_tokens: Annotated[Any, Unserved((True, False))] = None
+    include_stop_str_in_output: Annotated[Any, Unserved((False,))] = None
     audio: Annotated[Any, Unserved()] = None
     functions: Annotated[Any, Unserved(([],))] = None
     function_call: Annotated[Any, Unserved(("none", "auto"))] = None
@@ -190,9 +301,11 @@ class CompletionsBody(_WithOptions):
 
     @model_validator(mode="after")
     def _check_fields(self) -> Self:
-        lengths = {name: getattr(self, name) for name in LENGTHS if name in self.model_fields_set}
-        if len(set(lengths.values())) > 1:
-            raise FieldError(f"and {list(lengths)[1]} mean the same, but differ: use one", at=next(iter(lengths)))
+        for names in _SAME.values():
+            synonyms(self, names)
+        if len(constraints := self.constraints()) > 1:
+            first, second, *_ = constraints
+            raise FieldError(f"and {second} exclude each other: use one", at=first)
         if self.stream_options is not None and not self.stream:
             raise FieldError("requires stream: true", at="stream_options")
         if self.stream and self.prompt_logprobs is not None:
@@ -203,11 +316,31 @@ class CompletionsBody(_WithOptions):
     def include_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
+    def constraints(self) -> dict[str, tuple[str, Any]]:
+        """The fields of the body that constrain the text, each with the option that it sets and its value."""
+        names = {**{name: name for name in _GUIDED.values()}, **_GUIDED}
+        found = {field: (name, getattr(self, field)) for field, name in names.items() if field in self.model_fields_set}
+        if self.structured_outputs is not None:
+            found["structured_outputs"] = self.structured_outputs.option
+        return found
+
     def set_options(self) -> dict[str, Any]:
-        lengths = [getattr(self, name) for name in LENGTHS if name in self.model_fields_set]
-        return {**super().set_options(), **({"max_new_tokens": lengths[0]} if lengths else {})}
+        same = {option: next(iter(values.values())) for option in _SAME if (values := synonyms(self, _SAME[option]))}
+        return {**super().set_options(), **same, **dict(self.constraints().values())}
+
+    def options(self, context: ModelContext) -> dict[str, Any]:
+        """Other ids that end the text are added to those of `eos`, which `ignore_eos` drops."""
+        options, defaults = super().options(context), context.lm.defaults
+        if self.stop_token_ids:
+            ignored = options.get("ignore_eos", defaults.ignore_eos)
+            eos = () if ignored else options.get("eos", defaults.eos) or ()
+            eos = (eos,) if isinstance(eos, int) else eos
+            options |= {"eos": (*eos, *self.stop_token_ids), "ignore_eos": False}
+        return options
 
     def field_of(self, option: str) -> str:
-        if option == "max_new_tokens":
-            return next((name for name in LENGTHS if name in self.model_fields_set), option)
-        return super().field_of(option)
+        if option == "eos" and self.stop_token_ids and "eos" not in self.model_fields_set:
+            return "stop_token_ids"
+        constraints = (field for field, (name, _) in self.constraints().items() if name == option)
+        same = synonyms(self, _SAME[option]) if option in _SAME else {}
+        return next(iter([*same, *constraints]), super().field_of(option))

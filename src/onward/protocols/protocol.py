@@ -6,6 +6,7 @@ and `onward batch` serve all of them alike.
 
 import datetime
 import hashlib
+import json
 import os
 import re
 import time
@@ -19,7 +20,7 @@ from pydantic import BaseModel
 
 from onward.errors import ContextOverflowError, OnwardError, OptionError, RequestError, TokenizerError
 from onward.language_model import Completion, LanguageModel, Piece, Request
-from onward.protocols.body import Body, BodyError, error_fields
+from onward.protocols.body import Body, BodyError, Limits, error_fields
 from onward.tokenizer import Tokenizer
 
 
@@ -100,11 +101,37 @@ class ResponseKey:
         return hashlib.blake2b(f"{self.text} {part}".encode(), digest_size=16).hexdigest()
 
 
+# An item of the input or output of a response.
+Item = dict[str, Any]
+
+
+class StoredItems(Interface):
+    """The items that a server has stored for the client of a body. Raises `BodyError`: there are none with that id."""
+
+    def before(self, previous: str | None, conversation: str | None) -> list[Item]:
+        """The items of a previous response with all that it continues, or of a conversation."""
+        ...
+
+    def item(self, id: str, param: str) -> Item:
+        """One item. param: the field to blame."""
+        ...
+
+
+class Storage(NamedTuple):
+    """What a server stores with a response. base: the response or the conversation that it continues. items: the new
+    items of its input."""
+
+    base: str | None
+    items: list[Item]
+
+
 class Prompts(NamedTuple):
-    """The requests of a body. echoes: the prompts' texts, if the response repeats them."""
+    """The requests of a body. echoes: the prompts' texts, if the response repeats them. storage: if it is to be
+    stored."""
 
     requests: tuple[Request, ...]
     echoes: tuple[str, ...] | None = None
+    storage: Storage | None = None
 
 
 @dataclass(frozen=True)
@@ -112,7 +139,8 @@ class ModelContext:
     """The model that serves a body.
 
     name: of the model or the adapter, for the response. options: the defaults and the adapter. variables: defaults of
-    the chat template's variables. now: the time of the response.
+    the chat template's variables. now: the time of the response. stored: earlier items; None without a store.
+    limits: of the body.
     """
 
     lm: LanguageModel
@@ -120,6 +148,8 @@ class ModelContext:
     options: Mapping[str, Any]
     variables: Mapping[str, Any]
     now: datetime.datetime
+    stored: StoredItems | None = None
+    limits: Limits = field(default_factory=Limits)
 
 
 class ResponseEvents(Interface):
@@ -136,18 +166,37 @@ class ResponseEvents(Interface):
     def error(self, error: OnwardError) -> list[str]: ...
 
 
+class Error(BaseModel):
+    """The reason of an error."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    """The response to a request that failed or was refused."""
+
+    error: Error
+
+
 class Protocol(ABC):
     """An endpoint. Instances have no state.
 
-    path: of its URL. summary: for the OpenAPI document. body, response: models of its bodies and responses; the latter
-    is for the document only. kind: type of the response object.
+    path: of its URL. summary: for the OpenAPI document. body, response, failure: models of its bodies, responses and
+    error responses; the latter two are for the document only. kind: type of the response object. failure_event: the
+    lines of a stream before the data of an error. idle: what an idle stream sends.
     """
 
     path: ClassVar[str]
     summary: ClassVar[str]
     body: ClassVar[type[GenerateBody]]
     response: ClassVar[type[BaseModel]]
+    failure: ClassVar[type[BaseModel]] = ErrorBody
     kind: ClassVar[str]
+    failure_event: ClassVar[str] = ""
+    idle: ClassVar[str] = ": waiting\n\n"
 
     @abstractmethod
     def prompts(self, body: Any, context: ModelContext) -> Prompts:
@@ -163,9 +212,13 @@ class Protocol(ABC):
     def events(self, body: "ParsedBody", tokenizer: Tokenizer, version: str) -> ResponseEvents:
         """Return a writer for the stream of one response."""
 
-    def error(self, error: OnwardError) -> dict[str, Any]:
+    def error(self, error: OnwardError, request_id: str = "") -> dict[str, Any]:
         """Return the body of an error response."""
         return {"error": error_fields(error)}
+
+    def early_error(self, error: OnwardError) -> str:
+        """Return the event for a stream that fails before its body is read: while its model is loaded."""
+        return f"{self.failure_event}data: {json.dumps(self.error(error))}\n\n"
 
 
 # Errors that `named_error` turns into those of a field.
@@ -178,7 +231,7 @@ class ParsedBody:
 
     model: name for the response. requests: one for each prompt; a chat has one. values: the valid body. echoes: the
     prompts' texts, to be repeated. key: of the response. fields: of the body, as received. ignored: unsupported hints
-    that were dropped.
+    that were dropped. storage: with the response; None if it is not to be stored.
     """
 
     protocol: Protocol
@@ -189,6 +242,7 @@ class ParsedBody:
     key: ResponseKey = field(default_factory=ResponseKey.new, compare=False)
     fields: Mapping[str, Any] = field(default_factory=dict, compare=False)
     ignored: tuple[str, ...] = ()
+    storage: Storage | None = field(default=None, compare=False)
 
     @property
     def kind(self) -> str:
@@ -197,6 +251,11 @@ class ParsedBody:
     @property
     def stream(self) -> bool:
         return bool(self.values.stream)
+
+    @property
+    def background(self) -> bool:
+        """Whether it is to be generated after the answer to its request."""
+        return bool(getattr(self.values, "background", False))
 
     @property
     def seed(self) -> int | None:

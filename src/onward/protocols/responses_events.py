@@ -6,13 +6,20 @@ from typing import Any, Literal
 from pydantic import BaseModel
 
 from onward.chat import MessageDelta, ToolCallDelta
+from onward.chat.message import TEXT_KEYS
 from onward.errors import OnwardError
 from onward.language_model import Completion, Piece
 from onward.protocols.body import error_fields
 from onward.protocols.choices import as_json, finish_reason
 from onward.protocols.logprobs import ContentLogprobs
 from onward.protocols.protocol import ParsedBody, ResponseKey
+from onward.protocols.response_items import encoded_reasoning, name_fields
 from onward.tokenizer import Tokenizer
+
+# The value of `include` that asks for reasoning in a form that clients send back.
+ENCRYPTED = "reasoning.encrypted_content"
+# Fields of a body that its response repeats only if it has them.
+_ECHOED = ("max_tool_calls", "prompt_cache_key", "safety_identifier")
 
 
 class Response(BaseModel):
@@ -21,7 +28,7 @@ class Response(BaseModel):
     id: str
     object: Literal["response"]
     created_at: int
-    status: Literal["in_progress", "completed", "incomplete", "failed"]
+    status: Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
     model: str
     output: list[dict[str, Any]]
     usage: dict[str, Any] | None
@@ -34,8 +41,7 @@ Entry = dict[str, Any]  # of logprobs
 
 def response_body(body: ParsedBody, completion: Completion, tokenizer: Tokenizer, version: str) -> dict[str, Any]:
     """The response to a body: the result of its stream's events."""
-    events = ResponseEventStream(body, tokenizer, version)
-    return events.response(events.add_rest(completion), completion)
+    return ResponseEventStream(body, tokenizer, version).whole(completion)
 
 
 class ResponseEventStream:
@@ -53,6 +59,8 @@ class ResponseEventStream:
         self._tokens = 0  # sent
         self._items: list[_Item] = []
         self._open: dict[str, _Item] = {}  # by kind
+        self._encrypts = ENCRYPTED in (body.values.include or ())
+        self.final: dict[str, Any] | None = None  # the response, once it is complete
 
     def begin(self, at: int) -> list[str]:
         for state in ("created", "in_progress"):
@@ -74,16 +82,25 @@ class ResponseEventStream:
     def end(self, at: int, completion: Completion) -> list[str]:
         """The events for the remaining content, the ends of all items, and the complete response."""
         state = self.add_rest(completion)
-        self._emit(state, response=self.response(state, completion))
+        self.final = self.response(state, completion)
+        self._emit(state, response=self.final)
         return self._sent()
 
     def finish(self) -> list[str]:
         return []
 
     def error(self, error: OnwardError) -> list[str]:
-        fields = {"code": "server_error", "message": error_fields(error)["message"]}
-        self._emit("failed", response=self.response("failed") | {"error": fields})
+        self._emit("failed", response=self.failure(error))
         return self._sent()
+
+    def failure(self, error: OnwardError) -> dict[str, Any]:
+        """The response after an error."""
+        fields = {"code": "server_error", "message": error_fields(error)["message"]}
+        return self.response("failed") | {"error": fields}
+
+    def whole(self, completion: Completion) -> dict[str, Any]:
+        """The response, if no events were sent."""
+        return self.response(self.add_rest(completion), completion)
 
     def add_rest(self, completion: Completion) -> str:
         """Add the content that was not sent as pieces, and close all items. Returns the final status."""
@@ -109,11 +126,12 @@ class ResponseEventStream:
             self._close("reasoning_text")
             self._add_text("output_text", delta.content)
         for call in delta.tool_calls:
+            kind = _CALLS[call.type]
             if call.id is not None:
-                self._close("reasoning_text")
-                self._close(_CALL)
-                self._start(_CALL, call)
-            self._open[_CALL].add(call.arguments)
+                for open in ("reasoning_text", *_CALLS.values()):
+                    self._close(open)
+                self._start(kind, call)
+            self._open[kind].add(call.arguments)
 
     def _add_text(self, kind: str, text: str) -> None:
         """Add text to the open item of a kind, starting one if necessary."""
@@ -126,7 +144,9 @@ class ResponseEventStream:
         return entries
 
     def _start(self, kind: str, call: ToolCallDelta | None = None) -> None:
-        self._open[kind] = item = _Item(kind, self._body.key, len(self._items), self._emit, call)
+        encrypts = self._encrypts and kind == "reasoning_text"
+        name = {} if call is None else name_fields(call.name, self._body.fields.get("tools") or ())
+        self._open[kind] = item = _Item(kind, self._body.key, len(self._items), self._emit, call, name, encrypts)
         self._items.append(item)
         item.begin()
 
@@ -145,12 +165,13 @@ class ResponseEventStream:
 
     def response(self, state: str, completion: Completion | None = None) -> dict[str, Any]:
         fields, options = self._body.fields, self._body.requests[0].options
+        conversation = self._body.values.conversation
         return {
             "id": f"resp_{self._body.key.text}",
             "object": "response",
             "created_at": self._body.key.created,
             "status": state,
-            "background": False,
+            "background": fields.get("background", False),
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if state == "incomplete" else None,
             "instructions": fields.get("instructions"),
@@ -159,21 +180,27 @@ class ResponseEventStream:
             "model": self._body.model,
             "output": [item.object() for item in self._items],
             "parallel_tool_calls": fields.get("parallel_tool_calls", True),
-            "previous_response_id": None,
+            "previous_response_id": fields.get("previous_response_id"),
             "reasoning": fields.get("reasoning", {"effort": None, "summary": None}),
-            "store": False,
+            "store": self._body.storage is not None,
             "temperature": options.temperature,
             "text": fields.get("text", {"format": {"type": "text"}}),
             "tool_choice": fields.get("tool_choice", "auto"),
-            "tools": [{"parameters": None, "strict": None} | tool for tool in fields.get("tools", ())],
+            "tools": [_shown_tool(tool) for tool in fields.get("tools", ())],
             "top_logprobs": options.logprobs or 0,
             "top_p": options.top_p,
-            "truncation": "disabled",
+            "truncation": fields.get("truncation", "disabled"),
             "usage": None if completion is None else _usage(completion),
             "user": fields.get("user"),
             "seed": self._body.seed,
             "system_fingerprint": f"onward-{self._version}",
+            **({} if conversation is None else {"conversation": {"id": conversation.id}}),
+            **{name: fields[name] for name in _ECHOED if name in fields},
         }
+
+
+def _shown_tool(tool: dict[str, Any]) -> dict[str, Any]:
+    return {"parameters": None, "strict": None} | tool if tool["type"] == "function" else tool
 
 
 def _usage(completion: Completion) -> dict[str, Any]:
@@ -191,18 +218,26 @@ def _usage(completion: Completion) -> dict[str, Any]:
 
 
 # The prefix of an item's id, by the kind of its text in the types of events.
-_CALL = "function_call_arguments"
-_PREFIXES = {"reasoning_text": "rs", "output_text": "msg", _CALL: "fc"}
+_CALLS = {"function": "function_call_arguments", "custom": "custom_tool_call_input"}
+_PREFIXES = {"reasoning_text": "rs", "output_text": "msg", _CALLS["function"]: "fc", _CALLS["custom"]: "ctc"}
 
 
 class _Item:
-    """An item of the output while it is generated: reasoning, text or a call. emit: takes its events."""
+    """An item of the output while it is generated: reasoning, text or a call. emit: takes its events. name: the
+    fields of a call with the name of its tool. encrypts: whether it has an encrypted_content."""
 
     def __init__(
-        self, kind: str, key: ResponseKey, place: int, emit: Callable[..., None], call: ToolCallDelta | None
+        self,
+        kind: str,
+        key: ResponseKey,
+        place: int,
+        emit: Callable[..., None],
+        call: ToolCallDelta | None,
+        name: dict[str, Any],
+        encrypts: bool,
     ) -> None:
         self.entries: list[Entry] = []  # logprobs of its tokens
-        self._kind, self._emit, self._call = kind, emit, call
+        self._kind, self._emit, self._call, self._name, self._encrypts = kind, emit, call, name, encrypts
         self._at = {"output_index": place}
         self._id = f"{_PREFIXES[kind]}_{key.derived(f'item {place}')}"
         self._in_item = {"item_id": self._id, **self._at, **({"content_index": 0} if call is None else {})}
@@ -225,16 +260,19 @@ class _Item:
             self._emit(f"{self._kind}.done", **self._in_item, text=self._text, **self._logprobs(self.entries))
             self._emit("content_part.done", **self._in_item, part=self._part(self._text))
         else:
-            self._emit(f"{self._kind}.done", **self._in_item, arguments=self._text, name=self._call.name)
+            name = {"name": self._name["name"]} if self._call.type == "function" else {}
+            self._emit(f"{self._kind}.done", **self._in_item, **{TEXT_KEYS[self._call.type]: self._text}, **name)
         self._emit("output_item.done", **self._at, item=self.object())
 
     def object(self) -> dict[str, Any]:
         if self._call is not None:
-            call = {"call_id": self._call.id, "name": self._call.name, "arguments": self._text}
-            return {"id": self._id, "type": "function_call", "status": self._state, **call}
+            type = "function_call" if self._call.type == "function" else "custom_tool_call"
+            call = {"call_id": self._call.id, **self._name, TEXT_KEYS[self._call.type]: self._text}
+            return {"id": self._id, "type": type, "status": self._state, **call}
         content = [] if self._state == "in_progress" else [self._part(self._text)]
         if self._kind == "reasoning_text":
-            return {"id": self._id, "type": "reasoning", "summary": [], "content": content, "status": self._state}
+            item = {"id": self._id, "type": "reasoning", "summary": [], "content": content, "status": self._state}
+            return item | ({"encrypted_content": encoded_reasoning(self._text)} if self._encrypts and content else {})
         message = {"role": "assistant", "content": content}
         return {"id": self._id, "type": "message", "status": self._state, **message}
 

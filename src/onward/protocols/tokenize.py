@@ -5,11 +5,13 @@ from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationInfo, model_validator
 
-from onward.errors import OnwardError
+from onward.chat import PROMPT_ENDINGS
+from onward.errors import OnwardError, RequestError
 from onward.language_model.request import checked_ids
 from onward.protocols import BodyReader
 from onward.protocols.body import AtMost, Body, BodyError, FieldError, Validation, expected, validated, validation_of
-from onward.protocols.chat import Message, TemplateVariables, template_form, template_variables
+from onward.protocols.chat import TemplateVariables, template_variables
+from onward.protocols.message_fields import Message, template_form
 from onward.protocols.protocol import LAST_SECOND, NAMED_ERRORS, ResponseKey
 
 
@@ -22,6 +24,7 @@ class TokenizeBody(Body):
     messages: Annotated[list[Message] | None, FailFast(), AtMost("messages", "messages")] = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     chat_template_kwargs: TemplateVariables = None
     created: Annotated[int | None, Field(ge=0, le=LAST_SECOND)] = None
 
@@ -33,7 +36,7 @@ class TokenizeBody(Body):
         limit = validation_of(info).limits.text_characters
         if characters > limit:
             raise FieldError(f"have {characters} characters; this server allows at most {limit}", at="messages")
-        of_chats = ("add_generation_prompt", "chat_template_kwargs", "created")
+        of_chats = (*PROMPT_ENDINGS, "chat_template_kwargs", "created")
         kind, others = ("prompt", of_chats) if self.messages is None else ("messages", ("add_special_tokens",))
         for name in others:
             if getattr(self, name) is not None:
@@ -73,12 +76,13 @@ def tokenized(reader: BodyReader, fields: dict[str, Any]) -> dict[str, Any]:
         else:
             more["created"] = int(time.time()) if body.created is None else body.created
             variables = {**reader.variables, **template_variables(lm, body.chat_template_kwargs or {})}
-            variables["add_generation_prompt"] = body.add_generation_prompt is not False
+            variables |= {name: getattr(body, name) for name in PROMPT_ENDINGS}
             tokens = lm.chat_prompt(template_form(body.messages), variables, ResponseKey.new(more["created"]).time)
     except BodyError:
         raise
     except NAMED_ERRORS as error:
-        raise BodyError(str(error), "prompt" if body.messages is None else "messages") from error
+        option = error.option if isinstance(error, RequestError) and error.option in PROMPT_ENDINGS else None
+        raise BodyError(str(error), option or ("prompt" if body.messages is None else "messages")) from error
     return {"tokens": tokens, "count": len(tokens), "max_model_len": lm.model.max_seq_len, **more}
 
 

@@ -53,6 +53,20 @@ class Constraint(Protocol):
         return ()
 
 
+class PartialConstraint(Constraint):
+    """A constraint that applies only to parts of a text, where it may overrule other options."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether any id may follow. `mask` is not called then."""
+        return False
+
+    @property
+    def imposed(self) -> int | None:
+        """The only id that may follow, even if other options ban it; None for a choice."""
+        return None
+
+
 def mask_of(ids: Iterable[int]) -> Mask:
     """The mask of these ids, for a `Constraint`."""
     unique = np.unique(np.fromiter(ids, dtype=np.int64))
@@ -101,18 +115,22 @@ class ConstraintState:
 
     def mask(self) -> Mask | None:
         """The ids that may follow; None for all."""
-        if self.is_done:
+        if self.is_done or (isinstance(self._constraint, PartialConstraint) and self._constraint.is_open):
             return None
         if self._mask is None:
             self._mask = _checked(self._constraint.mask())
         return self._mask
 
+    @property
+    def imposed(self) -> int | None:
+        """The only id that may follow, even if other options ban it; None for a choice."""
+        return self._constraint.imposed if isinstance(self._constraint, PartialConstraint) else None
+
     def forced(self) -> Sequence[int]:
         return () if self.is_done else self._constraint.forced()
 
     def append(self, token_id: int) -> None:
-        mask = self.mask()
-        if mask is None or token_id in self._stop_ids or not admits(mask, token_id):
+        if self.is_done or token_id in self._stop_ids or not self.admits(token_id):
             self._unreachable += 1
             return
         self._constraint.accept(token_id)
@@ -166,7 +184,7 @@ def mask_logits(
     logits: Tensor, texts: Sequence[ConstraintState | None], drafts: Sequence[Sequence[int]] | None = None
 ) -> tuple[Tensor, Tensor]:
     """The logits, float [B, K, V], with -inf for ids that may not follow, all others unchanged, bit for bit, and bool
-    [B, K]: whether any logit is not -inf.
+    [B, K]: whether any logit is not -inf. An imposed id is 0 if it was -inf.
 
     texts: one for each of the B rows; None for a row without a constraint.
     drafts: as in `Sampler`: position k assumes that the first k of the row's drafted ids were chosen.
@@ -174,9 +192,16 @@ def mask_logits(
     if len(texts) != logits.shape[0]:
         raise RequestError(f"the sampler was called with {logits.shape[0]} rows and {len(texts)} constraints")
     drafts = [()] * len(texts) if drafts is None else drafts
-    masks = [mask for text, draft in zip(texts, drafts, strict=True) for mask in _masks(text, draft, logits.shape[1])]
-    flat = logits.reshape(len(masks), -1)
-    masked, left = ops.apply_token_mask(flat, _words(masks, flat.shape[1]).to(flat.device))
+    rules = [rule for text, draft in zip(texts, drafts, strict=True) for rule in _rules(text, draft, logits.shape[1])]
+    if all(mask is None for mask, _ in rules):
+        return logits, torch.ones(logits.shape[:2], dtype=torch.bool, device=logits.device)
+    flat = logits.reshape(len(rules), -1)
+    words = _words([mask for mask, _ in rules], flat.shape[1])
+    masked, left = ops.apply_token_mask(flat, words.to(flat.device))
+    for row, (_, imposed) in enumerate(rules):
+        if imposed is not None:
+            masked[row, imposed] = masked[row, imposed].nan_to_num(float("nan"), float("inf"), 0.0)
+            left[row] = True
     return masked.view_as(logits), left.view(logits.shape[:2])
 
 
@@ -187,17 +212,18 @@ def nothing_left() -> NothingToDrawError:
     )
 
 
-def _masks(text: ConstraintState | None, draft: Sequence[int], positions: int) -> list[Mask | None]:
-    """The mask of each position; None for all ids, also past the draft, where the result is not used."""
+def _rules(text: ConstraintState | None, draft: Sequence[int], positions: int) -> list[tuple[Mask | None, int | None]]:
+    """The mask and the imposed id of each position; None for all ids, also past the draft, where the result is not
+    used."""
     if text is None:
-        return [None] * positions
-    masks = [text.mask()]
+        return [(None, None)] * positions
+    rules = [(text.mask(), text.imposed)]
     if positions > 1 and len(draft):
         with text.assuming(()):
             for token in draft[: positions - 1]:
                 text.append(token)
-                masks.append(text.mask())
-    return [*masks, *[None] * (positions - len(masks))]
+                rules.append((text.mask(), text.imposed))
+    return [*rules, *[(None, None)] * (positions - len(rules))]
 
 
 def _words(masks: Sequence[Mask | None], vocab: int) -> Tensor:

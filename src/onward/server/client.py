@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import hashlib
+import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from email.message import Message
@@ -13,6 +14,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import Scope
 
 from onward.protocols import BodyError
+from onward.server.served import Lease, ModelPending
 from onward.server.settings import Settings
 from onward.util.text import in_bytes
 
@@ -73,13 +75,31 @@ class Reservation:
         self.resize(0)
 
 
+def api_key_of(headers: Mapping[bytes, bytes]) -> bytes | None:
+    """The API key of a request: that of "Authorization: Bearer KEY", otherwise that of "x-api-key: KEY". None: it has
+    neither header. Empty: Authorization has another scheme."""
+    authorization, key = headers.get(b"authorization"), headers.get(b"x-api-key")
+    scheme, _, token = (authorization or b"").partition(b" ")
+    if scheme.lower() == b"bearer":
+        return token.strip()
+    return b"" if key is None and authorization is not None else key
+
+
 def client_of(scope: Scope, headers: Mapping[bytes, bytes], settings: Settings) -> str:
     """The name of a request's client: a digest of its API key if the server has keys, else its address. The server
     divides its time and memory among clients."""
     if settings.api_keys:
-        key = headers.get(b"authorization", b"").partition(b" ")[2].strip()
-        return hashlib.blake2b(key, digest_size=8).hexdigest()
+        return f"{_KEY}{hashlib.blake2b(api_key_of(headers) or b'', digest_size=16).hexdigest()}"
     return str(scope["client"][0]) if scope.get("client") else ""
+
+
+# The beginning of the names of clients with an API key.
+_KEY = "key "
+
+
+def owner_of(client: str) -> str:
+    """The owner of what a client stores: its API key; on a server without keys, everyone. client: its name."""
+    return client if client.startswith(_KEY) else ""
 
 
 async def whole_body(request: Request, settings: Settings, memory: Reservation) -> bytes:
@@ -92,7 +112,7 @@ async def whole_body(request: Request, settings: Settings, memory: Reservation) 
             async for chunk in request.stream():
                 length += len(chunk)
                 if length > settings.max_body:
-                    raise too_large(settings)
+                    raise too_large(settings.max_body)
                 memory.add_body(len(chunk))
                 chunks.append(chunk)
     except TimeoutError:
@@ -119,16 +139,53 @@ def check_headers(headers: Headers) -> None:
         raise BodyError(text, code="unsupported_content_encoding", status=415)
 
 
-def too_large(settings: Settings) -> BodyError:
-    return BodyError(
-        f"the body is too large: at most {settings.max_body} bytes are allowed", code="body_too_large", status=413
-    )
+# The endpoints of files, and the bytes of a form besides its file.
+UPLOADS = frozenset({"/files", "/v1/files"})
+_FORM = 64 * 2**10
+
+
+def max_body(path: str, settings: Settings) -> int:
+    """The maximum bytes of a body sent to this path."""
+    return settings.max_file + _FORM if path in UPLOADS else settings.max_body
+
+
+def too_large(most: int) -> BodyError:
+    return BodyError(f"the body is too large: at most {most} bytes are allowed", code="body_too_large", status=413)
+
+
+class Leases:
+    """The leases of a request, until it ends. It may end while a thread adds one."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._leases: dict[str, tuple[Lease, Callable[[], None]]] = {}
+        self._closed = False
+
+    def of(self, name: str, acquire: Callable[[], Lease], release: Callable[[Lease], None]) -> Lease:
+        """The lease of a model; a new one if there is none."""
+        with self._lock:
+            if name in self._leases:
+                return self._leases[name][0]
+            lease = acquire()
+            if self._closed:
+                release(lease)
+            else:
+                self._leases[name] = lease, lambda: release(lease)
+            return lease
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            leases, self._leases = self._leases, {}
+        for _, release in leases.values():
+            release()
 
 
 class Client:
     """Watches for the client to disconnect after its body has been read.
 
-    name: see `client_of`. memory: reserved for its request. body_bytes: the length of its body.
+    name: see `client_of`. memory: reserved for its request. body_bytes: the length of its body. leases: of models on
+    demand, until it is closed. pending: the model that it waits for.
     """
 
     def __init__(self, request: Request, body_bytes: int) -> None:
@@ -136,6 +193,8 @@ class Client:
         self.memory: Reservation = request.scope["onward.memory"]
         self.body_bytes = body_bytes
         self.disconnected = False
+        self.leases = Leases()
+        self.pending: ModelPending | None = None
         self._callback: Callable[[], None] | None = None
         self._task = asyncio.create_task(self._listen(request))
 
@@ -163,6 +222,7 @@ class Client:
 
     def close(self) -> None:
         self._task.cancel()
+        self.leases.close()
 
     async def _listen(self, request: Request) -> None:
         with contextlib.suppress(ClientDisconnect):

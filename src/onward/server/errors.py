@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from onward.errors import EngineBusyError, OnwardError
-from onward.protocols import error_fields, status_of
+from onward.protocols import BodyError, protocol_of, status_of
 from onward.protocols.choices import as_json
 from onward.server.client import MemoryFullError
 
@@ -76,10 +76,13 @@ DEFECT = "the server failed to process this request; its log has the details"
 _RETRY_AFTER = 5  # seconds, if no better estimate is known
 
 
-def error_answer(error: OnwardError) -> CompactJSONResponse:
-    """The response to an `OnwardError`, with the headers that its status calls for."""
+def error_answer(
+    error: OnwardError, url: str = "", request_id: str = "", headers: Mapping[str, str] | None = None
+) -> CompactJSONResponse:
+    """The response to an `OnwardError`, with the headers that its status calls for. url: its path, whose protocol
+    determines the format. headers: further ones."""
     status = status_of(error)
-    headers = {}
+    headers = {**(headers or {})}
     if isinstance(error, EngineBusyError):
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after)))
     elif status == HTTPStatus.SERVICE_UNAVAILABLE:
@@ -92,16 +95,9 @@ def error_answer(error: OnwardError) -> CompactJSONResponse:
         headers["accept-encoding"] = "identity"  # RFC 9110, 15.5.16
     elif status in (HTTPStatus.REQUEST_ENTITY_TOO_LARGE, HTTPStatus.REQUEST_TIMEOUT):
         headers["connection"] = "close"  # the rest of the body is unread
-    return CompactJSONResponse({"error": error_fields(error)}, status, headers)
-
-
-def plain_error(status: int, message: str, code: str, headers: dict[str, str] | None = None) -> CompactJSONResponse:
-    """An error response without an `OnwardError`."""
-    kind = "server_error" if status >= 500 else "invalid_request_error"
-    fields: dict[str, Any] = {"message": message, "type": kind, "param": None, "code": code}
-    return CompactJSONResponse({"error": fields}, status, headers)
+    return CompactJSONResponse(protocol_of(url).error(error, request_id), status, headers)
 
 
 def draining_answer() -> CompactJSONResponse:
     """The answer of /ready while the server shuts down."""
-    return plain_error(503, "the server is shutting down", "draining", {"retry-after": str(_RETRY_AFTER)})
+    return error_answer(BodyError("the server is shutting down", code="draining", status=503))

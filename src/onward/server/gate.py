@@ -12,25 +12,26 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from onward.errors import EngineError, OnwardError
 from onward.protocols import BodyError, error_fields
-from onward.server.client import MemoryBudget, client_of, too_large
-from onward.server.errors import DEFECT, error_answer, plain_error
+from onward.server.client import MemoryBudget, api_key_of, client_of, max_body, too_large
+from onward.server.errors import DEFECT, error_answer
 from onward.server.log import log, log_defect, refusal
 from onward.server.settings import Settings
+from onward.server.tracing import RequestSpan, Tracing
 from onward.util.api_keys import ApiKeys
 
 # The status in the log and the metrics if the client disconnects before the response starts (nginx's).
 CLIENT_CLOSED = 499
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
-_OPEN_PATHS = frozenset({"/", "/health", "/ready", "/openapi.json"})
+_OPEN_PATHS = frozenset({"/", "/docs", "/health", "/ready", "/openapi.json"})
 
 
 def is_open(path: str) -> bool:
-    """Whether a path needs no API key: those for monitoring, and the page, which asks its user for the key."""
+    """Whether a path needs no API key: those for monitoring, and the pages; the one at / asks its user for the key."""
     return path in _OPEN_PATHS or path.startswith("/page/")
 
 
 class AccessRecord:
-    """The access log entry of a request. Endpoints add to `fields`."""
+    """The access log entry of a request. Endpoints add to `fields`. span: if requests are traced."""
 
     def __init__(self, scope: Scope) -> None:
         headers: Mapping[bytes, bytes] = dict(scope["headers"])
@@ -39,6 +40,7 @@ class AccessRecord:
         self.headers = headers
         self.status = 0
         self.fields: dict[str, Any] = {}
+        self.span: RequestSpan | None = None
         self._scope, self._began = scope, time.perf_counter()
 
     def noting(self, send: Send) -> Send:
@@ -49,7 +51,9 @@ class AccessRecord:
             if message["type"] == "http.response.start":
                 self.status = message["status"]
                 if all(name.lower() != b"x-request-id" for name, _ in message["headers"]):  # from a replica
-                    message = {**message, "headers": [*message["headers"], (b"x-request-id", self.id.encode())]}
+                    names = (b"x-request-id", b"request-id")  # OpenAI's clients read the first, Anthropic's the second
+                    ids = [(name, self.id.encode()) for name in names]
+                    message = {**message, "headers": [*message["headers"], *ids]}
             elif is_head:
                 message = {**message, "body": b""}
             await send(message)
@@ -84,11 +88,13 @@ class RequestCounts:
 
 
 class Gated(Protocol):
-    """What stands behind a gate. memory: of all requests. draining: whether it is shutting down."""
+    """What stands behind a gate. memory: of all requests. draining: whether it is shutting down. tracing: None if
+    requests are not traced."""
 
     settings: Settings
     memory: MemoryBudget
     draining: bool
+    tracing: Tracing | None
 
     @property
     def metrics(self) -> RequestCounts: ...
@@ -114,9 +120,9 @@ class Gate:
         return CORSMiddleware(
             self,
             allow_origins=self._settings.cors_origins,
-            allow_methods=["GET", "HEAD", "POST"],
+            allow_methods=["GET", "HEAD", "POST", "DELETE"],
             allow_headers=["*"],
-            expose_headers=["x-request-id", "retry-after"],
+            expose_headers=["x-request-id", "request-id", "retry-after"],
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -130,10 +136,14 @@ class Gate:
         try:
             # HEAD is handled as GET, without the body.
             handled = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
+            if self._gated.tracing is not None:
+                access.span = self._gated.tracing.begin(handled)
             await self._handle(access, handled, receive, access.noting(send))
         finally:
             scope["onward.memory"].release()
             access.status = access.status or CLIENT_CLOSED
+            if access.span is not None:
+                access.span.end(access.status, access.id, access.fields)
             self._gated.metrics.statuses[access.status] += 1
             if self._settings.access_log:
                 access.write()
@@ -147,19 +157,20 @@ class Gate:
                 fields = error_fields(error)
                 self._gated.metrics.refusals[fields["code"]] += 1
                 access.fields |= refusal(fields, with_values=self._settings.log_prompts)
-                await error_answer(error)(scope, receive, send)
+                await error_answer(error, scope["path"], access.id)(scope, receive, send)
             else:
                 await self._app(scope, receive, send)
         except Exception as error:
             log_defect(error, id=access.id, path=scope["path"])
             if not access.status:
-                await plain_error(500, DEFECT, "internal_error")(scope, receive, send)
+                defect = BodyError(DEFECT, code="internal_error", status=500)
+                await error_answer(defect, scope["path"], access.id)(scope, receive, send)
 
     def _check(self, scope: Scope, headers: Mapping[bytes, bytes]) -> None:
         """Raise an `OnwardError` if the request is refused."""
         self._check_host(headers.get(b"host", b""))
         if not is_open(scope["path"]) and scope["method"] != "OPTIONS":
-            self._check_key(headers.get(b"authorization"))
+            self._check_key(api_key_of(headers))
         if scope["method"] != "POST":
             return
         if self._gated.draining:
@@ -167,9 +178,9 @@ class Gate:
         if self.in_flight > self._settings.max_requests:
             message = f"the server is at its limit of {self._settings.max_requests} concurrent requests"
             raise BodyError(message, code="too_many_requests", status=503)
-        length = headers.get(b"content-length", b"0")
-        if length.isdigit() and int(length[:20]) > self._settings.max_body:
-            raise too_large(self._settings)
+        length, most = headers.get(b"content-length", b"0"), max_body(scope["path"], self._settings)
+        if length.isdigit() and int(length[:20]) > most:
+            raise too_large(most)
 
     def _check_host(self, host: bytes) -> None:
         """Refuse unknown names: DNS rebinding lets another site's page reach this machine under its own name."""
@@ -179,12 +190,8 @@ class Gate:
             message = f"this server does not answer to the name {name!r}; allow it with --allow-host"
             raise BodyError(message, code="unknown_host", status=403)
 
-    def _check_key(self, authorization: bytes | None) -> None:
-        if not self._keys:
-            return
-        scheme, _, key = (authorization or b"").partition(b" ")
-        matches = self._keys.contains(key.strip())
-        if scheme.lower() != b"bearer" or not matches:
-            problem = "no API key" if authorization is None else "a wrong API key"
-            message = f"{problem}: this server requires the header 'Authorization: Bearer KEY'"
+    def _check_key(self, key: bytes | None) -> None:
+        if self._keys and not self._keys.contains(key or b""):
+            problem = "no API key" if key is None else "a wrong API key"
+            message = f"{problem}: this server requires the header 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
             raise BodyError(message, code="invalid_api_key", status=401)

@@ -19,8 +19,9 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from onward.errors import RequestError
+from onward.protocols import BodyError
 from onward.server.app import App
-from onward.server.errors import plain_error
+from onward.server.errors import error_answer
 from onward.server.log import log
 from onward.util import lanes
 
@@ -115,7 +116,9 @@ class Connection(HttpToolsProtocol):
             return
         self._refused = True
         if self.cycle is None or self.cycle.response_complete:
-            response = plain_error(status, message, code, {"connection": "close"})
+            error = BodyError(message, code=code, status=status)
+            url = getattr(self, "url", b"").decode("latin-1").partition("?")[0]
+            response = error_answer(error, url, headers={"connection": "close"})
             headers = b"".join(b"%s: %s\r\n" % header for header in response.raw_headers)
             self.transport.write(STATUS_LINE[status] + headers + b"\r\n" + bytes(response.body))
         self.transport.close()
@@ -233,6 +236,7 @@ def _end_after(seconds: float) -> None:
 
 
 async def _run(app: App, listener: socket.socket, ready: Callable[[str], None] | None) -> None:
+    app.files.open()
     server = Server(config_of(app, app.service.settings.max_requests))
     loop = asyncio.get_running_loop()
     drains: list[asyncio.Task[None]] = []
@@ -240,6 +244,7 @@ async def _run(app: App, listener: socket.socket, ready: Callable[[str], None] |
     def on_signal(number: int) -> None:
         if drains:
             log("ends at once", signal=signal.Signals(number).name)
+            app.files.close()
             _end_now(128 + number)
         seconds = app.service.settings.drain
         log("drains", signal=signal.Signals(number).name, seconds=seconds)
@@ -254,7 +259,7 @@ async def _run(app: App, listener: socket.socket, ready: Callable[[str], None] |
             await asyncio.sleep(0.01)
         if server.started:
             url = address_of(listener)
-            log("serves", url=url, models=[model.name for model in app.service.models])
+            log("serves", url=url, models=app.service.models.names())
             gc.collect()
             gc.freeze()  # keep the garbage collector from scanning the model during requests
             if ready is not None:
@@ -277,12 +282,21 @@ async def drain(app: App, server: uvicorn.Server) -> None:
     """Refuse new requests, wait for running ones up to the drain timeout, cancel the rest, and stop."""
     service = app.service
     service.draining = True
+    app.batches.stop()
 
     def cancel() -> None:
-        log("cancels", requests=len(service.live))
+        log("cancels", requests=len(service.live), batches=app.batches.running)
         service.cancel_all()
+        app.batches.interrupt()
 
-    await drain_requests(lambda: app.gate.in_flight, service.settings.drain, cancel)
+    def running() -> int:
+        return (
+            app.gate.in_flight
+            + app.batches.running
+            + (0 if service.background is None else len(service.background.running))
+        )
+
+    await drain_requests(running, service.settings.drain, cancel)
     server.should_exit = True
 
 

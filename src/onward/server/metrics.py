@@ -4,19 +4,20 @@ Nothing is counted per token. The times of a request are recorded when it ends, 
 read.
 """
 
-from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate, pairwise
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
-from prometheus_client import generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client import Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from onward.engine import Engine, Generation
+from onward.engine import Generation
 from onward.language_model import Completion
 from onward.server.gate import RequestCounts
+from onward.server.loader import PARTS, counts_of
+from onward.server.models import ServedModels
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -25,28 +26,13 @@ _BETWEEN = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 
 _DURATION = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0)
 
 
-class Histogram:
-    def __init__(self, bounds: Sequence[float]) -> None:
-        self._bounds = bounds
-        self._counts = [0] * (len(bounds) + 1)
-        self._sum = 0.0
-
-    def observe(self, value: float, times: int = 1) -> None:
-        self._counts[bisect_left(self._bounds, value)] += times
-        self._sum += value * times
-
-    def add_to(self, family: HistogramMetricFamily, labels: Sequence[str]) -> None:
-        bounds = [*map(str, self._bounds), "+Inf"]
-        buckets = list(zip(bounds, map(float, accumulate(self._counts)), strict=True))
-        family.add_metric(labels, buckets, self._sum)
-
-
 class ModelMetrics:
     """The metrics of one model."""
 
     def __init__(self) -> None:
-        self.first_token, self.between = Histogram(_FIRST_TOKEN), Histogram(_BETWEEN)
-        self.duration = Histogram(_DURATION)
+        self.first_token, self.between, self.duration = (
+            Histogram(name, help_text, registry=None, buckets=bounds) for name, help_text, bounds in _HISTOGRAMS
+        )
         self.ended: Counter[str] = Counter()  # by finish reason
         self.prompt_tokens = self.cached_tokens = self.output_tokens = 0
         self.drafted = self.accepted = 0
@@ -67,7 +53,8 @@ class ModelMetrics:
         self._started.discard(generation)
         rows = generation.request.options.n
         for (before, _), (at, count) in pairwise(generation.arrivals):
-            self.between.observe((at - before) * min(1.0, rows / count), count)
+            for _ in range(count):
+                self.between.observe((at - before) * min(1.0, rows / count))
         if completion is None:
             self.ended["error" if generation.done else "cancelled"] += 1
             self.output_tokens += _new_tokens(generation)
@@ -91,15 +78,21 @@ def _new_tokens(generation: Generation) -> int:
 
 
 class Metrics(RequestCounts):
-    """The metrics of a server, updated in the event loop's thread. engines: by the names of their models. live: returns
-    the generations that they are serving, with their model's name."""
+    """The metrics of a server, updated in the event loop's thread. models: that it serves; the counts of a model on
+    demand go on when it is loaded again. live: returns the generations that they are serving, with their model's name.
+    """
 
-    def __init__(self, engines: Mapping[str, Engine], live: Callable[[], Iterable[tuple[str, Generation]]]) -> None:
+    def __init__(self, models: ServedModels, live: Callable[[], Iterable[tuple[str, Generation]]]) -> None:
         super().__init__()
-        self._engines, self._live = engines, live
-        self._models = {name: ModelMetrics() for name in engines}
+        self._served, self._live = models, live
+        self._models = {name: ModelMetrics() for name in models.names()}
+        self.batches: Counter[str] = Counter()  # that have ended, by status
+        self.batch_lines: Counter[tuple[str, str]] = Counter()  # by model and result
+        self.files_bytes: Callable[[], int] = lambda: 0
 
     def of(self, model: str) -> ModelMetrics:
+        if model not in self._models:  # since the start
+            self._models[model] = ModelMetrics()
         return self._models[model]
 
     def snapshot(self) -> Callable[[], bytes]:
@@ -115,12 +108,21 @@ class Metrics(RequestCounts):
         statuses = {(str(status),): count for status, count in sorted(self.statuses.items())}
         yield _family("onward_refusals", "Refused requests, by error code.", ["reason"], reasons)
         yield _family("onward_http_responses", "HTTP responses, by status.", ["status"], statuses)
+        ends = {(status,): count for status, count in sorted(self.batches.items())}
+        lines = dict(sorted(self.batch_lines.items()))
+        yield _family("onward_batches", "Batches that have ended, by status.", ["status"], ends)
+        yield _family("onward_batch_lines", "Served lines of batches, by result.", ["model", "result"], lines)
+        used = {(): self.files_bytes()}
+        yield _family("onward_files_bytes", "Disk space of files.", [], used, GaugeMetricFamily)
 
     def _request_metrics(self) -> Iterator[Metric]:
-        for attribute, name, help_text in _HISTOGRAMS:
-            family = HistogramMetricFamily(name, help_text, labels=["model"])
+        for at, (name, help_text, _) in enumerate(_HISTOGRAMS):
+            family = Metric(name, help_text, "histogram")
             for model, metrics in self._models.items():
-                getattr(metrics, attribute).add_to(family, [model])
+                (of_model,) = (metrics.first_token, metrics.between, metrics.duration)[at].collect()
+                for sample in of_model.samples:
+                    if not sample.name.endswith("_created"):  # which Prometheus doesn't read in this format
+                        family.add_sample(sample.name, {"model": model, **sample.labels}, sample.value)
             yield family
         yield from _families(self._models, _COUNTS, CounterMetricFamily)
         ends = {
@@ -129,24 +131,34 @@ class Metrics(RequestCounts):
         yield _family("onward_requests", "Finished requests, by finish reason.", ["model", "end"], ends)
 
     def _engine_metrics(self) -> Iterator[Metric]:
-        stats = {name: engine.stats() for name, engine in self._engines.items()}
+        engines, ended, loads = self._served.counts()
+        stats = {name: engine.stats() for name, engine in engines.items()}
+        counts = {name: Counter(each) for name, each in ended.items()}
+        for name, each in stats.items():
+            counts.setdefault(name, Counter()).update(counts_of(each))
         yield from _families(stats, _GAUGES, GaugeMetricFamily)
-        yield from _families(stats, _COUNTERS, CounterMetricFamily)
-        states, parts = ("used", "cached", "free"), ("schedule", "step", "give_out")
-        blocks = {(name, state): getattr(each, f"blocks_{state}") for name, each in stats.items() for state in states}
-        seconds = {(name, part): getattr(each.seconds, part) for name, each in stats.items() for part in parts}
+        for attribute, family, help_text in _COUNTERS:
+            numbers = {(name,): each[attribute] for name, each in counts.items()}
+            yield _family(family, help_text, ["model"], numbers)
+        blocks = {(name, state): getattr(each, f"blocks_{state}") for name, each in stats.items() for state in _STATES}
+        seconds = {(name, part): each[f"seconds_{part}"] for name, each in counts.items() for part in PARTS}
         yield _family(
             "onward_cache_blocks", "KV cache blocks, by state.", ["model", "state"], blocks, GaugeMetricFamily
         )
         yield _family("onward_engine_seconds", "Time of the engine's thread, by activity.", ["model", "part"], seconds)
+        if not self._served.are_fixed:
+            loaded = {(name,): name in stats for name in self._served.names()}
+            yield _family("onward_model_loaded", "Whether a model is loaded.", ["model"], loaded, GaugeMetricFamily)
+            yield _family("onward_model_loads", "Loads of models on demand, by result.", ["model", "result"], loads)
 
 
-# Attribute of `ModelMetrics`, name, help text.
+# Name, help text and bounds of the histograms `first_token`, `between` and `duration` of `ModelMetrics`.
 _HISTOGRAMS = (
-    ("first_token", "onward_time_to_first_token_seconds", "Time from a request's arrival to its first token."),
-    ("between", "onward_time_between_tokens_seconds", "Time between successive tokens of a sequence."),
-    ("duration", "onward_request_seconds", "Time from a request's arrival to its end."),
+    ("onward_time_to_first_token_seconds", "Time from a request's arrival to its first token.", _FIRST_TOKEN),
+    ("onward_time_between_tokens_seconds", "Time between successive tokens of a sequence.", _BETWEEN),
+    ("onward_request_seconds", "Time from a request's arrival to its end.", _DURATION),
 )
+# Attribute of `ModelMetrics`, name, help text.
 _COUNTS = (
     ("prompt_tokens", "onward_prompt_tokens", "Prompt tokens of finished requests."),
     ("cached_tokens", "onward_cached_prompt_tokens", "Prompt tokens of finished requests found in the prefix cache."),
@@ -154,6 +166,7 @@ _COUNTS = (
     ("drafted", "onward_drafted_tokens", "Draft tokens proposed by speculation."),
     ("accepted", "onward_accepted_tokens", "Draft tokens accepted."),
 )
+_STATES = ("used", "cached", "free")
 # Attribute of `EngineStats`, name, help text.
 _GAUGES = (
     ("waiting", "onward_requests_waiting", "Waiting requests."),

@@ -30,6 +30,7 @@ from starlette.types import Scope
 from onward.errors import OnwardError, RequestError
 from onward.language_model import Completion, Piece
 from onward.protocols import BodyError, ParsedBody, ResponseEvents, ResponseKey
+from onward.server.client import api_key_of
 
 
 class StreamPosition(NamedTuple):
@@ -187,7 +188,7 @@ def event_prefix(body: ParsedBody, fingerprint: str) -> str:
 
 
 def idempotency_of(headers: Mapping[bytes, bytes]) -> str | None:
-    """The Idempotency-Key, made unique to its caller (the header Authorization); None without one. Raises `BodyError`:
+    """The Idempotency-Key, made unique to its caller (the API key); None without one. Raises `BodyError`:
     the key is invalid."""
     key = headers.get(b"idempotency-key")
     if key is None:
@@ -195,7 +196,8 @@ def idempotency_of(headers: Mapping[bytes, bytes]) -> str | None:
     if not _IDEMPOTENCY_KEY.fullmatch(key):
         message = "Idempotency-Key must be 1 to 255 visible ASCII characters"
         raise BodyError(message, code="invalid_idempotency_key")
-    caller = hashlib.blake2b(headers.get(b"authorization", b""), digest_size=8).hexdigest()
+    own = api_key_of(headers) or headers.get(b"authorization", b"")
+    caller = hashlib.blake2b(own, digest_size=8).hexdigest()
     return f"{caller} {key.decode()}"
 
 

@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -12,15 +12,22 @@ from starlette.responses import Response
 
 from onward.constraints.trial import Trial, TrialPending, deferred
 from onward.engine import Engine, Generation
-from onward.errors import RequestError
-from onward.language_model.request import needed_tokenizer
-from onward.protocols import BodyError, BodyReader, Limits, ParsedBody, ResponseKey
-from onward.server.client import Client, MemoryBudget, MemoryFullError
+from onward.errors import OnwardError
+from onward.protocols import BodyError, ParsedBody, ResponseKey, error_fields, status_of
+from onward.server.client import Client, MemoryBudget, MemoryFullError, owner_of
 from onward.server.errors import WholeResponse, rendered
+from onward.server.gate import AccessRecord
+from onward.server.log import log_defect, refusal
 from onward.server.metrics import Metrics
+from onward.server.models import ServedModels
+from onward.server.on_demand import OnDemand
+from onward.server.response_store import ResponseStore
 from onward.server.resume import ResumeRequest, StreamPosition, event_prefix
+from onward.server.served import ModelPending, ServedModel
 from onward.server.settings import Settings
-from onward.server.submission import ActiveRequest, ResponseStore
+from onward.server.stored import BackgroundResponses, OwnedItems, put
+from onward.server.submission import ActiveRequest, ReplayRecords
+from onward.server.tracing import Tracing
 from onward.util.lanes import Lane
 from onward.util.process import without_collections
 from onward.util.text_input import TextError, parse_request_json
@@ -33,121 +40,82 @@ _MAX_TRIALS = 8
 
 _Result = TypeVar("_Result")
 # Reads a body, given the key of its response.
-Read = Callable[[ResponseKey], "tuple[ServedModel, ParsedBody]"]
-
-
-@dataclass(frozen=True)
-class ServedModel:
-    """A model, with its engine, under the name that requests use."""
-
-    name: str
-    engine: Engine
-    reader: BodyReader
-    created: int = field(default_factory=lambda: int(time.time()))
-
-    @property
-    def max_model_len(self) -> int | None:
-        """Maximum tokens of a prompt and its output together."""
-        return self.engine.lm.model.max_seq_len
-
-    def listed(self) -> list[dict[str, Any]]:
-        """The entries of /v1/models: the model, then its adapters, whose `parent` it is."""
-        fields = {"id": self.name, "object": "model", "created": self.created, "owned_by": "onward"}
-        has_template = self.engine.lm.chat_template is not None
-        fields |= {"max_model_len": self.max_model_len, "chat_template": has_template}
-        fields["default_options"] = self.reader.default_options
-        return [fields, *({**fields, "id": name, "parent": self.name} for name in self.engine.lm.adapters)]
-
-
-class ServedModels:
-    """All models of a server, by name."""
-
-    def __init__(self, engines: Mapping[str, Engine], settings: Settings) -> None:
-        if not engines:
-            raise RequestError("a server needs at least one model")
-        self._models: dict[str, ServedModel] = {}
-        for name, engine in engines.items():
-            lm = engine.lm
-            needed_tokenizer(lm.tokenizer, "a server")
-            options: dict[str, Any] = {}
-            if settings.max_new_tokens is not None or lm.model.max_seq_len is not None:
-                options["max_new_tokens"] = settings.max_new_tokens
-            lm.defaults.replace(**options)  # validates them
-            reader = BodyReader(
-                lm,
-                name,
-                options,
-                settings.variables.get(name, {}),
-                streams=True,
-                limits=Limits.of(settings.limits),
-                ignore_unsupported=settings.ignore_unsupported,
-            )
-            self._models[name] = ServedModel(name, engine, reader)
-
-    def __iter__(self) -> Iterator[ServedModel]:
-        return iter(self._models.values())
-
-    def listed(self) -> list[dict[str, Any]]:
-        """The entries of /v1/models."""
-        return [fields for model in self for fields in model.listed()]
-
-    def find(self, name: object) -> ServedModel:
-        """The model of that name, or with an adapter of that name. If there is only one model, the name may be None.
-        Raises `BodyError`: no name, an unknown name, or an adapter name of several models."""
-        if name is None and len(self._models) == 1:
-            return next(iter(self._models.values()))
-        names = list(dict.fromkeys(fields["id"] for fields in self.listed()))
-        known = " and ".join(map(repr, names)) if len(names) < 3 else ", ".join(map(repr, names))
-        if name is None:
-            message = f"model is required: this server has {known}"
-            raise BodyError(message, "model", "missing_required_parameter")
-        if not isinstance(name, str):
-            raise BodyError(f"model must be a string; got {name!r}", "model", "invalid_type")
-        if name in self._models:
-            return self._models[name]
-        adapted = [model for model in self if name in model.engine.lm.adapters]
-        if not adapted:
-            raise BodyError(f"no model {name!r}; available: {known}", "model", "model_not_found", 404)
-        if len(adapted) > 1:
-            models = " and ".join(repr(model.name) for model in adapted)
-            raise BodyError(f"the adapter name {name!r} is ambiguous: {models} each have one; rename them", "model")
-        return adapted[0]
+Read = Callable[[ResponseKey], tuple[ServedModel, ParsedBody]]
 
 
 class Service:
     """A server's models, settings and metrics. draining: no more requests are taken. ending: running requests are
-    cancelled. live: requests that engines are serving. memory: that of all requests. responses: what is stored of
-    finished and cancelled responses.
+    cancelled. live: requests that engines are serving. memory: that of all requests. replays: what is recorded of
+    finished and cancelled responses. store: responses and conversations that clients continue and retrieve, if stored.
+    background: responses without a client.
 
     Bodies are read, and answers written, in threads: large ones one at a time, so that what blocks the interpreter in
     one of them doesn't add up.
     """
 
-    def __init__(self, engines: Mapping[str, Engine], settings: Settings) -> None:
+    def __init__(
+        self,
+        engines: Mapping[str, Engine],
+        settings: Settings,
+        on_demand: OnDemand | None = None,
+        tracer_provider: Any = None,
+    ) -> None:
         self.settings = settings
-        self.models = ServedModels(engines, settings)
+        self.tracing = Tracing.of(settings.otlp_endpoint, tracer_provider)
+        self.models = ServedModels(engines, settings, on_demand)
         self.memory = MemoryBudget(settings.request_memory)
-        self.responses = ResponseStore(settings.idempotency_seconds, self.memory)
+        self.replays = ReplayRecords(settings.idempotency_seconds, self.memory)
+        self.store = open_store(settings)
+        self.background = None if self.store is None else BackgroundResponses(self.store, self.finish)
         self.draining = self.ending = False
         self.live: set[ActiveRequest] = set()
-        self.metrics = Metrics(engines, self._running)
+        self.metrics = Metrics(self.models, self._running)
         self._readers, self._large, self._status = Lane("reader", _READERS), Lane("large", 1), Lane("status", 1)
 
     async def status(self, function: Callable[[], _Result]) -> _Result:
         """Run a function that may wait for the engines in a thread of its own."""
         return await asyncio.wrap_future(self._status.submit(function))
 
+    async def run(self, client: str, function: Callable[[], _Result]) -> _Result:
+        """Run a function that takes little time in a thread. client: for whom."""
+        return await asyncio.wrap_future(self._readers.submit(function, client))
+
+    def stored_items(self, client: str, response: str | None = None) -> OwnedItems | None:
+        """The stored items that a client may use. response: the id of the one that uses them."""
+        limit = self.settings.max_body
+        return None if self.store is None else OwnedItems(self.store, owner_of(client), response, limit)
+
+    def put(self, client: str, body: ParsedBody, response: dict[str, Any]) -> None:
+        """Store a client's response, if it is to be stored."""
+        if self.store is not None and body.storage is not None:
+            put(self.store, owner_of(client), body, response)
+
     async def respond(
         self, client: Client, function: Callable[[], Any], nbytes: int, headers: Mapping[str, str] | None = None
     ) -> Response:
         """Run a function that makes a response in a thread. nbytes: how much it reads or writes. Raises
         `ClientDisconnect`."""
-        future = self._start(client, lambda: rendered(function()), nbytes)
-        content = await client.until(asyncio.wrap_future(future))
+        while True:
+            try:
+                future = self._start(client, lambda: rendered(function()), nbytes)
+                content = await client.until(asyncio.wrap_future(future))
+                break
+            except ModelPending as pending:
+                await self._wait_for_model(client, pending)
         client.memory.resize(client.memory.nbytes + len(content))
         return WholeResponse(content, self.settings.stalled_seconds, headers)
 
+    async def _wait_for_model(self, client: Client, pending: ModelPending) -> None:
+        """Wait until a model is loaded, however long it takes. Raises `OnwardError`: the load fails, or finds no room.
+        Raises `ClientDisconnect`; the load goes on."""
+        client.pending = pending
+        try:
+            await client.until(asyncio.shield(asyncio.wrap_future(pending.lease.future)))
+        finally:
+            client.pending = None
+
     def _start(self, client: Client, function: Callable[[], _Result], nbytes: int) -> Future[_Result]:
+        function = partial(self.models.leasing, client.leases, function)
         if nbytes > _LARGE:
             return self._large.submit(partial(_without_collections, function), client.name)
         return self._readers.submit(function, client.name)
@@ -159,7 +127,7 @@ class Service:
         if resume.idempotency is None:
             emitted = resume.emitted
             if resume.last_event_id is not None and emitted is None:
-                emitted = self.responses.emitted(resume.key)
+                emitted = self.replays.emitted(resume.key)
             active = await self._read(client, read, resume, partial(ActiveRequest.submit, emitted=emitted))
         else:
             active = await self._submit_once(client, read, resume, resume.idempotency)
@@ -170,9 +138,13 @@ class Service:
             active.cancel()
         return active
 
+    async def parse(self, client: Client, read: Read, resume: ResumeRequest) -> ParsedBody:
+        """Read and check a body."""
+        return (await self._read(client, read, resume)).body
+
     async def _submit_once(self, client: Client, read: Read, resume: ResumeRequest, name: str) -> ActiveRequest:
         """Join the running response of an Idempotency-Key, repeat a stored one, or start one."""
-        stored = self.responses.get(name, resume.key)
+        stored = self.replays.get(name, resume.key)
         if resume.last_event_id is not None and resume.key != stored.key:
             message = "Last-Event-ID and Idempotency-Key belong to different responses"
             raise BodyError(message, code="idempotency_key_reused", status=422)
@@ -204,6 +176,8 @@ class Service:
                 with pending.trial.waiting():
                     await client.until(asyncio.shield(asyncio.wrap_future(pending.trial.future)))
                 trials.append(pending.trial)
+            except ModelPending as absent:
+                await self._wait_for_model(client, absent)
 
     async def _run(self, client: Client, function: Callable[[], ActiveRequest], nbytes: int) -> ActiveRequest:
         """Run a function in a thread. What it submits is cancelled if nothing awaits it any more."""
@@ -236,8 +210,10 @@ class Service:
             then(active)
         return active
 
-    def count_memory(self) -> None:
-        """Update the memory of all responses, and end those that no longer fit. Call it about once a second."""
+    def tick(self) -> None:
+        """Unload idle models, update the memory of all responses, and end those that no longer fit. Call it about once
+        a second."""
+        self.models.tick()
         for active in list(self.live):
             if not active.is_cancelled:
                 try:
@@ -247,8 +223,17 @@ class Service:
 
     def cancel_all(self) -> None:
         self.ending = True
+        self.models.cancel_waiting()
         for active in self.live:
             active.cancel()
+
+    def note_refusal(self, error: OnwardError, access: AccessRecord) -> None:
+        """Count an error, and add it to the log."""
+        fields = error_fields(error)
+        self.metrics.refusals[fields["code"] or "invalid_request"] += 1
+        access.fields |= refusal(fields, with_values=self.settings.log_prompts)
+        if status_of(error) >= 500 and not isinstance(error, BodyError):
+            log_defect(error, id=access.id)
 
     def _running(self) -> Iterator[tuple[str, Generation]]:
         """The requests not yet counted as finished, with their model's name."""
@@ -256,20 +241,33 @@ class Service:
             if not active.counted:  # else a repeated request gets a stored response
                 yield from ((active.model, generation) for generation in active.generations)
 
-    def finish(self, active: ActiveRequest, client: Client) -> None:
+    def finish(self, active: ActiveRequest, client: object) -> None:
         """A client has its response, or has disconnected. Requests without clients are cancelled."""
         active.leave(client)
         if active.subscribers:
             return
         self.live.discard(active)
         active.memory.release()
-        self.responses.store(active)
+        self.replays.add(active)
         if active.counted:
             return
         active.counted = True
         now, metrics = time.monotonic(), self.metrics.of(active.model)
         for generation, completion in zip(active.generations, active.completed(), strict=True):
             metrics.record(generation, completion, now)
+
+
+def open_store(settings: Settings) -> ResponseStore | None:
+    """The store of responses. Raises `RequestError`: its file cannot be used."""
+    if settings.response_store is None:
+        return None
+    return ResponseStore(settings.response_store, settings.response_lifetime, settings.response_store_bytes)
+
+
+def check_response_store(settings: Settings) -> None:
+    """Raise `RequestError` if the file of stored responses cannot be used. It is created if it doesn't exist."""
+    if (store := open_store(settings)) is not None:
+        store.close()
 
 
 def _cancel_result(future: Future[ActiveRequest]) -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
@@ -14,7 +14,7 @@ from onward.server.resume import EventWriter
 from onward.server.settings import Settings
 from onward.server.submission import ActiveRequest
 
-_HEADERS = {
+STREAM_HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-cache",
     "x-accel-buffering": "no",  # else nginx buffers the events
@@ -23,7 +23,8 @@ _HEADERS = {
 
 class EventStream(Response):
     """A streaming response. The status and headers are sent immediately, while the request waits in the queue. ended:
-    called when the stream ends for any reason. headers: additional response headers."""
+    called when the stream ends for any reason. headers: additional response headers. before_end: called before the
+    last events are sent."""
 
     def __init__(
         self,
@@ -33,11 +34,12 @@ class EventStream(Response):
         streams: "OpenStreams",
         ended: Callable[[], None],
         headers: Mapping[str, str],
+        before_end: Callable[[], Awaitable[object]] | None = None,
     ) -> None:
-        super().__init__(headers={**_HEADERS, **headers})
+        super().__init__(headers={**STREAM_HEADERS, **headers})
         del self.headers["content-length"]
         self._request, self._client, self._writer, self._streams = request, client, writer, streams
-        self._ended, self._reports = ended, False
+        self._ended, self._before_end, self._reports = ended, before_end, False
         # The running requests, with the number of pieces sent of each.
         self._sent = dict.fromkeys(range(len(self._request.generations)), 0)
         self._changed = asyncio.Event()
@@ -90,13 +92,15 @@ class EventStream(Response):
                     raise
                 return
             if not self._sent:
+                if self._before_end is not None:
+                    await self._before_end()
                 await self._send(send, "".join([*events, *self._writer.finish()]), is_last=True)
                 return
             await self._send(send, "".join(events))
             await self._changed.wait()
             if self._wants_comment:
                 self._wants_comment = False
-                await self._send(send, ": waiting\n\n")
+                await self._send(send, self._request.body.protocol.idle)
 
     def _add_events(self, events: list[str]) -> None:
         """Append the events since the last call. Raises the error of a failed request."""

@@ -1,4 +1,4 @@
-"""The requests of one body in an engine, the clients that wait for them, and the store of past responses."""
+"""The requests of one body in an engine, the clients that wait for them, and the records of past responses."""
 
 import asyncio
 import contextlib
@@ -22,9 +22,9 @@ class ActiveRequest:
     """The requests of one body while an engine serves them.
 
     model: its name in requests. prefix: of its events' ids; "" without ids. name: the key of its stored response, if
-    any. digest: of the body, if it has a name. subscribers: the clients that wait for it; several if the body was
-    repeated. is_cancelled: whether it was cancelled before its end. counted: whether the metrics include it. usage: of
-    the stored response that it repeats, if any. memory: reserved for its response.
+    any. digest: of the body, if it has a name. subscribers: those that wait for it: clients, several if the body was
+    repeated, or the background. is_cancelled: whether it was cancelled before its end. counted: whether the metrics
+    include it. usage: of the stored response that it repeats, if any. memory: reserved for its response.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class ActiveRequest:
         self.model, self.engine, self.body, self.prefix, self.name = model, engine, body, prefix, name
         self.digest = "" if name is None else digest_of(body)
         self.generations: list[Generation] = []
-        self.subscribers: set[Client] = set()
+        self.subscribers: set[object] = set()
         self.is_cancelled = self.counted = False
         self.usage: Sequence[Usage] = ()
         self.memory = client.new_reservation()
@@ -59,7 +59,7 @@ class ActiveRequest:
             raise
         return self
 
-    def leave(self, client: Client) -> None:
+    def leave(self, client: object) -> None:
         """A client no longer waits. When the last one leaves, the request is cancelled."""
         self.subscribers.discard(client)
         if not self.subscribers:
@@ -164,13 +164,13 @@ def _completion_of(generation: Generation) -> Completion | None:
         return None
 
 
-# Limits of a `ResponseStore`: entries, and the share of the memory of requests.
-_MAX_RESPONSES, _SHARE = 10_000, 1 / 32
+# Limits of a `ReplayRecords`: entries, and the share of the memory of requests.
+_MAX_RECORDS, _SHARE = 10_000, 1 / 32
 _ENTRY = 1024  # bytes of an entry without its ids
 
 
 @dataclass(eq=False)
-class StoredResponse:
+class ReplayRecord:
     """A record of a response, for requests that repeat or resume it. key: with it, the same body gives the same
     response. digest: of the body. request: while it has subscribers. emitted: afterwards, the token ids of its texts.
     usage: of its completions, if all have ended. lock: held while a repetition checks the record."""
@@ -205,7 +205,7 @@ class StoredResponse:
         return _ENTRY + sum(map(len, self.emitted or ())) * array("i").itemsize
 
 
-class ResponseStore:
+class ReplayRecords:
     """Records of responses for repeated and resumed requests, in a server and in an ingress. They hold ids, no pieces.
     Use it in the event loop's thread only. seconds: how long each is stored after it started. memory: of all requests;
     records take a small share of it."""
@@ -213,51 +213,51 @@ class ResponseStore:
     def __init__(self, seconds: float, memory: MemoryBudget) -> None:
         self._seconds, self._memory = seconds, memory.reservation("")
         self._limit = int(_SHARE * memory.limit)
-        self._responses: dict[str, StoredResponse] = {}  # the oldest first
+        self._records: dict[str, ReplayRecord] = {}  # the oldest first
         self._nbytes = 0
 
     def __len__(self) -> int:
-        return len(self._responses)
+        return len(self._records)
 
-    def get(self, name: str, key: ResponseKey) -> StoredResponse:
+    def get(self, name: str, key: ResponseKey) -> ReplayRecord:
         """The response stored under a name; if there is none, a new one with this key."""
         self._evict()
-        if name not in self._responses:
-            stored = self._responses[name] = StoredResponse(key)
+        if name not in self._records:
+            stored = self._records[name] = ReplayRecord(key)
             self._nbytes += stored.nbytes
-        return self._responses[name]
+        return self._records[name]
 
-    def store(self, request: ActiveRequest) -> None:
-        """Store a request without subscribers: one with an Idempotency-Key, or a stream with event ids that was
+    def add(self, request: ActiveRequest) -> None:
+        """Record a request without subscribers: one with an Idempotency-Key, or a stream with event ids that was
         cancelled."""
         name, key = request.name, request.body.key.text
         if name is None and request.is_cancelled and request.prefix:
             self._drop(key)
             self._end(self.get(key, request.body.key), request)
-        elif name is not None and name in self._responses and self._responses[name].request is request:
-            self._end(self._responses[name], request)
+        elif name is not None and name in self._records and self._records[name].request is request:
+            self._end(self._records[name], request)
         self._evict()
 
     def emitted(self, key: ResponseKey) -> Sequence[Sequence[int]] | None:
         """The token ids of a cancelled stream, if they are stored."""
         self._evict()
-        return self._responses[key.text].emitted if key.text in self._responses else None
+        return self._records[key.text].emitted if key.text in self._records else None
 
-    def _end(self, stored: StoredResponse, request: ActiveRequest) -> None:
+    def _end(self, stored: ReplayRecord, request: ActiveRequest) -> None:
         self._nbytes -= stored.nbytes
         stored.end(request)
         self._nbytes += stored.nbytes
 
     def _drop(self, name: str) -> None:
-        if (stored := self._responses.pop(name, None)) is not None:
+        if (stored := self._records.pop(name, None)) is not None:
             self._nbytes -= stored.nbytes
 
     def _evict(self) -> None:
         """Drop expired entries, then the oldest while a limit is exceeded; except those in use."""
         expired, count, nbytes = time.monotonic() - self._seconds, len(self), self._nbytes
         dropped: list[str] = []
-        for name, stored in self._responses.items():
-            if stored.since > expired and count <= _MAX_RESPONSES and nbytes <= self._limit:
+        for name, stored in self._records.items():
+            if stored.since > expired and count <= _MAX_RECORDS and nbytes <= self._limit:
                 break
             if not stored.in_use:
                 dropped.append(name)

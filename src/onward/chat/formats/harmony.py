@@ -27,6 +27,8 @@ class Harmony(MessageFormat):
     thinking = (f"{_CHANNEL}analysis{_MESSAGE}", "<|end|>")
     after_thinking = f"{_START}assistant"
     before_content = f"{_CHANNEL}final{_MESSAGE}"
+    has_messages = True
+    reasoning_ends = _ENDS
     openers = (f"{_CHANNEL}commentary {_TO}{_FUNCTIONS}",)
     marks = (_START, _CHANNEL, _CONSTRAIN, _MESSAGE, *_ENDS)
     syntax = CallSyntax("", f" {_CONSTRAIN}json{_MESSAGE}", "", None)
@@ -46,14 +48,28 @@ class Harmony(MessageFormat):
             if header is None and message.has_calls() and source.is_over:  # the text is cut in a header
                 return
 
+    def begins_reasoning(self, text: str, *, calls: bool) -> bool | None:
+        source = TextReader()
+        source.add(text)
+        try:
+            next(_read_header(source))
+        except StopIteration as end:
+            return _is_reasoning(end.value, calls)
+        return None
+
+
+def _is_reasoning(header: tuple[str, str] | None, calls: bool) -> bool:
+    channel, recipient = header or ("", "")
+    return channel == "analysis" and not (calls and recipient.startswith(_FUNCTIONS))
+
 
 def _receiver(header: tuple[str, str] | None, message: MessageBuilder, calls: bool) -> Callable[[str], object]:
     """Return the function that takes the text of a message; without a header, it is content."""
-    channel, recipient = header or ("", "")
+    recipient = "" if header is None else header[1]
     if calls and recipient.startswith(_FUNCTIONS):
         message.call(recipient.removeprefix(_FUNCTIONS))
         return message.arguments
-    text = message.reasoning if channel == "analysis" else message.content
+    text = message.reasoning if _is_reasoning(header, calls) else message.content
     text.paragraph()
     return text.add
 

@@ -15,16 +15,15 @@ _NUCLEUS_GUESS = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class TopP(Filter):
-    """top_p: keep the smallest set of most likely ids whose probability reaches top_p, in (0, 1]; the id that crosses
-    the threshold is kept, and ids that tie with it.
+    """top_p: keep the smallest set of most likely ids whose probability reaches top_p, in [0, 1]; the id that crosses
+    the threshold is kept, and ids that tie with it. 0 keeps the most likely id.
     """
 
     top_p: float = option(
         1.0,
-        above=0,
+        low=0,
         high=1,
-        hint=" (for the most likely token alone, use top_k=1)",
-        help="Sample from the top tokens of total probability X; 1: all.",
+        help="Sample from the top tokens of total probability X; 1: all, 0: the likeliest.",
         group=SAMPLING,
     )
 
@@ -37,7 +36,7 @@ class TopP(Filter):
 
 
 def apply_top_p(logits: Tensor, top_p: Tensor) -> Tensor:
-    """Keep the smallest set of most likely ids whose probabilities sum to at least top_p, float32 [B] in (0, 1].
+    """Keep the smallest set of most likely ids whose probabilities sum to at least top_p, float32 [B] in [0, 1].
 
     The id that crosses the threshold is kept, so at least one is. (Holtzman et al., arXiv 1904.09751)
     """

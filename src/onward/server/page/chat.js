@@ -41,7 +41,8 @@ export function branchOf(turn) {
 // models: the entries of /v1/models.
 export function setModels(models) {
   plain.clear();
-  for (const model of models) if (!model.chat_template) plain.add(model.id);
+  // A model that is not loaded yet has no such entry: it probably has a template.
+  for (const model of models) if (model.chat_template === false) plain.add(model.id);
 }
 
 export function hasTemplate(model) {

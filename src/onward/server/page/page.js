@@ -61,11 +61,12 @@ function renderModel() {
   $("#empty-title").textContent = isChat ? `Chat with ${model.id}` : `Let ${model.id} continue a text`;
   const examples = EXAMPLES[isChat ? "chat" : "text"];
   $("#examples").replaceChildren(...examples.map((text) => button(text, () => areSettingsValid() && ask(text))));
-  const { max_new_tokens: length, ...options } = model.default_options;
+  const { max_new_tokens: length, ...options } = model.default_options ?? {};
   const off = { temperature: 0, top_p: 1, top_k: 0, min_p: 0 };
   for (const [name, value] of Object.entries(off)) {
     const note = options[name] !== value ? "" : name === "temperature" ? " (greedy)" : " (off)";
-    $(`[name=${name}]`).placeholder = `${options[name]}${note}`;
+    // A model on demand has no defaults until it is loaded.
+    $(`[name=${name}]`).placeholder = name in options ? `${options[name]}${note}` : "the model's default";
   }
   $("[name=max_tokens]").placeholder = length ?? "rest of context";
 }
@@ -308,6 +309,7 @@ async function watch() {
       found();
       const served = modelOfNow().parent ?? chat.model;
       if (stats[served]) showEngine(stats[served]);
+      if (stats[served] && modelOfNow().status !== "loaded") showModels((await get("v1/models")).data);
       const last = chat.turns.at(-1);
       if (!writing && last?.role === "assistant" && branchOf(last).end === "away") run(last);
     } catch (error) {

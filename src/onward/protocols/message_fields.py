@@ -1,0 +1,74 @@
+"""The messages of chats in bodies."""
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Required
+
+from pydantic import BeforeValidator, ConfigDict, FailFast, Field, WithJsonSchema, with_config
+from typing_extensions import TypedDict
+
+from onward.protocols.body import AtMost, BodyError, FieldError, JsonSchema, Validation, validation_of
+from onward.util.text import brief
+
+
+def joined_text(value: Any, validation: Validation, types: Sequence[str] = ("text",)) -> Any:
+    """The text of a string or of text parts. Raises `FieldError` for any other value except null."""
+    if value is None or isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise FieldError(f"must be a string or a list of text parts; got {brief(value)}", "invalid_type")
+    if len(value) > validation.limits.parts:
+        raise FieldError(f"has {len(value)} parts; this server allows at most {validation.limits.parts}")
+    for at, part in enumerate(value):
+        if not isinstance(part, dict) or part.get("type") not in types or not isinstance(part.get("text"), str):
+            raise FieldError(f"must be a text part; got {brief(part)}", "unsupported_value", f"[{at}]")
+    return "".join([part["text"] for part in value])
+
+
+_PART: JsonSchema = {
+    "type": "object",
+    "properties": {"type": {"enum": ["text"]}, "text": {"type": "string"}},
+    "required": ["type", "text"],
+}
+# The text of a message; null is none.
+Text = Annotated[
+    str | None,
+    BeforeValidator(lambda value, info: joined_text(value, validation_of(info))),
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": _PART}, {"type": "null"}]}),
+]
+# A role of chat templates, in which the developer is the system.
+_Role = Annotated[str, BeforeValidator(lambda value: "system" if value == "developer" else value)]
+
+
+@with_config(ConfigDict(extra="allow", strict=True))
+class Message(TypedDict, total=False):
+    """A message. Chat templates may read further keys."""
+
+    role: Required[_Role]
+    content: Text
+    name: str | None
+    tool_calls: Annotated[list[Any] | None, AtMost("tools", "calls")]
+    tool_call_id: str | None
+    reasoning: str | None
+    reasoning_content: str | None
+
+
+Messages = Annotated[list[Message], Field(min_length=1), FailFast(), AtMost("messages", "messages")]
+
+
+def template_form(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Messages for the chat template, each with a content. Calls and results of functions, in the form of older
+    clients, become those of tools."""
+    result: list[dict[str, Any]] = []
+    last = ""  # the id of the last call of a function
+    for at, given in enumerate(messages):
+        message = {**given, "content": given.get("content")}
+        if message["role"] == "function":
+            message |= {"role": "tool", "tool_call_id": last}
+        elif (called := message.pop("function_call", None)) is not None:
+            if not isinstance(called, dict) or not isinstance(called.get("name"), str):
+                problem = f"must be {{'name': …, 'arguments': …}}; got {brief(called)}"
+                raise BodyError(f"messages[{at}].function_call {problem}", "messages")
+            last = f"{at:09}"  # some templates need 9 characters
+            message["tool_calls"] = [{"id": last, "type": "function", "function": called}]
+        result.append(message)
+    return result

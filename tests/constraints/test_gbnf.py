@@ -63,7 +63,7 @@ def escaped(text):
     return "".join({"\n": "\\n", '"': '\\"', "\\": "\\\\"}.get(each, each) for each in text)
 
 
-def written(expr):
+def gbnf_of(expr):
     if isinstance(expr, str):
         return f'"{escaped(expr)}"'
     if isinstance(expr, frozenset):
@@ -73,8 +73,8 @@ def written(expr):
     if kind == "rule":
         return parts
     if kind == "repeat":
-        return f"({written(parts)}){COUNTS[expr[2]]}"
-    return f"({(' | ' if kind == 'choice' else ' ').join(map(written, parts))})"
+        return f"({gbnf_of(parts)}){COUNTS[expr[2]]}"
+    return f"({(' | ' if kind == 'choice' else ' ').join(map(gbnf_of, parts))})"
 
 
 class Reference:
@@ -122,7 +122,7 @@ TEXTS = ["".join(each) for length in range(6) for each in itertools.product(CHAR
 @settings(max_examples=200, deadline=None)
 @given(GRAMMARS)
 def test_a_grammar_admits_what_it_derives(rules):
-    grammar = "\n".join(f"{name} ::= {written(expr)}" for name, expr in rules.items())
+    grammar = "\n".join(f"{name} ::= {gbnf_of(expr)}" for name, expr in rules.items())
     expected = {text for text in TEXTS if Reference(rules, text).matches}
     assume(expected)
     start = Lark(grammar)(TOKENIZER, frozenset({STOP}))

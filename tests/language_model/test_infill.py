@@ -37,7 +37,7 @@ class FamilyTokenizer(ByteTokenizer):
                 ids += (" " * (self.spaces and at == 0) + part).encode()
         return ids
 
-    def written(self, ids: tuple[int, ...]) -> str:
+    def text_of(self, ids: tuple[int, ...]) -> str:
         texts = ["<s>", "</s>", *self.marks]
         parts = [texts[id - 256].encode() if id >= 256 else bytes([id]) for id in ids]
         return b"".join(parts).decode().replace(" ", "_")
@@ -64,7 +64,7 @@ def test_a_prompt_is_that_of_the_family_and_the_text_ends_with_it(name: str) -> 
     lm, tokenizer = model(name, "xyz", start)
     request = infill_request(lm, "ab", "cd")
     start[0] = len(request.prompt)
-    assert tokenizer.written(request.prompt) == f"<s>{WRITTEN[name]}"
+    assert tokenizer.text_of(request.prompt) == f"<s>{WRITTEN[name]}"
     completion = lm.generate(request)
     assert completion.text.strip() == "xyz"
     assert completion.finish_reason == "stop"

@@ -2,9 +2,9 @@
 
 llguidance splits a text into lexemes, each the longest that the parser allows at its place, and never reconsiders. GBNF
 has no lexemes. With one for each character the result would be exact, but parsing a large vocabulary would be slow. So
-the largest parts without recursion become lexemes, as long as taking the longest cannot be wrong: where a word of a
-lexeme X may be followed by a character c, no lexeme goes on with c after that word. A part that violates this is split
-into its own parts, down to characters if need be.
+the largest parts without recursion become lexemes, as long as the longest match is always right: if the character c
+may follow a word of the lexeme X, no lexeme continues that word with c. A part that violates this is split into its own
+parts, down to characters if necessary.
 """
 
 from bisect import bisect_right

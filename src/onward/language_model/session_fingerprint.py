@@ -123,7 +123,7 @@ def as_bytes(tensor: Tensor) -> memoryview:
 def fingerprint(model: Model) -> dict[str, Any]:
     """The fingerprint as JSON values.
 
-    vocab_size. cache: the dtypes of its caches. config: a built-in family's; {} for a forward of the user's own.
+    vocab_size. cache: the dtypes of its caches. config: a built-in family's; {} for a custom forward.
     weights: "dtype shape digest" by path in the params; the digest is "?" for an opaque layout. Reads all bytes of the
     weights, once until they change.
     """

@@ -13,7 +13,7 @@ from onward.errors import OnwardError
 from onward.language_model import Completion, Piece
 from onward.protocols.body import BodyError, error_fields, status_of
 from onward.protocols.choices import as_json, finish_reason
-from onward.protocols.protocol import ParsedBody
+from onward.protocols.protocol import ParsedBody, counted_events
 
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
 
@@ -227,14 +227,13 @@ class MessageEventStream:
         return self._sent()
 
     def pieces(self, at: int, pieces: Sequence[Piece]) -> list[tuple[int, str]]:
-        events = []
-        for done, piece in enumerate(pieces):
-            self._tokens += 1
-            if piece.message:
-                self._add(piece.message)
-                new = self._sent()
-                events += [(done + (event is new[-1]), event) for event in new]
-        return events
+        return counted_events(pieces, self._format)
+
+    def _format(self, piece: Piece) -> list[str]:
+        self._tokens += 1
+        if piece.message:
+            self._add(piece.message)
+        return self._sent()
 
     def end(self, at: int, completion: Completion) -> list[str]:
         """The events for the remaining content, the end of the last block, and the stop reason."""

@@ -11,7 +11,7 @@ import os
 import re
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple, Self
 from typing import Protocol as Interface
@@ -179,6 +179,15 @@ class ErrorBody(BaseModel):
     """The response to a request that failed or was refused."""
 
     error: Error
+
+
+def counted_events(pieces: Sequence[Piece], format_piece: Callable[[Piece], list[str]]) -> list[tuple[int, str]]:
+    """The events of each piece, each with the number of pieces that are complete after it."""
+    events: list[tuple[int, str]] = []
+    for done, piece in enumerate(pieces):
+        new = format_piece(piece)
+        events += [(done + (event is new[-1]), event) for event in new]
+    return events
 
 
 class Protocol(ABC):

@@ -12,7 +12,7 @@ from onward.language_model import Completion, Piece
 from onward.protocols.body import error_fields
 from onward.protocols.choices import as_json, finish_reason
 from onward.protocols.logprobs import ContentLogprobs
-from onward.protocols.protocol import ParsedBody, ResponseKey
+from onward.protocols.protocol import ParsedBody, ResponseKey, counted_events
 from onward.protocols.response_items import encoded_reasoning, name_fields
 from onward.tokenizer import Tokenizer
 
@@ -68,16 +68,15 @@ class ResponseEventStream:
         return self._sent()
 
     def pieces(self, at: int, pieces: Sequence[Piece]) -> list[tuple[int, str]]:
-        events = []
-        for done, piece in enumerate(pieces):
-            self._tokens += 1
-            if self._logprobs is not None:
-                self._entries += self._logprobs.push([piece])
-            if piece.message:
-                self._add(piece.message)
-            new = self._sent()
-            events += [(done + (event is new[-1]), event) for event in new]
-        return events
+        return counted_events(pieces, self._format)
+
+    def _format(self, piece: Piece) -> list[str]:
+        self._tokens += 1
+        if self._logprobs is not None:
+            self._entries += self._logprobs.push([piece])
+        if piece.message:
+            self._add(piece.message)
+        return self._sent()
 
     def end(self, at: int, completion: Completion) -> list[str]:
         """The events for the remaining content, the ends of all items, and the complete response."""

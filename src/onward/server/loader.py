@@ -343,7 +343,7 @@ class ModelLoader:
         stats = engine.stats()
         if reason != "failed" and (stats.waiting or stats.running):  # of a response without a client
             with self._lock:
-                self._residency.kept(name, time.monotonic())  # until the next `tick`
+                self._residency.keep(name, time.monotonic())  # until the next `tick`
                 slot.begin()
             done.set_result(None)
             return

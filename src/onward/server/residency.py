@@ -108,8 +108,8 @@ class Residency:
         resident = self.residents[name]
         resident.status, resident.users = "unloading", 0
 
-    def kept(self, name: str, now: float) -> None:
-        """A model that was to be unloaded still works for someone: it stays, and its queued requests begin."""
+    def keep(self, name: str, now: float) -> None:
+        """Undo the unloading of a model that still serves someone. Its queued requests begin."""
         self.residents[name].status = "loaded"
         self._begin(name, now)
 

@@ -67,7 +67,7 @@ fuzz: $(VENV)/.installed-dev ## all hostile requests, and 10,000 bodies that no 
 clients: $(VENV)/.installed-dev $(VENV)/.installed-clients build/clients/openai2/.installed $(CLIENTS)/node_modules ## client libraries that people use, against the server
 	@OMP_NUM_THREADS=1 $(BIN)/pytest -rs --numprocesses auto --maxprocesses 4 --dist worksteal $(CLIENTS)
 
-agents: $(VENV)/.installed-dev $(CLIENTS)/agents/node_modules ## Codex and Claude Code against the server; 660 MB of npm packages
+agents: $(VENV)/.installed-dev $(CLIENTS)/command_lines/node_modules ## Codex and Claude Code against the server; 660 MB of npm packages
 	@$(BIN)/pytest -rs $(CLIENTS)/test_agents.py
 
 eval-test: $(VENV)/.installed-dev $(VENV)/.installed-eval ## the numbers of lm-evaluation-harness, beside its own class
@@ -157,7 +157,7 @@ demo-model: $(VENV)/.installed-dev ## rebuild corpus, tokenizer and both bundled
 	@$(BIN)/python -m training
 
 clean: ## remove what the targets above made
-	rm -rf $(VENV) build dist $(CLIENTS)/node_modules $(CLIENTS)/agents/node_modules .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) build dist $(CLIENTS)/node_modules $(CLIENTS)/command_lines/node_modules .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
 
 $(VENV)/bin/python:
 	@$(PROGRESS) "creating the environment $(VENV)" $(PYTHON) -m venv $(VENV)

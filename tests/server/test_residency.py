@@ -29,7 +29,7 @@ class Server(RuleBasedStateMachine):
         self.unloading: set[str] = set()
 
     def step(self) -> None:
-        idle = {name for name, each in self.policy.residents.items() if each.is_idle}
+        idle = {name for name in self.policy.residents if self.policy.is_idle(name)}
         unload, load, ready = self.policy.step(self.now)
         for name, reason in unload:
             assert not self.using[name], "never while it serves"

@@ -69,7 +69,9 @@ class ModelLoader:
         taken: frozenset[str],
     ) -> None:
         self._options, self._serve, self._taken = options, serve, taken
-        self._residency = Residency(options.max_models, options.bytes_allowed, options.ttl, fixed)
+        self._residency = Residency(
+            options.max_models, options.bytes_allowed, options.ttl, fixed, is_working=self._is_working
+        )
         self._lock = threading.RLock()
         self._lane = Lane("loader", 1)
         self._slots: dict[str, _Slot] = {}
@@ -270,6 +272,11 @@ class ModelLoader:
         for name in step.ready:
             self._slots[name].begin()
 
+    def _is_working(self, name: str) -> bool:
+        served = self._slots[name].served
+        stats = None if served is None else served.engine.stats()
+        return stats is not None and bool(stats.waiting or stats.running)
+
     def _start_unload(self, name: str, reason: str) -> None:
         self._slots[name].unloading = Future()
         self._lane.submit(partial(self._unload, name, reason))
@@ -340,13 +347,6 @@ class ModelLoader:
         slot = self._slots[name]
         assert slot.served is not None, "it is loaded"
         engine, done = slot.served.engine, slot.unloading
-        stats = engine.stats()
-        if reason != "failed" and (stats.waiting or stats.running):  # of a response without a client
-            with self._lock:
-                self._residency.keep(name, time.monotonic())  # until the next `tick`
-                slot.begin()
-            done.set_result(None)
-            return
         engine.close()
         with self._lock:
             self._counts.setdefault(name, Counter()).update(counts_of(engine.stats()))

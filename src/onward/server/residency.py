@@ -6,6 +6,7 @@ a model that serves requests is never unloaded. When a model has waited for `pat
 stop taking new requests, which wait for their next turn: a stream of requests cannot keep another model out.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -23,10 +24,6 @@ class Resident:
     users: int = 0
     used: float = 0.0
     yields: bool = False
-
-    @property
-    def is_idle(self) -> bool:
-        return self.status == "loaded" and not self.users
 
 
 @dataclass
@@ -52,7 +49,8 @@ class Residency:
     """The models in memory, and those that requests wait for. The caller holds a lock, and passes the time in seconds.
 
     max_models: that are in memory at once. memory: bytes of all. ttl: seconds after which an idle model is unloaded.
-    fixed: bytes that other models take, always. patience: see the module.
+    fixed: bytes that other models take, always. patience: see the module. is_working: whether a model without requests
+    generates nevertheless, for example a response whose client has left.
     """
 
     max_models: int
@@ -60,6 +58,7 @@ class Residency:
     ttl: float
     fixed: int = 0
     patience: float = 5.0
+    is_working: Callable[[str], bool] = lambda name: False
     residents: dict[str, Resident] = field(default_factory=dict)
     queue: dict[str, Queued] = field(default_factory=dict)  # the oldest first
 
@@ -95,23 +94,23 @@ class Residency:
         """A model could not be loaded. Its queued requests have left."""
         del self.residents[name]
 
+    def is_idle(self, name: str) -> bool:
+        """Whether a model is in memory, and nobody uses it."""
+        resident = self.residents.get(name)
+        is_free = resident is not None and resident.status == "loaded" and not resident.users
+        return is_free and not self.is_working(name)
+
     def evict(self, name: str) -> bool:
         """Unload a model if it is idle. Returns whether it is."""
-        resident = self.residents.get(name)
-        if resident is None or not resident.is_idle:
+        if not self.is_idle(name):
             return False
-        resident.status = "unloading"
+        self.residents[name].status = "unloading"
         return True
 
     def broken(self, name: str) -> None:
         """Unload a model that no longer works. Its requests have failed, and don't `finish`."""
         resident = self.residents[name]
         resident.status, resident.users = "unloading", 0
-
-    def keep(self, name: str, now: float) -> None:
-        """Undo the unloading of a model that still serves someone. Its queued requests begin."""
-        self.residents[name].status = "loaded"
-        self._begin(name, now)
 
     def unloaded(self, name: str) -> None:
         """A model's memory has been freed."""
@@ -142,7 +141,7 @@ class Residency:
         return Step(unload, load, ready)
 
     def _has_expired(self, name: str, resident: Resident, now: float) -> bool:
-        return resident.is_idle and name not in self.queue and now - resident.used >= self.ttl
+        return name not in self.queue and now - resident.used >= self.ttl and self.is_idle(name)
 
     def _may_begin(self, name: str) -> bool:
         resident = self.residents.get(name)
@@ -159,7 +158,7 @@ class Residency:
         """The models to unload, so that another one fits, or so that these do; none if that doesn't help it yet."""
         rest = [name for name, each in self.residents.items() if each.status != "unloading"]
         loaded = sorted((name for name in rest if self.residents[name].status == "loaded"), key=self._last_use)
-        victims = [name for name in loaded if self.residents[name].is_idle and name not in self.queue]
+        victims = [name for name in loaded if name not in self.queue and self.is_idle(name)]
         if absent is not None and now - self.queue[absent].since >= self.patience:
             victims += [name for name in loaded if name not in victims]
         for count in range(len(victims) + 1):

@@ -33,7 +33,7 @@ def node_with_packages() -> str:
 
 
 def agent(name: str) -> Path:
-    command = HERE / "agents" / "node_modules" / ".bin" / name
+    command = HERE / "command_lines" / "node_modules" / ".bin" / name
     if not command.exists():
         pytest.skip(f"{name} is missing: run `make agents`")
     return command

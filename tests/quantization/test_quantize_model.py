@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 import onward
+from demo_adapters import demo_adapter
 from onward.errors import RequestError
 from onward.language_model import quantize
 from onward.models import pack_params
@@ -187,3 +188,13 @@ def test_the_demo_model_is_hardly_more_perplexed(form, format, most):
         return sum(map(float, parts)) / sum(len(ids) - 1 for ids in documents)
 
     assert math.exp(loss(quantize(lm, format)) - loss(lm)) < 1 + most
+
+
+def test_adapters_are_loaded_again(tmp_path):
+    options = {"max_new_tokens": 12, "temperature": 0}
+    folder = demo_adapter(tmp_path / "poet", seed=1)
+    lm = onward.load("demo", adapters={"poet": folder})
+    small = quantize(lm, "int8")
+    expected = onward.load("demo", quantize="int8", adapters={"poet": folder})
+    texts = [each.generate("Once", adapter="poet", **options).text for each in (small, expected)]
+    assert texts[0] == texts[1] != small.generate("Once", **options).text

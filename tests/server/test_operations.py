@@ -181,9 +181,9 @@ def test_keys_are_asked_for(start: Start, lm: onward.LanguageModel) -> None:
 def test_a_name_that_is_not_the_servers_is_refused(start: Start, lm: onward.LanguageModel) -> None:
     server = start({"demo": lm}, hosts=("localhost", "127.0.0.1", "::1"))
     assert server.get("/v1/models").status_code == 200
-    for host in ("localhost", "LOCALHOST:80", "127.0.0.1:5", "[::1]:8000"):
+    for host in ("localhost", "LOCALHOST:80", "127.0.0.1:5", "[::1]:8000", "10.0.0.7:8000", "[fe80::1]"):
         assert server.get("/v1/models", headers={"Host": host}).status_code == 200, host
-    for host in ("evil.example", "localhost.evil.example:8000", ""):
+    for host in ("evil.example", "localhost.evil.example:8000", "10.0.0.7.evil.example", "10.0.0", ""):
         assert server.get("/v1/models", headers={"Host": host}).status_code == 403, host
 
 
@@ -460,6 +460,7 @@ def test_pages_of_other_sites_call_only_where_they_may(start: Start, lm: onward.
     refused = with_key.get("/v1/models", headers=ask)
     assert refused.status_code == 401
     assert refused.headers["access-control-allow-origin"] == "*"
+    assert "x-onward-ignored" in refused.headers["access-control-expose-headers"]
     assert httpx2.options(f"{with_key.url}{CHAT}", headers=ask).status_code == 200
 
 

@@ -260,7 +260,7 @@ def quantize(
     """Quantize all matrices of a model to 8 or 4 bits, including the embedding and the head.
 
     Norms, biases, short convolutions, the routers of experts and the matrices of latents (MLA's `kv_b_proj`) stay. The
-    original model is not changed; drop it to free its weights.
+    original model is not changed; drop it to free its weights. Its adapters are loaded again, from their folders.
 
     Args:
         model: a `LanguageModel` or a `Model` of a built-in family, as loaded.
@@ -278,7 +278,11 @@ def quantize(
     check_quantizing(format, calibrate)
     lm = model if isinstance(model, LanguageModel) else LanguageModel(model)
     small = replace(lm.model, params=quantized_params(lm, format, calibrate, progress)[0])
-    quantized: Any = lm.with_model(small) if isinstance(model, LanguageModel) else small
+    if not isinstance(model, LanguageModel):
+        return cast(_ModelT, small)
+    quantized = lm.with_model(small)
+    for name, adapter in lm.adapters.items():
+        quantized.load_adapter(name, adapter.folder)
     return cast(_ModelT, quantized)
 
 

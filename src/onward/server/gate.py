@@ -1,5 +1,6 @@
 """The gate in front of the endpoints and of an ingress: request ids, access checks and the access log."""
 
+import ipaddress
 import re
 import time
 import uuid
@@ -122,7 +123,7 @@ class Gate:
             allow_origins=self._settings.cors_origins,
             allow_methods=["GET", "HEAD", "POST", "DELETE"],
             allow_headers=["*"],
-            expose_headers=["x-request-id", "request-id", "retry-after"],
+            expose_headers=["x-request-id", "request-id", "retry-after", "x-onward-ignored"],
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -183,10 +184,11 @@ class Gate:
             raise too_large(most)
 
     def _check_host(self, host: bytes) -> None:
-        """Refuse unknown names: DNS rebinding lets another site's page reach this machine under its own name."""
+        """Refuse unknown names: DNS rebinding lets another site's page reach this machine under its own name. Addresses
+        are accepted, which such a page does not have: health checks use them."""
         name = host.decode("latin-1").lower()
         name = name.rpartition(":")[0] if name.rpartition(":")[2].isdigit() else name
-        if self._hosts and name.strip("[]") not in self._hosts:
+        if self._hosts and name.strip("[]") not in self._hosts and not _is_address(name.strip("[]")):
             message = f"this server does not answer to the name {name!r}; allow it with --allow-host"
             raise BodyError(message, code="unknown_host", status=403)
 
@@ -195,3 +197,11 @@ class Gate:
             problem = "no API key" if key is None else "a wrong API key"
             message = f"{problem}: this server requires the header 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
             raise BodyError(message, code="invalid_api_key", status=401)
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True

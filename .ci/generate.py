@@ -114,7 +114,11 @@ def keywords(*kinds: tuple[str, str, str, Mapping[str, Option]], imports: Mappin
         fields = [f"    {option.name}: {annotation(option.takes, used)}" for option in options.values()]
         blocks.append("\n".join([f"class {name}({base}, total=False):", f'    """{doc}"""', "", *fields]))
     lines = [f"from {module} import {', '.join(sorted(names))}" for module, names in used.items()]
-    sections = [sorted(line for line in lines if ("onward" in line.split()[1]) == ours) for ours in (False, True)]
+    owners = ("torch", "onward")  # sorted in this order after the standard library
+    sections = [
+        sorted(line for line in lines if next((each for each in owners if each in line.split()[1]), "") == owner)
+        for owner in ("", *owners)
+    ]
     heads = ["\n".join(section) for section in sections if section]
     return "\n\n\n".join([f'"""{HEADER}"""\n\n' + "\n\n".join(heads), *blocks]) + "\n"
 

@@ -1,10 +1,15 @@
 """A KV cache in 8 bits beside one in the model's dtype: seconds of a token after a long prompt, and divergence.
 
     python -m benchmarks.cache_format [--positions 4000] [--quantize int8] [--rounds 10] [--threads N]
+    python -m benchmarks.cache_format --peers [--quantize int8] [--rounds 10]      (after make peers)
     python -m benchmarks.cache_format --divergence
 
 Speed: random weights in the shape of Qwen3-0.6B, batch 1, greedy. Both models are in one process and take turns; the
-first of a round changes from round to round. The prompt comes from the prefix cache, so that tokens are timed alone.
+first of a round changes from round to round. The keys and values of the prompt are random rows and not its own: so
+16,000 positions take seconds, not minutes. They come from the prefix cache, so that tokens are timed alone.
+
+Peers: llama.cpp with a cache in Q8_0 and OpenVINO with one in u8, on the same weights after a prompt of 4,000; all take
+turns (benchmarks/README.md).
 
 Divergence: the KL divergence of the next token, in nats, from that with a float cache. Models: the demo model on
 held-out text, and a random Qwen2 model whose keys have large biases in two rotary pairs of each head and a large gain
@@ -17,7 +22,9 @@ import itertools
 import json
 import statistics
 import time
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +32,8 @@ from torch.utils import _pytree as pytree
 
 import onward
 from benchmarks.checkpoints import random_checkpoint
+from benchmarks.compare.contenders import OURS, NotAvailableError, with_8_bit_caches
+from benchmarks.compare.measure import LONG, Course, Plan, contender_command
 from benchmarks.machine import bandwidth_buffer, description, read_bandwidth
 from onward.models import Model, architecture_of, build_model, named_params, pack_params
 from onward.models.key_balance import balanced_keys
@@ -45,6 +54,8 @@ def speed(positions: int, quantize: str | None, rounds: int) -> dict[str, float]
     ]
     prompt = torch.randint(0, 150_000, (positions,), generator=torch.Generator().manual_seed(0)).tolist()
     for lm in lms:
+        lm.model = with_random_prompts(lm.model)
+        lm.prefix_memory = 2**32
         lm.generate(prompt, max_new_tokens=1, temperature=0)
     seconds: list[list[float]] = [[], []]
     buffer, bandwidth = bandwidth_buffer(), []
@@ -58,6 +69,57 @@ def speed(positions: int, quantize: str | None, rounds: int) -> dict[str, float]
     floats, int8 = (1e3 * statistics.median(each) for each in seconds)
     result = {"float_ms": floats, "int8_ms": int8, "ratio": statistics.median(ratios), "low": min(ratios)}
     return result | {"read_GB_s": statistics.median(bandwidth)}
+
+
+def with_random_prompts(model: Model) -> Model:
+    """The model, but several tokens at once get random keys and values, and logits of 0. One token is as before."""
+    architecture = architecture_of(model)
+    assert architecture is not None
+    draws, shapes = torch.Generator().manual_seed(0), tuple(architecture.cached)
+    rows = torch.randn(1, shapes[0].num_kv_heads, 2048, shapes[0].key_dim, generator=draws).bfloat16()
+
+    def forward(tokens: Tensor, offsets: Tensor, cache: Any, params: Any, *, logits_at: Tensor | None = None) -> Any:
+        (own, rows), count = params, tokens.shape[1]
+        if count == 1:
+            return model.forward(tokens, offsets, cache, own, logits_at=logits_at)
+        new = rows[:, :, :count]
+        for layer in range(len(shapes)):
+            cache.attend(layer, new[:, :, :1], new, new, offsets)
+        wanted = count if logits_at is None else logits_at.shape[1]
+        return torch.zeros(1, wanted, model.vocab_size), cache
+
+    return replace(model, forward=forward, params=(model.params, rows))
+
+
+def beside_peers(precision: str, rounds: int) -> dict[str, float]:
+    """Tokens a second of each after a prompt of 4,000, and the least that Onward leads by: the median over turns of the
+    ratio within a turn."""
+    plan = Plan(rounds=rounds, tokens=8, threads=torch.get_num_threads())
+    course = Course(plan)
+    try:
+        for contender in with_8_bit_caches(precision):
+            try:
+                course.enter(contender.label, contender_command(contender, plan))
+            except NotAvailableError as error:
+                print(f"missing: {contender.label}: {error}")
+        prompt = course.prompt(LONG)
+        for name in course.everyone():
+            course.begin(name, prompt)
+            course.more(name, LONG, keep=False)
+        for turn in range(rounds):
+            for name in course.everyone(turn):
+                course.more(name, LONG)
+    finally:
+        course.end()
+    turns = {
+        name: [statistics.median(turn) for turn in each.token[LONG]] for name, each in course.result.samples.items()
+    }
+    result = {name: 1 / statistics.median(each) for name, each in turns.items() if each}
+    ours = next(each for name, each in turns.items() if name.startswith(OURS))
+    peers = [each for name, each in turns.items() if not name.startswith(OURS) and each]
+    if peers:
+        result["lead"] = min(statistics.median(t / o for t, o in zip(each, ours, strict=False)) for each in peers)
+    return result
 
 
 def divergence(one: Model, other: Model, ids: list[int], chunk: int = 512) -> float:
@@ -135,6 +197,7 @@ def main() -> None:
     parser.add_argument("--quantize", default="int8", help="int8, int4, iq4_nl or none")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--threads", type=int)
+    parser.add_argument("--peers", action="store_true")
     parser.add_argument("--divergence", action="store_true")
     options = parser.parse_args()
     print(description())
@@ -144,6 +207,8 @@ def main() -> None:
     if options.divergence:
         with torch.no_grad():
             result = divergences()
+    elif options.peers:
+        result = beside_peers("bf16" if options.quantize == "none" else options.quantize, options.rounds)
     else:
         quantize = None if options.quantize == "none" else options.quantize
         result = speed(options.positions, quantize, options.rounds)

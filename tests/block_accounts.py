@@ -84,7 +84,7 @@ def check_slot(slot, text, index):
     assert slot.noted <= len(slot.blocks), f"{slot} noted what it does not have"
     for block, following in pairwise(slot.blocks):
         assert text.holders[block] >= text.holders[following], f"{slot} shares block {following}, which it may write"
-    parent = index.root(slot.adapter)
+    parent = index.root(slot.root)
     for block in slot.blocks[: slot.noted]:
         node = text.nodes[block]
         assert node is not None, f"{slot} noted block {block}, which cannot be found"

@@ -128,6 +128,12 @@ CONTENDERS = [
 ]
 
 
+def with_8_bit_caches(precision: str) -> list[Contender]:
+    """Those that can store keys and values in 8 bits, doing so: llama.cpp with flash attention, which that needs."""
+    chosen = [each for each in CONTENDERS if each.precision == precision and not each.variant]
+    return [replace(each, variant="8-bit cache") for each in chosen if each.name in (OURS, "llama.cpp", "openvino")]
+
+
 def contenders_of(shape: str) -> list[Contender]:
     """Who is compared on a shape: of the others than the default, those whose files are made without the network."""
     if shape == DEFAULT_SHAPE:

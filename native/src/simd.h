@@ -11,7 +11,8 @@
 //   prefetch(p)                into the nearest cache; p may lie outside of any object
 //   shift_left<n>, shift_right<n>, bit_and(i32x16, int32_t), bit_or, as_f32 (the same bits)
 //   load_bytes(const uint8_t* or int8_t*) -> i32x16, look_up   a table of 16 bytes
-//   dot_bf16, dot_i8, low_nibbles, high_nibbles   steps of the low precision dot products, see there
+//   dot_bf16, dot_i8, dot_i16, low_nibbles, high_nibbles   steps of the low precision dot products, see there
+//   widen_i8, widen_first_i8, store_low_words   pairs of 16-bit integers
 //   factors_of, times_power, broken_lanes, with_nan   products with powers of two, see simd_avx512.h
 // fma rounds once, except in the portable library, where it rounds twice; either way it does the same
 // in every kernel of one library.

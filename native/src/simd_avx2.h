@@ -2,6 +2,8 @@
 #pragma once
 #include <immintrin.h>
 
+#include <cstring>
+
 #include "api.h"
 
 namespace onward {
@@ -160,6 +162,27 @@ inline i32x16 dot_i8(i32x16 acc, i32x16 w, i32x16 x) {
 }
 
 inline i32x16 dot_i8(i32x16 acc, i32x16 w, const int32_t* x) { return dot_i8(acc, w, splat(*x)); }
+
+// acc[i] += w[2i] * x[2i] + w[2i+1] * x[2i+1] over pairs of 16-bit integers, exact modulo 2^32.
+inline i32x16 dot_i16(i32x16 acc, i32x16 w, i32x16 x) {
+  return {_mm256_add_epi32(acc.lo, _mm256_madd_epi16(w.lo, x.lo)),
+          _mm256_add_epi32(acc.hi, _mm256_madd_epi16(w.hi, x.hi))};
+}
+
+// 32 bytes as pairs of 16-bit integers, all of them or the first n.
+inline i32x16 widen_i8(const int8_t* p) {
+  return {_mm256_cvtepi8_epi16(avx2::load_half(p)), _mm256_cvtepi8_epi16(avx2::load_half(p + 16))};
+}
+inline i32x16 widen_first_i8(const int8_t* p, int64_t n) {
+  int8_t padded[32] = {};
+  std::memcpy(padded, p, size_t(n < 32 ? n : 32));
+  return widen_i8(padded);
+}
+// The low 16 bits of every lane, which hold all of it.
+inline void store_low_words(int16_t* p, i32x16 a) {
+  const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(a.lo, a.hi), 0xd8);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), words);
+}
 
 template <int kBits>
 inline i32x16 shift_left(i32x16 a) {

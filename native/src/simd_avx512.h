@@ -97,6 +97,25 @@ inline i32x16 dot_i8(i32x16 acc, i32x16 w, const int32_t* x) {
   return acc;
 }
 
+// acc[i] += w[2i] * x[2i] + w[2i+1] * x[2i+1] over pairs of 16-bit integers, exact modulo 2^32.
+inline i32x16 dot_i16(i32x16 acc, i32x16 w, i32x16 x) {
+  asm("vpdpwssd %2, %1, %0" : "+v"(acc.v) : "v"(w.v), "v"(x.v));
+  return acc;
+}
+
+// 32 bytes as pairs of 16-bit integers, all of them or the first n.
+inline i32x16 widen_i8(const int8_t* p) {
+  return {_mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
+}
+inline i32x16 widen_first_i8(const int8_t* p, int64_t n) {
+  const auto real = n >= 32 ? ~__mmask32(0) : (__mmask32(1) << n) - 1;
+  return {_mm512_cvtepi8_epi16(_mm256_maskz_loadu_epi8(real, p))};
+}
+// The low 16 bits of every lane.
+inline void store_low_words(int16_t* p, i32x16 a) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(a.v));
+}
+
 template <int kBits>
 inline i32x16 shift_left(i32x16 a) { return {_mm512_slli_epi32(a.v, kBits)}; }
 template <int kBits>

@@ -159,6 +159,26 @@ inline i32x16 dot_i8(i32x16 acc, i32x16 w, i32x16 x) {
 
 inline i32x16 dot_i8(i32x16 acc, i32x16 w, const int32_t* x) { return dot_i8(acc, w, splat(*x)); }
 
+// acc[i] += w[2i] * x[2i] + w[2i+1] * x[2i+1] over pairs of 16-bit integers, exact modulo 2^32.
+inline i32x16 dot_i16(i32x16 acc, i32x16 w, i32x16 x) {
+  const auto low = [](i32x16 a) { return (i32x16)((u32x16)a << 16) >> 16; };
+  return (i32x16)((u32x16)acc + (u32x16)(low(w) * low(x)) + (u32x16)((w >> 16) * (x >> 16)));
+}
+
+// 32 bytes as pairs of 16-bit integers, all of them or the first n.
+inline i32x16 widen_first_i8(const int8_t* p, int64_t n) {
+  int16_t words[32] = {};
+  for (int64_t i = 0; i < 32 && i < n; ++i) words[i] = p[i];
+  i32x16 v;
+  std::memcpy(&v, words, sizeof v);
+  return v;
+}
+inline i32x16 widen_i8(const int8_t* p) { return widen_first_i8(p, 32); }
+// The low 16 bits of every lane, which hold all of it.
+inline void store_low_words(int16_t* p, i32x16 a) {
+  for (int i = 0; i < 16; ++i) p[i] = int16_t(a[i]);
+}
+
 template <int kBits>
 inline i32x16 shift_left(i32x16 a) { return (i32x16)((u32x16)a << kBits); }
 template <int kBits>

@@ -22,11 +22,13 @@ _MODULES = {
     "decoding.speculation": "Speculation Speculator",
     "engine": "Engine EngineStats Generation",
     "errors": "EngineBusyError EngineError OnwardError",
-    "language_model": "ChatOptionsDict Completion GenerateOptions GenerateOptionsDict LanguageModel Piece Request "
-    "Score Session Timing quantize",
+    "language_model": "ChatOptionsDict Completion GenerateOptions GenerateOptionsDict LanguageModel Piece "
+    "Receipt Replay Request Score Session Timing Verification quantize",
     "loading": "load",
     "models": "Model",
+    "models.adapters": "Steer",
     "native": "num_threads set_num_threads",
+    "ops.tap": "tap",
     "program": "Program compile",
     "sampling": "Constraint Sampler SamplingParams greedy sample",
 }

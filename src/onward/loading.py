@@ -5,8 +5,10 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,15 +24,20 @@ from onward.checkpoint import (
     read_adapter,
 )
 from onward.checkpoint.dcp import NameMapSource
+from onward.checkpoint.formats import methods_of
+from onward.checkpoint.quantized_folder import read_manifest
 from onward.checkpoint.source import checked_source
-from onward.checkpoint.weights import is_known, read_module
+from onward.checkpoint.weights import is_known, read_module, read_parameters
 from onward.decoding.speculation import LOOKUPS
 from onward.distributed import Settings, load_ranks
 from onward.errors import OptionError, RequestError, UnsupportedArchitectureError, warn
 from onward.language_model import Draft, LanguageModel, generation_defaults, within_vocabulary
+from onward.language_model.prefix_disk import checkpoint_identity
 from onward.language_model.weights import LayersInPlace, WeightsReader
 from onward.models import Architecture, Model, build_model, check_backend, pack_params, read_config
 from onward.models.adapters import grown
+from onward.models.architecture import build_trainable_model
+from onward.models.families import refuse_encoder
 from onward.models.transformers import host
 from onward.native import isa, num_threads
 from onward.ops.kv_format import KVFormat, checked_cache_format
@@ -63,8 +70,11 @@ def load(
     merge: str | os.PathLike[str] | None = None,
     adapters: Mapping[str, str | os.PathLike[str]] | None = None,
     via: str = "auto",
+    prefix_cache_dir: str | os.PathLike[str] | None = None,
+    prefix_cache_disk: int | None = None,
     pipeline: int = 1,
     address: str | None = None,
+    trainable: bool | str = False,
 ) -> LanguageModel:
     """Load a model with its tokenizer, chat template and default options.
 
@@ -96,9 +106,14 @@ def load(
         adapters: folders written by peft, or hub ids, by the names that requests use (`LanguageModel.load_adapter`).
         via: the forward to run: "onward" (a built-in family), "transformers" (its own, with Onward's weights, attention
             and caches, docs/transformers.md), or "auto": the family, or else transformers if it is installed.
+        prefix_cache_dir: a folder for a prefix cache on disk, which other processes and later runs share
+            (docs/prefix-cache.md). prefix_cache_disk: the most bytes that it takes; 16 GiB by default.
         pipeline: the number of processes to spread the layers over (docs/sharding.md). The tokens are the same.
         address: "host:port" where this process waits for the others, each of which calls
             `onward.distributed.run_rank`. None starts them on this machine, "ray" on this process's Ray cluster.
+        trainable: True keeps the weights as float32 parameters too, for an optimizer (`LanguageModel.parameters`), on
+            the CPU. The model computes in `dtype`, with packed weights that follow the parameters
+            (docs/exact-training.md). A name makes a LoRA adapter of that name to train (`LanguageModel.new_adapter`).
 
     Raises:
         SourceError: no such folder or repository. ConfigError: config.json or generation_config.json cannot be
@@ -118,6 +133,8 @@ def load(
     checked_format(message_format)
     if not isinstance(adapters, Mapping | None):
         raise OptionError("adapters", f"must be sources by name, such as {{'poet': 'my-adapter'}}; got {adapters!r}")
+    if not isinstance(trainable, bool | str):
+        raise OptionError("trainable", f"must be True, or the name of an adapter to train; got {trainable!r}")
     adapter_sources = {name: checked_source(each) for name, each in (adapters or {}).items()}
     torch_dtype, torch_device = _as_dtype(dtype), _as_device(device)
     show_fraction = progress if callable(progress) else None
@@ -128,15 +145,23 @@ def load(
     path = find_folder(source, progress=show)
     merged = None if merge is None else find_adapter(merge, progress=show)
     adapter = None if merged is None else read_adapter(merged)
+    how = torch_dtype, torch_device, quantize, cache_format, compile, via, max_seq_len, name_map
+    places = [path, *([merged] if merged else []), *([Path(name_map)] if isinstance(name_map, str | Path) else [])]
+    identity = None if prefix_cache_dir is None else checkpoint_identity(places, *how)
     folder = open_checkpoint(path)
     tokenizer, template = folder.tokenizer, folder.chat_template
     file = {"file": folder.generation_file} if isinstance(folder, CheckpointFolder) else {}
     defaults = generation_defaults(
         folder.generation_config, folder.eos, has_text=tokenizer is not None, folder=path, **file
     )
+    refuse_encoder(folder.config)
     config = _family(folder, via)
     if pipeline > 1:
-        _check_ranks(torch_device, hosted=config is None, merge=merge, adapters=adapters, name_map=name_map)
+        others = {"merge": merge, "adapters": adapters, "name_map": name_map, "prefix_cache_dir": prefix_cache_dir}
+        _check_ranks(torch_device, hosted=config is None, **others)
+    if trainable is True:
+        others = {"quantize": quantize, "cache_format": cache_format, "merge": merge, "adapters": adapters}
+        _check_trainable(folder, config, torch_device, pipeline=pipeline > 1, **others)
     if config is None:
         if name_map is not None or adapter is not None:
             raise RequestError("name_map= and merge= need a built-in family, and this model runs through transformers")
@@ -162,6 +187,10 @@ def load(
                 None if address not in (None, "ray") else num_threads(),
             )
             model = load_ranks(settings, in_place, address)
+        elif trainable is True:
+            assert isinstance(folder, CheckpointFolder)
+            parameters, own_dtype = read_parameters(folder, config, name_map)
+            model = build_trainable_model(config, parameters, torch_dtype or own_dtype, context)
         else:
             with in_place(len(config.layers)) as layers:
                 reader = WeightsReader(
@@ -172,9 +201,22 @@ def load(
     if torch_device.type == "cpu":
         _keep_freed_memory()
     backend = compile if pipeline == 1 else "eager"  # the ranks compile their parts
-    lm = LanguageModel(model, tokenizer, template, defaults, compile=backend, message_format=message_format)
+    embedding = folder.embedding_format if isinstance(folder, CheckpointFolder) else None
+    if isinstance(folder, CheckpointFolder) and not folder.has_head:
+        model = replace(model, has_head=False)
+    lm = LanguageModel(
+        model, tokenizer, template, defaults, compile=backend, message_format=message_format, embedding=embedding,
+        prefix_cache_dir=prefix_cache_dir, prefix_cache_disk=prefix_cache_disk,
+    )  # fmt: skip
+    lm.source = path
+    if lm._disk is not None:
+        unchanged = identity == checkpoint_identity(places, *how)
+        name = " ".join([path.name, *(each for each in (quantize, cache_format and f"{cache_format} cache") if each)])
+        lm._disk.read_from(model, identity if unchanged else None, name)
     for name, adapter_source in adapter_sources.items():
         lm.load_adapter(name, adapter_source)
+    if isinstance(trainable, str):
+        lm.new_adapter(trainable)
     if isinstance(draft, os.PathLike) or (isinstance(draft, str) and draft not in LOOKUPS):
         lm.draft = load(
             draft,
@@ -207,6 +249,26 @@ def _family(folder: Checkpoint, via: str) -> Architecture | None:
             problem = "transformers has no causal language model of that name"
             raise UnsupportedArchitectureError(f"{error}; {problem}") from error
         return None
+
+
+def _check_trainable(folder: Checkpoint, config: Architecture | None, device: torch.device, **options: object) -> None:
+    """Raise `RequestError` for a checkpoint and options that cannot be trained."""
+    if config is None:
+        raise RequestError("trainable= needs a built-in family, and this model runs through transformers: leave it out")
+    if names := [name for name, value in options.items() if value]:
+        raise RequestError(f"trainable= does not work with {names[0]}=: leave one of them out")
+    if device.type != "cpu":
+        raise RequestError(f"trainable= needs device 'cpu', and the device is {str(device)!r}")
+    if not isinstance(folder, CheckpointFolder):
+        raise RequestError(
+            f"trainable= needs a folder of safetensors, and {folder.path} is not one: convert it with "
+            "`onward convert --to safetensors`"
+        )
+    if methods_of(folder.config) is not None or read_manifest(folder.path, folder.config) is not None:
+        raise RequestError(
+            f"the weights of {folder.path} are quantized, and quantized weights have no gradient: load the checkpoint "
+            "in floats, or convert it with `onward convert --to safetensors`"
+        )
 
 
 def _check_ranks(device: torch.device, *, hosted: bool, **options: object) -> None:

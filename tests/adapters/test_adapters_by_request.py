@@ -372,6 +372,9 @@ def test_every_verb_takes_an_adapter_and_refuses_one_that_is_not_loaded(loaded):
         "score": lambda **options: loaded.score(IDS, **options).logprobs,
         "score_continuations": lambda **options: loaded.score_continuations(IDS, [IDS], **options)[0].logprobs,
         "logits": lambda **options: loaded.logits(IDS, **options).tolist(),
+        "logprobs": lambda **options: loaded.logprobs(IDS, **options).tolist(),
+        "hidden_states": lambda **options: loaded.hidden_states(IDS, "norm", **options).tolist(),
+        "embed": lambda **options: loaded.embed(IDS, **options).tolist(),
     }
     for verb in verbs.values():
         assert verb(adapter="head and embedding") != verb()

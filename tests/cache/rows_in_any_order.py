@@ -2,8 +2,10 @@
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from stored_blocks import StoredBlocks
 
 from block_accounts import check_accounts, check_private, counts
+from onward.cache.disk import CurrentStore
 
 MAX_LEN = 32
 
@@ -16,7 +18,76 @@ class Row:
 
 
 class RowsInAnyOrder(RuleBasedStateMachine):
-    """`start` of a machine sets memory, slots, rows, pins and key. pins: rows whose slots are pinned prefixes."""
+    """`start` of a machine sets memory and slots, and calls `begin`. pins: rows whose slots are pinned prefixes.
+    stores: one of each key of the weights."""
+
+    def begin(self, size):
+        self.rows, self.pins, self.key = [], [], 0
+        self.stores = [StoredBlocks(size) for _ in range(3)]
+        self.has_store = True
+        self.use_store()
+
+    def use_store(self):
+        key = self.key
+        current = CurrentStore(self.stores[key], lambda: self.key == key) if self.has_store else None
+        self.slots.set_store(current)
+        if self.slots.disk is not None:
+            self.slots.disk.stop()  # `write` is called here
+
+    @rule(ids=st.lists(st.integers(0, 1), min_size=4, max_size=14), writes=st.booleans() | st.just(True))
+    def come_and_go(self, ids, writes):
+        """A whole text, which is cached and written."""
+        before = len(self.rows)
+        self.acquire(ids, 2, True)
+        for row in self.rows[before:]:
+            self.complete(row)
+            self.rows.remove(row)
+            self.slots.release(row.slot, row.ids[: len(row.written)])
+        if writes:
+            self.write_behind(20)
+
+    @precondition(lambda self: self.has_store and self.stores[self.key].paths)
+    @rule(data=st.data(), own=st.lists(st.integers(0, 1), min_size=1, max_size=4), empties=st.booleans())
+    def read(self, data, own, empties):
+        """A text that begins as a stored one comes, and memory may have been emptied before."""
+        _, ids = data.draw(st.sampled_from(sorted(self.stores[self.key].paths)))
+        if empties:
+            self.slots.clear()
+            self.drop_pins()
+        self.acquire([*ids, *own], 2, True)
+
+    @rule(has_store=st.booleans() | st.just(True))
+    def store(self, has_store):
+        if has_store != self.has_store:
+            self.has_store = has_store
+            self.use_store()
+
+    @rule(most=st.integers(1, 5))
+    def write_behind(self, most):
+        """The thread writes some blocks."""
+        for _ in range(most):
+            if self.slots.disk is not None:
+                self.slots.disk.write()
+
+    @rule(right=st.none() | st.integers(0, 3))
+    def damage(self, right):
+        """From now on only the first parts of each read are right."""
+        for store in self.stores:
+            store.right = right
+
+    def restore(self, row):
+        """What the disk has of a new row's text, beyond what memory had."""
+        before = counts(self.slots)[2]
+        restoration = self.slots.restoration(row.slot)
+        if restoration is None:
+            return
+        restoration.read()
+        positions = self.slots.finish(restoration)
+        assert self.slots.restoration(row.slot) is None
+        assert counts(self.slots)[2] == before, "a row has what it has reserved"
+        if positions:
+            assert len(row.written) < positions < len(row.ids)
+            row.written = [self.text(row.ids[: at + 1]) for at in range(positions)]
 
     def text(self, ids):
         """What a row of these ids writes at the last of them: the weights count as much as the ids before."""
@@ -44,6 +115,7 @@ class RowsInAnyOrder(RuleBasedStateMachine):
         assert reuse or not reused
         row = Row(slot, ids, [self.text(ids[: at + 1]) for at in range(reused)])
         self.rows.append(row)
+        self.restore(row)
         return row
 
     @precondition(lambda self: self.rows)
@@ -116,6 +188,7 @@ class RowsInAnyOrder(RuleBasedStateMachine):
         if is_new:
             self.drop_pins()
         self.key = key
+        self.use_store()
 
     def drop_pins(self):
         for pin in self.pins:

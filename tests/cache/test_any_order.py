@@ -29,7 +29,7 @@ class AnyOrder(RowsInAnyOrder):
     def start(self, count, size, cached, warm):
         self.memory = WrittenBlocks(count, size)
         self.slots = PagedCacheManager(self.memory, max_len=MAX_LEN, cached_blocks=cached, warm_blocks=warm, block=size)
-        self.rows, self.pins, self.key = [], [], 0
+        self.begin(size)
 
     @rule(ids=TEXTS, more=st.integers(-4, 8), reuse=st.booleans() | st.just(True))
     def acquire(self, ids, more, reuse):
@@ -53,6 +53,7 @@ class AnyOrder(RowsInAnyOrder):
         written = [self.text(ids[: at + 1]) for at in range(reused)]
         assert self.memory.read(slot, reused) == written
         self.rows.append(Row(slot, ids, written))
+        self.restore(self.rows[-1])
 
     def least_reused(self, pin, pinned):
         return pinned // self.memory.size * self.memory.size  # there may be no room for a copy of the last one
@@ -72,6 +73,12 @@ class AnyOrder(RowsInAnyOrder):
             self.memory.write(row.slot, at, row.written[-1])
         if note:
             self.slots.commit(row.slot, len(row.written), lambda first, last: row.ids[first:last])
+
+    def complete(self, row):
+        for at in range(len(row.written), min(len(row.ids), row.slot.length)):
+            row.written.append(self.text(row.ids[: at + 1]))
+            self.memory.write(row.slot, at, row.written[-1])
+        self.slots.commit(row.slot, len(row.written), lambda first, last: row.ids[first:last])
 
     @precondition(lambda self: self.rows)
     @rule(data=st.data())
@@ -119,6 +126,7 @@ class AnyOrder(RowsInAnyOrder):
             assert not list(self.found_texts())
             self.drop_pins()
         self.key = key
+        self.use_store()
 
     @rule()
     def clear(self):

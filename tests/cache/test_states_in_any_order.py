@@ -1,5 +1,7 @@
 """Slots with recurrent states in any order of calls: a row has the states after its text, and so has each node."""
 
+import pickle
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
@@ -29,6 +31,15 @@ class WrittenStates:
     def copy(self, source, to):
         assert source != to
         self.pages[to] = [(number, before, list(texts)) for number, before, texts in self.pages[source]]
+
+    def dump(self, slot):
+        return memoryview(pickle.dumps(self.pages[slot]))
+
+    def writable(self, slot):
+        return None
+
+    def load(self, slot, content):
+        self.pages[slot] = pickle.loads(content)
 
     def holds(self, slot, positions):
         return positions == 0 or -(-positions // PAGE) in [number for number, _, _ in self.pages[slot]]
@@ -72,7 +83,7 @@ class AnyOrderOfStates(RowsInAnyOrder):
         self.slots = PagedCacheManager(
             self.memory, max_len=MAX_LEN, cached_blocks=cached, warm_blocks=count, block=SIZE, nbytes=nbytes
         )
-        self.rows, self.pins, self.key = [], [], 0
+        self.begin(SIZE)
 
     @rule(ids=TEXTS, more=st.integers(-4, 12), reuse=st.booleans() | st.just(True))
     def acquire(self, ids, more, reuse):
@@ -84,11 +95,14 @@ class AnyOrderOfStates(RowsInAnyOrder):
         rows = len(self.rows)
         self.acquired(ids, 2, True)
         for row in self.rows[rows:]:
-            while len(row.written) < len(ids):
-                self.go_on(row, min(chunk, len(ids) - len(row.written)), 0, 0)
+            self.complete(row, chunk)
             if leaves:
                 self.rows.remove(row)
                 self.slots.release(row.slot, row.ids)
+
+    def complete(self, row, chunk=8):
+        while len(row.written) < len(row.ids):
+            self.go_on(row, min(chunk, len(row.ids) - len(row.written)), 0, 0)
 
     @precondition(lambda self: self.rows)
     @rule(data=st.data(), count=st.integers(1, 14), token=st.integers(0, 1), drafted=st.integers(0, PAGE - 1))

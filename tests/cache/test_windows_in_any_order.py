@@ -32,7 +32,7 @@ class AnyOrderOfWindows(RowsInAnyOrder):
         self.slots = PagedCacheManager(
             self.memory, max_len=MAX_LEN, cached_blocks=cached, warm_blocks=warm, block=size, nbytes=nbytes
         )
-        self.rows, self.pins, self.key = [], [], 0
+        self.begin(size)
 
     def write(self, slot, at, text):
         self.memory.write(slot, at, text)
@@ -42,11 +42,17 @@ class AnyOrderOfWindows(RowsInAnyOrder):
     def acquire(self, ids, more, reuse):
         self.acquired(ids, more, reuse)
 
+    def complete(self, row):
+        while len(row.written) < min(len(row.ids), row.slot.length):
+            self.go_on(row, len(row.ids) - len(row.written), 0, 0)
+
     @precondition(lambda self: self.rows)
     @rule(data=st.data(), count=st.integers(1, 14), token=st.integers(0, 1), drafted=st.integers(0, 4))
     def step(self, data, count, token, drafted):
         """A piece of a prompt, or new ids with others that are taken back."""
-        row = self.pick(data)
+        self.go_on(self.pick(data), count, token, drafted)
+
+    def go_on(self, row, count, token, drafted):
         first = len(row.written)
         count = min(count, row.slot.length - first)
         if count < 1:

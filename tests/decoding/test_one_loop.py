@@ -152,19 +152,24 @@ def test_only_a_sequence_ends_a_sequence():
 
 def test_sequences_take_tokens_from_the_loop_alone_and_their_forks_from_beams():
     accepting = {module for module, node in code() if called(node) == "accept" and isinstance(node.func, ast.Attribute)}
-    # What a constrained text's constraint accepts is no sequence's. Ids that a loop elsewhere has emitted are taken
-    # again. And a batch's cache is accepted by its manager.
+    # What a constrained text's constraint accepts is no sequence's. Ids that a loop elsewhere has emitted, or
+    # that a replay verifies, are taken again. And a batch's cache is accepted by its manager.
     texts = accepting - {
         "sampling/constraint.py",
         "language_model/reasoning.py",
         "decoding/sequence.py",
         "decoding/batch.py",
+        "decoding/replay.py",
     }
     assert texts == {"decoding/beam.py"}
     taking = {module for module, node in code() if called(node) == "take_step"}
     # A search takes a step like any sequence. The texts of a draft model are guesses of its own.
     assert taking == {"decoding/loop.py", "decoding/beam.py", "decoding/speculation/model_drafter.py"}
     replaying = {module for module, node in code() if called(node) == "replay"}
-    assert replaying - {"program/cuda_graph.py"} == {"language_model/runner.py", "engine/engine.py"}
+    assert replaying - {"program/cuda_graph.py"} == {
+        "language_model/runner.py",
+        "language_model/verification.py",
+        "engine/engine.py",
+    }
     taking_over = {module for module, node in code() if called(node) == "take_over"}
     assert taking_over == {"decoding/beam.py"}

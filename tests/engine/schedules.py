@@ -62,9 +62,11 @@ def model(name):
 
 
 @functools.cache
-def lm(name, chunk=512, memory=0):
+def lm(name, chunk=512, memory=0, disk=None):
+    """disk: a folder for its prefix cache, if its cache is in blocks."""
     tokenizer = onward.load("demo").tokenizer if name == "demo" else ByteTokenizer(vocab_size=model(name).vocab_size)
-    return LanguageModel(model(name), tokenizer, prefill_chunk=chunk, prefix_memory=memory)
+    folder = None if model(name).new_blocks is None else disk
+    return LanguageModel(model(name), tokenizer, prefill_chunk=chunk, prefix_memory=memory, prefix_cache_dir=folder)
 
 
 class Turns(onward.Constraint):
@@ -197,7 +199,8 @@ class Arrival:
 
 @dataclass
 class Schedule:
-    """What comes to an engine, and its limits. blocks: of the cache; None for as many as are needed."""
+    """What comes to an engine, and its limits. blocks: of the cache; None for as many as are needed. disk: a folder for
+    its prefix cache."""
 
     name: str
     arrivals: list[Arrival]
@@ -206,6 +209,7 @@ class Schedule:
     blocks: int | None = None
     overcommit: float = 1.0
     max_step_ms: float | None = None
+    disk: str | None = None
     limits: dict = field(default_factory=dict)
 
     def engine(self):
@@ -214,7 +218,7 @@ class Schedule:
             one = PagedCacheManager(new_blocks(1), max_len=256, cached_blocks=0)
             memory = self.blocks * one.cost(3 * BLOCK) // 3 * one.unit_nbytes  # with windows and states
         return CheckedEngine(
-            lm(self.name, self.chunk),
+            lm(self.name, self.chunk, disk=self.disk),
             max_sequences=self.max_sequences,
             cache_memory=memory,
             overcommit=self.overcommit,

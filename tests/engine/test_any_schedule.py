@@ -3,12 +3,13 @@
 ONWARD_SCHEDULES=1000 runs so many random schedules of up to 64 requests by each of its tests; `make soak` does that.
 """
 
+import dataclasses
 import os
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from schedules import CHUNKS, FAMILY_MODELS, MODELS, REQUESTS, Arrival, Schedule, random_schedule, run
+from schedules import CHUNKS, FAMILY_MODELS, MODELS, REQUESTS, Arrival, Schedule, model, random_schedule, run
 
 SCHEDULES = int(os.environ.get("ONWARD_SCHEDULES", "0"))
 
@@ -52,3 +53,18 @@ def test_random_schedule_of_many_requests(seed):
 def test_random_schedules_of_every_family(name):
     for seed in range(max(1, SCHEDULES // len(FAMILY_MODELS))):
         run(random_schedule(seed, most=64 if SCHEDULES else 12, name=name))
+
+
+@pytest.fixture(scope="module")
+def disk(tmp_path_factory):
+    return str(tmp_path_factory.mktemp("prefixes"))
+
+
+@pytest.mark.parametrize("name", [*MODELS, *FAMILY_MODELS])
+@pytest.mark.stride(3)
+def test_random_schedules_over_a_disk_that_earlier_engines_have_written(name, disk):
+    restored = 0
+    for seed in [each for each in range(max(2, SCHEDULES // len(MODELS))) for _ in range(2)]:
+        schedule = random_schedule(seed, most=64 if SCHEDULES else 16, name=name)
+        restored += run(dataclasses.replace(schedule, disk=disk)).restored_tokens
+    assert restored or model(name).new_blocks is None

@@ -12,10 +12,11 @@ from checked_engine import CheckedEngine
 import onward
 from demo_adapters import demo_adapter
 from onward import LanguageModel
-from onward.engine import fingerprint as fingerprints
 from onward.engine.engine import probe
-from onward.engine.fingerprint import COMPUTING, PARTS, parts_that_differ
 from onward.errors import RequestError
+from onward.language_model import build
+from onward.language_model.build import COMPUTING
+from onward.language_model.fingerprint import PARTS, parts_that_differ
 from onward.testing import ByteTokenizer, tiny_model
 
 
@@ -92,21 +93,24 @@ def test_a_file_that_came_after_the_process_began_makes_a_hash_like_no_other(tmp
     """A process may have loaded the library that had the name before."""
     file = tmp_path / "library.so"
     file.write_bytes(b"the same bytes")
-    hash_of = fingerprints._hash_of.__wrapped__
-    monkeypatch.setattr(fingerprints, "_STARTED", time.time() + 60)
+    hash_of = build._hash_of.__wrapped__
+    monkeypatch.setattr(build, "_STARTED", time.time() + 60)
     assert hash_of((file,)) == hash_of((file,))
-    monkeypatch.setattr(fingerprints, "_STARTED", time.time() - 60)
+    monkeypatch.setattr(build, "_STARTED", time.time() - 60)
     assert len({hash_of((file,)) for _ in range(3)}) == 3
 
 
 # What doesn't compute. A new folder or module must be put where it belongs: here or into `COMPUTING`.
 OUTSIDE = {
     "__init__.py", "__main__.py", "batches", "checkpoint", "cli", "cluster", "demo", "engine", "errors.py",
-    "inferencer.py", "integrations", "loading.py", "protocols", "quantization", "server", "testing", "util",
+    "inferencer.py", "integrations", "loading.py", "prefix_store", "protocols", "quantization", "server", "testing",
+    "util",
     *(f"distributed/{name}.py" for name in ("__init__", "__main__", "launchers", "links", "ranks")),
-    *(f"language_model/{name}.py" for name in ("__init__", "completion", "generation_config", "language_model")),
-    *(f"language_model/{name}.py" for name in ("options_dict", "quantize_model", "scoring", "session")),
-    *(f"language_model/{name}.py" for name in ("session_fingerprint", "weights")),
+    *(f"language_model/{name}.py" for name in ("__init__", "build", "completion", "embedder", "fingerprint")),
+    *(f"language_model/{name}.py" for name in ("generation_config", "language_model", "logprobs", "new_weights")),
+    *(f"language_model/{name}.py" for name in ("options_dict", "prefix_disk", "quantize_model", "receipt")),
+    *(f"language_model/{name}.py" for name in ("scoring", "session", "session_fingerprint", "training")),
+    *(f"language_model/{name}.py" for name in ("verification", "weights")),
 }  # fmt: skip
 
 
@@ -122,11 +126,11 @@ def test_every_module_of_the_package_is_said_to_compute_bits_or_not():
 def test_sources_that_compute_count_and_others_do_not(tmp_path, monkeypatch):
     package = tmp_path / "onward"
     shutil.copytree(Path(onward.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__", "lib", "*.bin"))
-    monkeypatch.setattr(fingerprints, "_STARTED", time.time() + 60)
+    monkeypatch.setattr(build, "_STARTED", time.time() + 60)
 
     def source_hash():
-        fingerprints._hash_of.cache_clear()
-        return fingerprints._sources(package)
+        build._hash_of.cache_clear()
+        return build._sources(package)
 
     before = source_hash()
     for name in (*COMPUTING, *sorted(OUTSIDE - {"demo"})):
@@ -137,7 +141,7 @@ def test_sources_that_compute_count_and_others_do_not(tmp_path, monkeypatch):
         assert (source_hash() != before) == (name in COMPUTING), name
         file.write_text(text)
     assert source_hash() == before
-    fingerprints._hash_of.cache_clear()
+    build._hash_of.cache_clear()
 
 
 def probed(model):

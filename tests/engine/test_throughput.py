@@ -9,7 +9,7 @@ from simulation import Machine
 
 from onward.engine.throughput import StepTimeModel, Throughput
 
-AS_ASSUMED = Machine(step=0.016, decoding_row=0.001, chunk=0.016, token=0.001)
+AS_ASSUMED = Machine(step=0.016, decoding_row=0.001, chunk=0.004, token=0.001)
 
 
 def run(pace, machine, rows, *chunks, slower=1.0):
@@ -37,14 +37,55 @@ def test_one_step_of_any_kind_predicts_the_others(rows, chunks, other):
         assert pace.chunk(3000, other) == pytest.approx(AS_ASSUMED.prefill(3000, other))
 
 
-def test_parts_that_run_only_together_are_learnt():
+def test_parts_are_learnt_though_chunks_only_run_beside_rows():
     pace, machine = StepTimeModel(), Machine(step=0.03, decoding_row=0.002, chunk=0.01, token=0.0015)
     chance = random.Random(3)
     steps = [(8, (0, chance.choice([32, 48, 64, 128]))) for _ in range(400)]
     for rows, chunk in steps:
-        run(pace, machine, rows, chunk)
+        run(pace, machine, rows, *([] if pace.is_stale(rows) else [chunk]))
+    assert pace.decode(8) == pytest.approx(machine.decode(8))
     for rows, chunk in steps[:20]:
         assert predicted(pace, rows, chunk) == pytest.approx(machine.seconds(rows, [chunk]), rel=0.05)
+
+
+@given(
+    rows=st.integers(1, 32),
+    chunks=st.lists(st.tuples(st.integers(0, 5000), st.sampled_from([4, 8, 32])), min_size=1, max_size=50),
+    dearer=st.floats(0.2, 5.0),
+)
+def test_chunks_change_no_cost_of_rows_that_were_measured_alone(rows, chunks, dearer):
+    pace = StepTimeModel()
+    run(pace, AS_ASSUMED, 1)
+    run(pace, AS_ASSUMED, rows)
+    machine = Machine(step=0.016, decoding_row=0.001, chunk=dearer * 0.004, token=dearer * 0.001)
+    for chunk in chunks:
+        run(pace, machine, rows, chunk)
+        assert pace.decode(rows) == pytest.approx(AS_ASSUMED.decode(rows))
+    for _ in range(50):
+        run(pace, machine, rows, (0, 8))
+    assert predicted(pace, rows, (0, 8)) == pytest.approx(machine.seconds(rows, [(0, 8)]), rel=0.02)
+
+
+def test_rows_that_were_measured_too_slow_are_corrected_by_the_next_step_and_measured_again():
+    pace = StepTimeModel()
+    run(pace, AS_ASSUMED, 1)
+    run(pace, AS_ASSUMED, 8, slower=2.5)
+    run(pace, AS_ASSUMED, 8, (0, 8))
+    assert pace.is_stale(8)
+    run(pace, AS_ASSUMED, 8)
+    assert predicted(pace, 8, (0, 64)) == pytest.approx(AS_ASSUMED.seconds(8, [(0, 64)]), rel=0.5)
+
+
+def test_rows_are_due_for_a_step_of_their_own_before_the_first_and_after_sixteen_others():
+    pace = StepTimeModel()
+    run(pace, AS_ASSUMED, 1)
+    for _ in range(3):
+        assert pace.is_stale(8)
+        run(pace, AS_ASSUMED, 8)
+        for _ in range(16):
+            assert not pace.is_stale(8)
+            assert pace.is_stale(7)
+            run(pace, AS_ASSUMED, 8, (0, 16))
 
 
 def test_chunks_cost_more_at_later_positions():

@@ -204,9 +204,70 @@ def test_results_and_samples_go_to_a_file(tasks, tmp_path, capfd):
     assert [sample["doc"]["story"] for sample in logged["samples"]["choices"]] == STORIES[:2]
 
 
+SAMPLED = TASKS["completions"] | {
+    "task": "sampled",
+    "generation_kwargs": {"until": ["."], "max_gen_toks": 12, "do_sample": True, "temperature": 1.0},
+    "repeats": 2,
+}
+
+
+@pytest.fixture
+def sampled(tasks):
+    """A task whose answers are sampled, twice a document."""
+    file = tasks / "sampled.yaml"
+    file.write_text(json.dumps(json.loads((tasks / "completions.yaml").read_text()) | SAMPLED))
+    yield "sampled"
+    file.unlink()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_pairs_have_the_same_documents_and_seeds_and_repeat_to_the_last_digit(tasks, sampled, tmp_path, capfd):
+    from onward.cli.main import run
+
+    file = tmp_path / "results.json"
+    ask = ["eval", "choices", "texts", sampled, "--include", str(tasks), "--output", str(file), "--log-samples"]
+    assert run([*ask, "--paired", "quantize=int4"]) == 0
+    head, *rows = capfd.readouterr().out.splitlines()
+    first = json.loads(file.read_text())
+    assert run([*ask, "--paired", "quantize=int4", "--json"]) == 0
+    assert json.loads(capfd.readouterr().out.splitlines()[-1]) == first == json.loads(file.read_text())
+    assert run([*ask, "--seed", "1"]) == 0
+    other = json.loads(file.read_text())
+    assert head.split()[:6] == ["task", "metric", "filter", "n", "first", "second"]
+    assert [row.split()[:2] for row in rows] == [["choices", "acc"], ["choices", "acc_norm"], [sampled, "exact_match"]]
+    models = first["manifest"]["models"]
+    assert [model.get("quantize") for model in models] == [None, "int4"]
+    assert models[0]["fingerprint"] != models[1]["fingerprint"]
+    answers = [[sample["resps"] for sample in each["samples"][sampled]] for each in (first, other)]
+    assert answers[0] != answers[1], "another seed draws other answers"
+    assert any(one != two for [[one, two]] in answers[0]), "repeats have seeds of their own"
+    for row in first["paired"]:
+        of_task = first["results"][row["task"]], first["other"]["results"][row["task"]]
+        values = [each[f"{row['metric']},{row['filter']}"] for each in of_task]
+        assert [row["first"], row["second"]] == pytest.approx(values)
+        assert row["documents"] == 3
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_two_copies_of_a_model_draw_the_same_answers(tasks, sampled):
+    import lm_eval
+    from lm_eval.tasks import TaskManager
+
+    manager = TaskManager(include_path=str(tasks), include_defaults=False)
+    ask = {"tasks": [sampled], "task_manager": manager, "bootstrap_iters": 0}
+    one, two = (
+        lm_eval.simple_evaluate(OnwardLM("demo", seed=5, batch_size=size), **ask)["samples"][sampled] for size in (1, 8)
+    )
+    assert [each["resps"] for each in one] == [each["resps"] for each in two]
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
+        (["--paired", "demo"], "--paired compares two models, but this is the same"),
+        (["--paired", "quantise=int4"], "got 'quantise=int4'. Names: cache-format, compile"),
+        (["--paired", "demo,int4"], "got 'int4'. Names"),
+        (["--paired", ""], "got ''. Names"),
         (["--log-samples"], "--log-samples needs --output or --json: add one"),
         (["--output", "no/such/folder/results.json"], "is not a folder that you can write to"),
         (["--output", "."], "cannot be written: it is a folder"),

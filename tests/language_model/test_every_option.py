@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator, Iterator
 from typing import Any, cast
 
 import pytest
+import torch
 
 import onward
 from demo_adapters import demo_adapter
@@ -80,6 +81,8 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
     "early_stopping": (BEAMS, True),
     "logprobs": (DRAWN, 2),
     "prompt_logprobs": (DRAWN, 2),
+    "taps": (DRAWN, {"norm": "last"}),
+    "steer": (DRAWN, {"layers.2": torch.full((192,), 2.0)}),
     "draft": (DRAWN, "lookup"),
     "adapter": (DRAWN, "other"),
     "json_schema": (DRAWN, {"type": "integer"}),
@@ -95,7 +98,7 @@ BEAMS_ALONE = {"length_penalty", "early_stopping"}
 BUDGETS = {"reasoning_budget", "reasoning_budget_message"}
 ONE_TEXT = {"n", "beams", *BEAMS_ALONE}
 # What JSON cannot say, or what a body says otherwise: an adapter as its model.
-NO_FIELDS = {"time_limit", "stop_when", "cancel", "draft", "adapter", "constraint"}
+NO_FIELDS = {"time_limit", "stop_when", "cancel", "draft", "adapter", "constraint", "taps", "steer"}
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +129,7 @@ def seen(completion: Completion) -> Any:
     return [
         (
             *(one.token_ids, one.text, one.finish_reason, one.seed, one.speculation is not None),
-            *(repr(one.logprobs), repr(one.prompt_logprobs)),
+            *(repr(one.logprobs), repr(one.prompt_logprobs), None if one.taps is None else sorted(one.taps)),
         )
         for one in completion.choices
     ]
@@ -205,7 +208,8 @@ SCORING = {"score", "score_continuations", "logits"}
 
 
 def test_every_option_has_a_case() -> None:
-    assert set(CASES) == {field.name for field in dataclasses.fields(GenerateOptions)}
+    """A salt changes no text (test_prefix_disk.py)."""
+    assert {*CASES, "cache_salt"} == {field.name for field in dataclasses.fields(GenerateOptions)}
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -147,7 +147,7 @@ def largest_error(lm: onward.LanguageModel, model: Any, prompt: list[int], chunk
     run, cache, parts = lm._model_run, lm.new_cache(1, 64), []
     for start in range(0, len(prompt), chunk):
         tokens = torch.tensor([prompt[start : start + chunk]], dtype=torch.int32)
-        logits, _, cache = run.step(ForwardBatch(tokens, torch.tensor([start], dtype=torch.int32), cache))
+        logits, _, cache, _ = run.step(ForwardBatch(tokens, torch.tensor([start], dtype=torch.int32), cache))
         parts.append(logits[0])
     return _worst(torch.cat(parts), expected)
 

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from onward import ops
 from onward.ops.heads import BLOCK
+from onward.ops.packed import in_graph_of
 from onward.quantization import quantize_int8, quantize_iq4_nl
 
 Tensors = Mapping[str, Tensor]
@@ -20,7 +21,8 @@ Tensors = Mapping[str, Tensor]
 class Case:
     """inputs: the shapes of the tensors that get a gradient. constants: of those that get none, such as the weight that
     is packed. float32: the names of those that are float32 whatever the dtype. rounds: whether the op rounds an input
-    to few bits, so that differences of its results are no derivative."""
+    to few bits, so that differences of its results are no derivative. reverse_only: a weight is packed in the call,
+    which only reverse mode follows."""
 
     call: Callable[[Any], Tensor]
     formula: Callable[[Any], Tensor]
@@ -28,6 +30,7 @@ class Case:
     constants: dict[str, tuple[int, ...]] = field(default_factory=dict)
     float32: tuple[str, ...] = ()
     rounds: bool = False
+    reverse_only: bool = False
 
     def tensors(self, dtype: torch.dtype) -> dict[str, Tensor]:
         shapes = {**self.inputs, **self.constants}
@@ -46,6 +49,11 @@ def _turned(x: Tensor, radians: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), -1)
 
 
+def _apart(x: Tensor, parts: int) -> Tensor:
+    """Pairs (2i, 2i + 1) as pairs (i, 4 + i) with 4 parts, and back with 2."""
+    return x.unflatten(-1, (parts, -1)).mT.flatten(-2)
+
+
 def _attended(
     q: Tensor, k: Tensor, v: Tensor, visible: Tensor, mask: Any = 0.0, sinks: Any = None, softcap: Any = None
 ) -> Tensor:
@@ -61,6 +69,7 @@ def _attended(
     return scores.softmax(-1)[..., : k.shape[2]] @ v
 
 
+_RADIANS = random(2, 3, 4)
 _CAUSAL = torch.ones(3, 5, dtype=torch.bool).tril(2)
 _EVERY = torch.ones(3, 5, dtype=torch.bool)
 _OFFSETS = torch.tensor([1, 4], dtype=torch.int32)
@@ -122,6 +131,25 @@ def _with_values(t: Any) -> Any:
     return {**t, **{name: weights.dequantize().double() for name, weights in _eight_bits(t).items()}}
 
 
+def _followed(w: Tensor) -> ops.NativeWeight | Tensor:
+    """The packed weight, in the graph of the stock one."""
+    packed = ops.pack(w.detach())
+    return packed._replace(data=in_graph_of(packed.data, w)) if isinstance(packed, ops.NativeWeight) else w
+
+
+def _followed_experts(w: Tensor) -> ops.NativeExperts | Tensor:
+    packed = ops.pack_experts(w.detach())
+    return packed._replace(data=in_graph_of(packed.data, *w)) if isinstance(packed, ops.NativeExperts) else w
+
+
+_LONG = {"q": (1, 4, 150, 8), "k": (1, 2, 160, 8), "v": (1, 2, 160, 8)}
+
+
+def _long(window: int | None = None) -> Tensor:
+    before = torch.arange(160) - torch.arange(10, 160).unsqueeze(1)
+    return (before <= 0) & (before > -(window or 1000))
+
+
 def _routed(logits: Tensor) -> Tensor:
     best = logits.softmax(-1).topk(2).values
     return best / best.sum(-1, keepdim=True)
@@ -147,8 +175,20 @@ CASES = {
     "sigmoid_gate": Case(
         lambda t: ops.sigmoid_gate(t["g"], t["u"]), lambda t: t["g"].sigmoid() * t["u"], {"g": (3, 8), "u": (3, 8)}
     ),
+    "tanh": Case(lambda t: ops.tanh(t["x"]), lambda t: t["x"].tanh(), {"x": (3, 8)}),
+    "log": Case(lambda t: ops.log(t["x"].square() + 1), lambda t: (t["x"].square() + 1).log(), {"x": (3, 8)}),
     "rms_norm": Case(
         lambda t: ops.rms_norm(t["x"], t["w"]),
+        lambda t: F.rms_norm(t["x"], (8,), t["w"], 1e-6),
+        {"x": (3, 8), "w": (8,)},
+    ),
+    "geglu in tanh": Case(
+        lambda t: ops.geglu(t["g"], t["u"]),
+        lambda t: F.gelu(t["g"], approximate="tanh") * t["u"],
+        {"g": (3, 8), "u": (3, 8)},
+    ),
+    "rms_norm in float32": Case(
+        lambda t: ops.rms_norm(t["x"], t["w"], after_cast=False),
         lambda t: F.rms_norm(t["x"], (8,), t["w"], 1e-6),
         {"x": (3, 8), "w": (8,)},
     ),
@@ -174,6 +214,11 @@ CASES = {
         {"x": (2, 2, 3, 8), "radians": (2, 3, 3)},
         float32=("radians",),
     ),
+    "rotate, interleaved": Case(
+        lambda t: ops.rotate(t["x"], *ops.rotary_angles(_RADIANS), interleaved=True),
+        lambda t: _apart(_turned(_apart(t["x"], 4), _RADIANS.double()), 2),
+        {"x": (2, 2, 3, 8)},
+    ),
     "attention": Case(
         lambda t: ops.scaled_dot_product_attention(t["q"], t["k"], t["v"], causal=True),
         lambda t: _attended(t["q"], t["k"], t["v"], _CAUSAL),
@@ -196,6 +241,21 @@ CASES = {
         lambda t: _attended(t["q"], t["k"], t["v"], _EVERY, t["mask"], t["sinks"], 2.0),
         {**_QKV, "mask": (3, 5), "sinks": (4,)},
     ),
+    "attention of a whole text": Case(
+        lambda t: ops.scaled_dot_product_attention(t["q"], t["k"], t["v"], causal=True),
+        lambda t: _attended(t["q"], t["k"], t["v"], torch.ones(5, 5, dtype=torch.bool).tril()),
+        {"q": (2, 4, 5, 8), "k": (2, 2, 5, 8), "v": (2, 2, 5, 8)},
+    ),
+    "attention of many queries": Case(
+        lambda t: ops.scaled_dot_product_attention(t["q"], t["k"], t["v"], causal=True),
+        lambda t: _attended(t["q"], t["k"], t["v"], _long()),
+        _LONG,
+    ),
+    "attention with a window, sinks and a softcap": Case(
+        lambda t: ops.scaled_dot_product_attention(t["q"], t["k"], t["v"], window=20, sinks=t["sinks"], softcap=2.0),
+        lambda t: _attended(t["q"], t["k"], t["v"], _long(20), 0.0, t["sinks"], 2.0),
+        {**_LONG, "sinks": (4,)},
+    ),
     "cached_attention": Case(
         lambda t: ops.cached_attention(t["q"], t["keys"], t["values"], _OFFSETS, sinks=t["sinks"]),
         lambda t: _attended(t["q"], t["keys"], t["values"], _SEEN, 0.0, t["sinks"]),
@@ -217,6 +277,18 @@ CASES = {
         {"x": (3, 8), "b": (5,)},
         {"w": (5, 8)},
     ),
+    "packed_linear in the graph of its weight": Case(
+        lambda t: ops.linear(t["x"], _followed(t["w"]), t["b"]),
+        lambda t: F.linear(t["x"], t["w"], t["b"]),
+        {"x": (3, 7), "w": (5, 7), "b": (5,)},
+        reverse_only=True,
+    ),
+    "packed_rows": Case(
+        lambda t: ops.embedding(torch.tensor([[1, 0], [1, 17]]), _followed(t["table"])),
+        lambda t: t["table"][torch.tensor([[1, 0], [1, 17]])],
+        {"table": (20, 8)},
+        reverse_only=True,
+    ),
     "quantized_linear": Case(
         lambda t: ops.linear(t["x"], quantize_iq4_nl(t["w"]), t["b"]),
         lambda t: F.linear(t["x"], quantize_iq4_nl(t["w"].float()).dequantize().double(), t["b"]),
@@ -234,6 +306,12 @@ CASES = {
         lambda t: torch.einsum("thk,hnk->thn", t["x"], t["w"]),
         {"x": (3, 2, 8)},
         {"w": (2, 5, 8)},
+    ),
+    "packed_linear_by_head in the graph of its weight": Case(
+        lambda t: ops.linear_by_head(t["x"], _followed_experts(t["w"])),
+        lambda t: torch.einsum("thk,hnk->thn", t["x"], t["w"]),
+        {"x": (3, 2, 8), "w": (2, 5, 8)},
+        reverse_only=True,
     ),
     "embedding": Case(
         lambda t: ops.embedding(torch.tensor([[1, 0], [1, 3]]), t["table"]),
@@ -269,6 +347,13 @@ CASES = {
         _ROUTES,
         _EXPERTS,
         float32=("shares",),
+    ),
+    "experts, packed, in the graph of their weights": Case(
+        lambda t: _through_experts(t, **{name: _followed_experts(t[name]) for name in _EXPERTS}),
+        _mixed,
+        {**_ROUTES, **_EXPERTS},
+        float32=("shares",),
+        reverse_only=True,
     ),
     "experts in 8 bits": Case(
         lambda t: _through_experts(t, **_eight_bits(t)),

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from gradient_cases import CASES, Case
-from rounding import UNIT, random
+from rounding import UNIT, random, same_bits
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
@@ -105,7 +105,7 @@ def test_a_direct_call_of_the_registered_op_has_the_same_gradients(name, monkeyp
     assert all(torch.equal(got[n], gradient) for n, gradient in wanted.items())
 
 
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.constants])
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.constants and not case.reverse_only])
 def test_torch_func_and_checkpoints_have_the_same_gradients(name):
     case = CASES[name]
     leaves = _leaves(case, torch.float32)
@@ -119,6 +119,55 @@ def test_torch_func_and_checkpoints_have_the_same_gradients(name):
 
     inputs = {n: leaves[n].detach() for n in case.inputs}
     _assert_near(torch.func.grad(loss)(inputs), {n: g.double() for n, g in wanted.items()}, UNIT[torch.float32])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_a_result_has_the_same_bits_with_autograd_as_without(name, dtype):
+    if ops.choice().form == "definition":
+        pytest.skip("without kernels, a form without a gradient may read values to do less")
+    case = CASES[name]
+    with torch.no_grad():
+        wanted = case.call(case.tensors(dtype))
+    assert same_bits(case.call(_leaves(case, dtype)).detach(), wanted)
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.reverse_only])
+def test_only_the_arguments_that_need_a_gradient_get_one(name):
+    case = CASES[name]
+    leaves = _leaves(case, torch.float32)
+    wanted = _gradients(case.call(leaves), leaves, case)
+    for name in case.inputs:
+        alone = {n: t.detach().requires_grad_(n == name) for n, t in leaves.items()}
+        result = case.call(alone)
+        (result * random(*result.shape, seed=9)).sum().backward()
+        assert [n for n, t in alone.items() if t.grad is not None] == [name]
+        _assert_near({name: alone[name].grad}, {name: wanted[name].double()}, UNIT[torch.float32])
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.reverse_only and not case.rounds])
+def test_a_gradient_has_a_gradient(name):
+    """That of the sum of squares of the gradient: by the op, and by the formula in float64."""
+    case = CASES[name]
+
+    def second(call, leaves):
+        result = call(leaves)
+        inputs = [leaves[n] for n in case.inputs]
+        weights = random(*result.shape, seed=9).to(result.dtype)
+        first = torch.autograd.grad((result * weights).sum(), inputs, create_graph=True)
+        total = sum(g.square().sum() for g in first if g.requires_grad)
+        if not isinstance(total, Tensor):  # linear in every input
+            return {}
+        found = torch.autograd.grad(total, inputs, allow_unused=True)
+        return {n: g for n, g in zip(case.inputs, found, strict=True) if g is not None}
+
+    exact = {n: t.detach().double() for n, t in case.tensors(torch.float32).items()}
+    wanted = second(case.formula, {n: t.requires_grad_() if n in case.inputs else t for n, t in exact.items()})
+    got = second(case.call, _leaves(case, torch.float32))
+    size = sum(float(g.square().sum()) for g in wanted.values()) ** 0.5
+    for n in wanted.keys() | got.keys():
+        error = got.get(n, torch.zeros(())).double() - wanted.get(n, torch.zeros(()))
+        assert float(error.norm()) <= 8 * ROUNDINGS * UNIT[torch.float32] * max(size, 1.0)
 
 
 @pytest.mark.parametrize("pack", [ops.pack, quantize_int8, quantize_iq4_nl])
@@ -138,7 +187,7 @@ def test_torch_func_differentiates_a_product_with_a_packed_weight(pack):
     torch.testing.assert_close(rows, values.sum(0).expand(3, 64))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.reverse_only])
 def test_forward_mode_has_the_same_derivative(name):
     case = CASES[name]
     leaves = _leaves(case, torch.float32)

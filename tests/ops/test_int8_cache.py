@@ -55,8 +55,9 @@ def test_a_row_loads_within_half_a_step_of_what_was_stored():
 def test_attention_is_that_of_the_loaded_rows(
     form, dtype, batch, tokens, past, group, dim, latent, paged, window, with_sinks, softcap, seed
 ):
-    """To the rounding of weights, of outputs and of sums of up to 830 products below 4 in magnitude: a weight times a
-    scale is rounded to the dtype, by half a step of it relative to a value below 4, and so is an output."""
+    """To the rounding of weights, of outputs and of sums of up to 830 products below 4 in magnitude: a weight is
+    rounded to the dtype, by half a step of it relative to a value below 4, and so is an output. Kernels sum integers,
+    without an error; instead queries and weights are rounded by at most 2^-16 of the largest of a head or block."""
     heads, value_dim = 2, max(1, dim // 2) if latent else dim
     length = -(-(past + tokens) // BLOCK) * BLOCK
     starts = torch.tensor([max(0, past - 3 * row) for row in range(batch)], dtype=torch.int32)
@@ -84,6 +85,41 @@ def test_attention_is_that_of_the_loaded_rows(
         )
         unit = torch.finfo(dtype).eps
         torch.testing.assert_close(got[row : row + 1].float(), expected, rtol=0, atol=4 * (2 * unit + 830 * 2**-23))
+
+
+@pytest.mark.parametrize("dim", [32, 128, 576, 2048])
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_sums_of_the_largest_features_fit(form, dim, sign):
+    """All features of queries and keys at their largest: the score of every key but one is `sign`, and that one's 0."""
+    k, v = torch.full((1, 1, BLOCK, dim), 2.0), torch.zeros(1, 1, BLOCK, dim)
+    k[:, :, 5], v[:, :, 5] = 0.0, 1.0
+    q, last = torch.full((1, 1, 1, dim), sign / 2 / dim), torch.tensor([BLOCK - 1], dtype=torch.int32)
+    got = ops.cached_attention(q, INT8.store(k), INT8.store(v), last, scale=1.0)
+    expected = 1 / (1 + (BLOCK - 1) * torch.tensor(sign).exp())
+    torch.testing.assert_close(got, expected.expand_as(got), rtol=2**-13, atol=0)
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 40])
+def test_queries_and_values_that_are_no_numbers_spoil_what_sees_them(form, tokens):
+    """A query of zeros has the mean of its values, one with a NaN or an infinite feature has NaN, and so has whoever
+    sees such a value."""
+    heads, dim, past = 4, 64, 100
+    q, k, v = (random(1, n, past + tokens, dim, seed=n) for n in (heads, 2, 2))
+    q, at = q[:, :, past:].clone(), torch.tensor([past], dtype=torch.int32)
+    rows = [torch.nn.functional.pad(INT8.store(x), (0, 0, 0, 192 - past - tokens)) for x in (k, v)]
+    plain = ops.cached_attention(q, *rows, at)
+    q[0, 0, 0], q[0, 1, 0, 3], q[0, 2, 0, 5] = 0.0, torch.nan, torch.inf
+    got = ops.cached_attention(q, *rows, at)
+    torch.testing.assert_close(got[0, 0, 0], INT8.load(rows[1])[0, 0, : past + 1].mean(0), rtol=0, atol=2**-13)
+    assert got[0, 1:3, 0].isnan().all()
+    assert torch.equal(got[0, 3], plain[0, 3])
+    assert torch.equal(got[:, :, 1:], plain[:, :, 1:])
+    v[0, 1, past + tokens - 1, 7] = torch.nan
+    rows[1][:, :, : past + tokens] = INT8.store(v)
+    got = ops.cached_attention(q, *rows, at)
+    assert got[0, 2:, -1].isnan().all()
+    if form != "definition":  # there a weight of 0 doesn't hide a NaN
+        assert torch.equal(got[0, 3, :-1], plain[0, 3, :-1])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 from gradient_cases import CASES
-from rounding import random, same_bits
+from rounding import UNIT, random, same_bits
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -88,10 +88,13 @@ def test_gradients_are_those_of_the_definition(name, form):
     def gradient(form_):
         ops.choose(form_)
         x = _x().requires_grad_()
-        OPS[name](x).square().sum().backward()
+        result = OPS[name](x)
+        (result * random(*result.shape, seed=9)).sum().backward()
         return x.grad
 
-    assert torch.equal(gradient(form), gradient("definition"))
+    exact = gradient("definition").double()
+    # Both round a few times between an input and its gradient.
+    assert float((gradient(form).double() - exact).norm() / exact.norm()) <= 8 * UNIT[torch.float32]
 
 
 def test_cached_attention_is_one_node_whatever_the_offsets_hold():

@@ -68,7 +68,7 @@ def test_a_text_is_one_graph_replayed(model: Model) -> None:
     cache, other = model.new_cache(2, 32), model.new_cache(2, 32)
     ids = tokens([3], [5])
     for position in range(12):
-        ours, _, returned = executable.step(ForwardBatch(ids, at(position, position), cache))
+        ours, _, returned, _ = executable.step(ForwardBatch(ids, at(position, position), cache))
         theirs, _ = model(ids, at(position, position), other)
         assert returned is cache
         assert torch.equal(ours, theirs)

@@ -33,7 +33,7 @@ def sampled(run: Run, sampler: SamplingKernel, seed: int, batch: int) -> tuple[T
     drawn = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, run.model.vocab_size, (batch, 1), generator=drawn).int()
     offsets = torch.randint(0, 20, (batch,), generator=drawn).int()
-    logits, ids, _ = run.step(ForwardBatch(tokens, offsets, run.model.new_cache(batch, 32)), sampler)
+    logits, ids, *_ = run.step(ForwardBatch(tokens, offsets, run.model.new_cache(batch, 32)), sampler)
     return logits[:, 0], ids, offsets + 1
 
 
@@ -50,7 +50,7 @@ def test_the_ids_are_those_of_the_sampler(params: list[SamplingParams], dtype: t
 
 @pytest.mark.parametrize("batch", [1, 4])
 def test_greedy_ids_are_those_of_argmax(batch: int) -> None:
-    logits, ids, _ = sampled(RUNS[torch.bfloat16], GREEDY, 1, batch)
+    logits, ids, *_ = sampled(RUNS[torch.bfloat16], GREEDY, 1, batch)
     assert ids is not None
     assert torch.equal(ids, logits.argmax(-1))
 
@@ -79,7 +79,7 @@ def test_where_it_cannot_it_says_so_and_gives_the_logits() -> None:
             raise AssertionError("not to be asked")
 
     for run in (RUNS[torch.float32], Run(tiny_model("qwen3"), "eager")):
-        logits, ids, _ = sampled(run, Narrow(), 2, 2)
+        logits, ids, *_ = sampled(run, Narrow(), 2, 2)
         assert ids is None
         # torch multiplies the eager run's plain weights in another order: 64 inputs and some layers of rounding.
         torch.testing.assert_close(logits, sampled(RUNS[torch.float32], GREEDY, 2, 2)[0])
@@ -92,7 +92,7 @@ def test_a_program_with_an_operator_of_torch_samples_too() -> None:
     params = {"table": torch.randn(11, 7, generator=torch.Generator().manual_seed(0))}
     program = onward.compile(forward, params=params, cache=torch.zeros(2, 3))
     tokens, offsets = torch.tensor([[4], [9]], dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
-    logits, ids, _ = program.executable.step(ForwardBatch(tokens, offsets, torch.zeros(2, 3)), GREEDY)
+    logits, ids, *_ = program.executable.step(ForwardBatch(tokens, offsets, torch.zeros(2, 3)), GREEDY)
     assert ids is not None
     assert program.explain(torch.zeros(2, 3), batch=2).missing
     assert torch.equal(ids, logits[:, 0].argmax(-1))

@@ -303,7 +303,7 @@ OPTIONS: dict[str, Any] = dict(  # noqa: C408 (names are shorter)
     temperature=0.5, bad_words=["x"], logit_bias={"5": 1.0}, xtc_threshold=0.3, length_penalty=0.5, early_stopping=True,
     json_schema={"type": "object"}, regex="a+", grammar='start: "a"', choice=["a", "b"],
     dry_base=2.0, dry_allowed_length=3, dry_sequence_breakers=[5],
-    reasoning_budget=5, reasoning_budget_message="x",
+    reasoning_budget=5, reasoning_budget_message="x", cache_salt="a",
 )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from onward.protocols.options import field_options
 
 Start = Callable[..., LiveServer]
 LEAST: dict[str, Any] = {"prompt": "x", "messages": MESSAGES, "input": "x", "tokens": [1], "metadata": {}}
-LEAST |= {"items": MESSAGES, "max_tokens": 2}
+LEAST |= {"items": MESSAGES, "max_tokens": 2, "query": "x", "documents": ["x"]}
 LEAST |= {"model": "demo", "lora_name": "x", "lora_path": "x"}
 LEAST |= {"input_file_id": "file-1", "endpoint": "/v1/completions", "completion_window": "24h"}
 
@@ -45,6 +45,8 @@ def test_every_path_is_in_it(server: LiveServer) -> None:
         "/responses",
         "/messages",
         "/messages/count_tokens",
+        "/embeddings",
+        "/rerank",
         "/tokenize",
         "/detokenize",
         "/models",

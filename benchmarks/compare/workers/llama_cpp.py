@@ -1,7 +1,7 @@
 """llama.cpp through llama-cpp-python's low-level calls: its own C API, with no Python between two tokens but ours.
 
 With flash attention, or in the variant "plain attention" without: on a CPU that one decodes faster in long contexts,
-and slower in short ones and in prefill.
+and slower in short ones and in prefill. In the variant "8-bit cache" keys and values are in Q8_0.
 """
 
 import ctypes
@@ -30,6 +30,8 @@ class LlamaCpp(Session):
         options.flash_attn_type = (
             llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED if plain else llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
         )
+        if self.variant == "8-bit cache":
+            options.type_k = options.type_v = llama_cpp.GGML_TYPE_Q8_0
         options.no_perf = True
         self.context = llama_cpp.llama_init_from_model(self.model, options)
         assert self.context, "llama.cpp cannot make a context"

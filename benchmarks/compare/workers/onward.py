@@ -10,7 +10,8 @@ class Onward(Session):
     def load(self) -> None:
         onward.set_num_threads(self.threads)
         quantize = self.precision if self.precision in ("int8", "int4") else None
-        self.lm = onward.load(self.model_path, dtype="bfloat16", quantize=quantize)
+        cache_format = "int8" if self.variant == "8-bit cache" else None
+        self.lm = onward.load(self.model_path, dtype="bfloat16", quantize=quantize, cache_format=cache_format)
         self.pieces: Iterator[onward.Piece] = iter(())
 
     def begin(self, ids: list[int]) -> int:

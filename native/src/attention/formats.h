@@ -1,6 +1,6 @@
-// What the terms of a sum are multiplied as: floats, which serve every element type, or pairs of
-// bf16, which one instruction of AVX-512 multiplies and adds into float32. Queries, weights and packed
-// values are laid out in words of 32 bits, each a float or a pair.
+// What the terms of a sum are multiplied as: floats, which serve every element type, pairs of bf16, which
+// one instruction of AVX-512 multiplies and adds into float32, or pairs of 16-bit integers over a cache of
+// 8-bit ones. Queries, weights and packed values are laid out in words of 32 bits, each a float or a pair.
 #pragma once
 #include <cstring>
 #include <type_traits>
@@ -25,8 +25,8 @@ namespace onward::attention {
 // integers and the float that multiplies them.
 constexpr int32_t kFloatRows = 0, kInt8Rows = 1;
 
-// Whether rows of this element have a scale. Their products are taken without it: a key's scale then multiplies
-// its scores, and a value's the weights.
+// Whether rows of this element have a scale. Their products are taken without it, of integers: a key's scale then
+// multiplies its scores, and a value's the weights.
 template <class S>
 constexpr bool kScaled = std::is_same_v<S, I8>;
 // Bytes of a scale, which end a row.
@@ -38,10 +38,11 @@ inline float scale_of(const I8* row, int64_t width) {
   return scale;
 }
 
-// Writes `dim` floats as a row of integers and their scale: the largest magnitude is 127. A row with a number
-// that is infinite or NaN has the scale NaN, one that is all but 0 the scale 0.
-template <class T>
-inline void store_row(const T* x, int64_t dim, I8* row) {
+// Writes `dim` floats as integers; returns the scale that multiplies them. store(d, integers): of the features
+// d, …, d + 15, which past `dim` are 0. limit: the integer of the largest magnitude. Floats of which one is infinite or
+// NaN have the scale NaN, floats that are all but 0 the scale 0, and both the integers 0.
+template <class T, class Store>
+inline float store_integers(const T* x, int64_t dim, float limit, Store store) {
   f32x16 most = zero_f32(), poison = zero_f32();
   for (int64_t d = 0; d < dim; d += 16) {
     const f32x16 v = load_first(x + d, dim - d);
@@ -50,17 +51,23 @@ inline void store_row(const T* x, int64_t dim, I8* row) {
   }
   const float largest = max_lanes(most);
   const bool broken = any(is_nan(poison)), zero = largest < 1e-30f;
-  const float scale = broken ? __builtin_nanf("") : zero ? 0.0f : largest / 127.0f;
   if (broken || zero) {
-    std::memset(row, 0, size_t(dim));
-  } else {
-    const f32x16 inverse = splat(127.0f / largest);
-    for (int64_t d = 0; d < dim; d += 16) {
-      int8_t bytes[16];
-      store_low_bytes(bytes, to_i32(mul(load_first(x + d, dim - d), inverse)));
-      std::memcpy(row + d, bytes, size_t(dim - d < 16 ? dim - d : 16));
-    }
+    for (int64_t d = 0; d < dim; d += 16) store(d, zero_i32());
+    return broken ? __builtin_nanf("") : 0.0f;
   }
+  const f32x16 inverse = splat(limit / largest);
+  for (int64_t d = 0; d < dim; d += 16) store(d, to_i32(mul(load_first(x + d, dim - d), inverse)));
+  return largest / limit;
+}
+
+// A row of the cache: of the largest feature the integer is 127.
+template <class T>
+inline void store_row(const T* x, int64_t dim, I8* row) {
+  const float scale = store_integers(x, dim, 127.0f, [&](int64_t d, i32x16 integers) {
+    int8_t bytes[16];
+    store_low_bytes(bytes, integers);
+    std::memcpy(row + d, bytes, size_t(dim - d < 16 ? dim - d : 16));
+  });
   std::memcpy(row + dim, &scale, kScaleBytes);
 }
 
@@ -70,22 +77,39 @@ inline void store_row(const T* x, int64_t dim, I8* row) {
 #define ONWARD_INLINE __attribute__((always_inline)) inline
 #define ONWARD_APART __attribute__((noinline))
 
+#if defined(__AVX512F__)
+// The words a[0], b[0], a[1], b[1], … of 16 bits.
+inline void pair_words(i32x16 a, i32x16 b, i32x16 (&pairs)[2]) {
+  alignas(64) static constexpr int16_t kPairs[32] = {0, 32, 1, 33, 2, 34, 3, 35, 4, 36, 5,
+                                                     37, 6, 38, 7, 39, 8, 40, 9, 41, 10, 42,
+                                                     11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
+  const __m512i low = _mm512_load_si512(kPairs);
+  const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
+  pairs[0] = {_mm512_permutex2var_epi16(a.v, low, b.v)};
+  pairs[1] = {_mm512_permutex2var_epi16(a.v, high, b.v)};
+}
+#endif
+
 struct Floats {
   using Vector = f32x16;
+  using Sum = f32x16;
   static constexpr int64_t kFeatures = 16;  // of a vector of keys and queries
   static constexpr int64_t kPositions = 1;  // that a vector of values and a word of weights hold
   static constexpr int kVectors = 1;        // of values that are read together
 
-  static f32x16 step(f32x16 sum, Vector a, Vector b) { return fma(a, b, sum); }
+  static Sum zero() { return zero_f32(); }
+  static Sum step(Sum sum, Vector a, Vector b) { return fma(a, b, sum); }
 
   // Features d, …, d + 15 of a row, zeros past `dim`.
   template <bool WHOLE, class T>
   static Vector features(const T* row, int64_t d, int64_t dim) {
     return WHOLE ? load(row + d) : load_first(row + d, dim - d);
   }
+  // Returns what multiplies the query's scores.
   template <class T>
-  static void store_query(float* words, const T* row, int64_t d, int64_t dim) {
-    store(words, load_first(row + d, dim - d));
+  static float store_query(float* words, const T* row, int64_t dim) {
+    for (int64_t d = 0; d < dim; d += kFeatures) store(words + d, load_first(row + d, dim - d));
+    return 1.0f;
   }
 
   // Values of one position: 16 features in each vector.
@@ -104,20 +128,95 @@ struct Floats {
   }
 };
 
-template <class T>
+// Integers of 16 bits, for rows of 8 bits: sums are exact, so their order doesn't matter. A query has the scale of its
+// largest feature, the weights of a query and a block that of the largest one: a step of either is 2^-15 of it.
+struct Integers {
+  using Vector = i32x16;
+  using Sum = i32x16;
+  static constexpr int64_t kFeatures = 32;
+  static constexpr int64_t kPositions = 2;
+#if defined(__AVX512F__)
+  static constexpr int kVectors = 2;
+#else
+  static constexpr int kVectors = 1;
+#endif
+  static constexpr int64_t kMost = 32767;
+
+  static Sum zero() { return zero_i32(); }
+  static Sum step(Sum sum, Vector a, Vector b) { return dot_i16(sum, a, b); }
+
+  template <bool WHOLE>
+  static Vector features(const I8* row, int64_t d, int64_t dim) {
+    return WHOLE ? widen_i8(&row[d].value) : widen_first_i8(&row[d].value, dim - d);
+  }
+  // No sum of `dim` products with up to 127 leaves 31 bits.
+  template <class T>
+  static float store_query(float* words, const T* row, int64_t dim) {
+    const int64_t fits = 0x7fffffff / (127 * dim), limit = fits < kMost ? fits : kMost;
+    auto* to = reinterpret_cast<int16_t*>(words);
+    for (int64_t d = dim / kFeatures * kFeatures; d < dim; d += 16) store_low_words(to + d, zero_i32());
+    return store_integers(row, dim, float(limit),
+                          [&](int64_t d, i32x16 integers) { store_low_words(to + d, integers); });
+  }
+
+  // Values of two positions, paired: 16 features in each vector.
+  template <bool WHOLE>
+  static void values(const I8* row, int64_t stride, int64_t d, int64_t dim, Vector (&vectors)[kVectors]) {
+#if defined(__AVX512F__)
+    pair_words(features<WHOLE>(row, d, dim), features<WHOLE>(row + stride, d, dim), vectors);
+#else
+    const auto sixteen = [&](const I8* p) {
+      if (WHOLE) return load_bytes(&p[d].value);
+      int8_t padded[16] = {};
+      std::memcpy(padded, p + d, size_t(dim - d < 16 ? dim - d : 16));
+      return load_bytes(padded);
+    };
+    vectors[0] = bit_or(bit_and(sixteen(row), 0xffff), shift_left<16>(sixteen(row + stride)));
+#endif
+  }
+  static Vector words(const float* p) { return load_i32(reinterpret_cast<const int32_t*>(p)); }
+  static f32x16 as_floats(Vector v) { return as_f32(v); }
+  static void store_words(float* p, Vector v) { store(p, as_f32(v)); }
+  static Vector weight(const float* word) {
+    int32_t pair;
+    std::memcpy(&pair, word, sizeof pair);
+    return splat(pair);
+  }
+  // Stores weights that are at least 0 and no more than a scale; returns what multiplies them, NaN if any is NaN.
+  template <int VECTORS>
+  static float store_weights(float* words, const f32x16 (&weights)[VECTORS]) {
+    f32x16 most = zero_f32(), all = zero_f32();
+    ONWARD_UNROLL_TILE for (int v = 0; v < VECTORS; ++v) {
+      most = max(weights[v], most);
+      all = add(all, weights[v]);
+    }
+    const float largest = any(is_nan(all)) ? __builtin_nanf("") : max_lanes(most);
+    const f32x16 inverse = splat(largest >= 1e-33f ? float(kMost) / largest : 0.0f);
+    auto* to = reinterpret_cast<int16_t*>(words);
+    ONWARD_UNROLL_TILE for (int v = 0; v < VECTORS; ++v) {
+      store_low_words(to + v * 16, to_i32(mul(weights[v], inverse)));
+    }
+    return largest / float(kMost);
+  }
+};
+
+// T: of the queries, S: of the rows of the cache.
+template <class T, class S>
 struct FormatOf {
-  using type = Floats;
+  using type = std::conditional_t<kScaled<S>, Integers, Floats>;
 };
 
 #if defined(__AVX512F__)
 
 struct Bf16Pairs {
   using Vector = i32x16;
+  using Sum = f32x16;
   static constexpr int64_t kFeatures = 32;
   static constexpr int64_t kPositions = 2;
   static constexpr int kVectors = 2;
 
-  static f32x16 step(f32x16 sum, Vector a, Vector b) { return dot_bf16(sum, a, b); }
+  static Sum zero() { return zero_f32(); }
+  static Sum step(Sum sum, Vector a, Vector b) { return dot_bf16(sum, a, b); }
 
   template <bool WHOLE>
   static Vector features(const Bf16* row, int64_t d, int64_t dim) {
@@ -126,48 +225,18 @@ struct Bf16Pairs {
     const auto real = left >= 32 ? ~__mmask32(0) : (__mmask32(1) << left) - 1;
     return {_mm512_maskz_loadu_epi16(real, row + d)};
   }
-  // Integers of 8 bits are exact in bf16.
-  template <bool WHOLE>
-  static Vector features(const I8* row, int64_t d, int64_t dim) {
-    const __m256i bytes = load_i8<WHOLE>(row, d, dim);
-    const __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_castsi256_si128(bytes)));
-    const __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_extracti128_si256(bytes, 1)));
-    return {(__m512i)_mm512_cvtne2ps_pbh(high, low)};
-  }
-  template <bool WHOLE>
-  static __m256i load_i8(const I8* row, int64_t d, int64_t dim) {
-    if (WHOLE) return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(row + d));
-    const int64_t left = dim - d;
-    const auto real = left >= 32 ? ~__mmask32(0) : (__mmask32(1) << left) - 1;
-    return _mm256_maskz_loadu_epi8(real, row + d);
-  }
-  static void store_query(float* words, const Bf16* row, int64_t d, int64_t dim) {
-    _mm512_storeu_si512(words, features<false>(row, d, dim).v);
+  static float store_query(float* words, const Bf16* row, int64_t dim) {
+    for (int64_t d = 0; d < dim; d += kFeatures, words += 16) {
+      _mm512_storeu_si512(words, features<false>(row, d, dim).v);
+    }
+    return 1.0f;
   }
 
   // Values of two positions, paired: 16 features in each vector.
   template <bool WHOLE>
   static void values(const Bf16* row, int64_t stride, int64_t d, int64_t dim,
                      Vector (&vectors)[2]) {
-    alignas(64) static constexpr int16_t kPairs[32] = {0, 32, 1, 33, 2, 34, 3, 35, 4, 36, 5,
-                                                       37, 6, 38, 7, 39, 8, 40, 9, 41, 10, 42,
-                                                       11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
-    const __m512i low = _mm512_load_si512(kPairs);
-    const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
-    const __m512i a = features<WHOLE>(row, d, dim).v, b = features<WHOLE>(row + stride, d, dim).v;
-    vectors[0] = {_mm512_permutex2var_epi16(a, low, b)};
-    vectors[1] = {_mm512_permutex2var_epi16(a, high, b)};
-  }
-  template <bool WHOLE>
-  static void values(const I8* row, int64_t stride, int64_t d, int64_t dim, Vector (&vectors)[2]) {
-    const __m256i a = load_i8<WHOLE>(row, d, dim), b = load_i8<WHOLE>(row + stride, d, dim);
-    const auto paired = [](__m128i first, __m128i second) {
-      const __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(first));
-      const __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(second));
-      return _mm512_or_si512(_mm512_srli_epi32(_mm512_castps_si512(low), 16), _mm512_castps_si512(high));
-    };
-    vectors[0] = {paired(_mm256_castsi256_si128(a), _mm256_castsi256_si128(b))};
-    vectors[1] = {paired(_mm256_extracti128_si256(a, 1), _mm256_extracti128_si256(b, 1))};
+    pair_words(features<WHOLE>(row, d, dim), features<WHOLE>(row + stride, d, dim), vectors);
   }
   static Vector words(const float* p) { return load_i32(p); }
   static f32x16 as_floats(Vector v) { return {_mm512_castsi512_ps(v.v)}; }
@@ -185,7 +254,7 @@ struct Bf16Pairs {
 };
 
 template <>
-struct FormatOf<Bf16> {
+struct FormatOf<Bf16, Bf16> {
   using type = Bf16Pairs;
 };
 

@@ -89,27 +89,30 @@ inline float finish_whole_scores(float* scores, float scale) {
 
 // Scores to weights, stored as words of F; adds them to the lanes of `sum`. What is divided by later
 // are the weights as rounded, which multiply the values: so the output stays between the smallest
-// and the largest value. scales: of the values, which multiply the stored weights; null: none.
+// and the largest value. scales: of the values if rows have them; the weights times them are stored as integers.
+// Returns what multiplies the stored weights.
 template <class F, int VECTORS>
-inline void make_weights(const float* scores, float max, float decay, float* words, float* sum, const float* scales) {
+inline float make_weights(const float* scores, float max, float decay, float* words, float* sum, const float* scales) {
   const f32x16 reference = splat(reference_of(max));
   f32x16 weights[4] = {zero_f32(), zero_f32(), zero_f32(), zero_f32()};
   ONWARD_UNROLL_TILE for (int v = 0; v < VECTORS; ++v) {
     weights[v] = exp(sub(load(scores + v * 16), reference));
   }
-  ONWARD_UNROLL_TILE for (int v = 0; v < VECTORS; ++v) {
-    if (scales == nullptr) {
-      weights[v] = F::store_weights(words, v * 16, weights[v]);
-    } else {
-      F::store_weights(words, v * 16, mul(weights[v], load(scales + v * 16)));
-    }
+  float factor = 1.0f;
+  if constexpr (std::is_same_v<F, Integers>) {
+    f32x16 scaled[VECTORS];
+    ONWARD_UNROLL_TILE for (int v = 0; v < VECTORS; ++v) scaled[v] = mul(weights[v], load(scales + v * 16));
+    factor = F::store_weights(words, scaled);
+  } else {
+    ONWARD_UNROLL_TILE for (int v = 0; v < VECTORS; ++v) weights[v] = F::store_weights(words, v * 16, weights[v]);
   }
   const f32x16 added = add(add(weights[0], weights[1]), add(weights[2], weights[3]));
   store(sum, fma(load(sum), splat(decay), added));
+  return factor;
 }
 
 template <class F>
-inline void make_weights(const float* scores, int64_t positions, float max, float decay, float* words,
+inline float make_weights(const float* scores, int64_t positions, float max, float decay, float* words,
                          float* sum, const float* scales) {
   switch (positions / 16) {
     case 4: return make_weights<F, 4>(scores, max, decay, words, sum, scales);

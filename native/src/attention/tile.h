@@ -44,8 +44,8 @@ ONWARD_INLINE void dot_products(const float* queries, int64_t query_words, const
   const int64_t by_feature = FETCH == Fetch::kLines ? kKeys : 1;
   const T* key_rows[kKeys] = {keys[first_key]};
   ONWARD_UNROLL_TILE for (int k = 1; k < kKeys; ++k) key_rows[k] = key_rows[k - 1] + keys.stride;
-  f32x16 sum[kSumsAtOnce];
-  ONWARD_UNROLL_TILE for (int i = 0; i < kSumsAtOnce; ++i) sum[i] = zero_f32();
+  typename F::Sum sum[kSumsAtOnce];
+  ONWARD_UNROLL_TILE for (int i = 0; i < kSumsAtOnce; ++i) sum[i] = F::zero();
   int64_t others = ahead.turn;  // who ask before it is this reader's turn
   for (int64_t d = 0; d < dim; d += F::kFeatures, queries += 16) {
     const bool asks = others-- == 0;
@@ -111,6 +111,9 @@ inline void score_keys(const Scoring<T>& s, const Rows<T>& keys) {
   }
 }
 
+inline f32x16 floats(f32x16 a) { return a; }
+inline f32x16 floats(i32x16 a) { return to_f32(a); }
+
 // Against packed keys: queries from the first of the rows on, keys from the first of the groups on.
 struct PackedScoring {
   const float* queries;
@@ -122,9 +125,9 @@ struct PackedScoring {
 // The sums of lanes LANE, LANE + WIDTH, … of the dot products of ROWS queries with GROUPS times 16 keys, in the order of
 // sum_lanes: so they have the bits of dot_products. STEPS: those of the keys where the loop shall be unrolled, or 0.
 template <class F, int ROWS, int GROUPS, int STEPS, int WIDTH, int LANE>
-ONWARD_INLINE void sum_of_lanes(const PackedScoring& p, f32x16 (&sum)[ROWS * GROUPS]) {
+ONWARD_INLINE void sum_of_lanes(const PackedScoring& p, typename F::Sum (&sum)[ROWS * GROUPS]) {
   if constexpr (WIDTH == 16) {
-    ONWARD_UNROLL_TILE for (int i = 0; i < ROWS * GROUPS; ++i) sum[i] = zero_f32();
+    ONWARD_UNROLL_TILE for (int i = 0; i < ROWS * GROUPS; ++i) sum[i] = F::zero();
     const int64_t steps = STEPS > 0 ? STEPS : p.steps;
     const float *key = p.keys + LANE * steps * 16, *query = p.queries + LANE;
     ONWARD_UNROLL_TILE for (int64_t s = 0; s < steps; ++s) {
@@ -138,7 +141,7 @@ ONWARD_INLINE void sum_of_lanes(const PackedScoring& p, f32x16 (&sum)[ROWS * GRO
       }
     }
   } else {
-    f32x16 others[ROWS * GROUPS];
+    typename F::Sum others[ROWS * GROUPS];
     sum_of_lanes<F, ROWS, GROUPS, STEPS, 2 * WIDTH, LANE>(p, sum);
     sum_of_lanes<F, ROWS, GROUPS, STEPS, 2 * WIDTH, LANE + WIDTH>(p, others);
     ONWARD_UNROLL_TILE for (int i = 0; i < ROWS * GROUPS; ++i) sum[i] = add(sum[i], others[i]);
@@ -147,10 +150,10 @@ ONWARD_INLINE void sum_of_lanes(const PackedScoring& p, f32x16 (&sum)[ROWS * GRO
 
 template <class F, int ROWS, int GROUPS, int STEPS>
 ONWARD_APART void score_packed(const PackedScoring& p, float* scores) {
-  f32x16 sum[ROWS * GROUPS];
+  typename F::Sum sum[ROWS * GROUPS];
   sum_of_lanes<F, ROWS, GROUPS, STEPS, 1, 0>(p, sum);
   ONWARD_UNROLL_TILE for (int r = 0; r < ROWS; ++r) {
-    ONWARD_UNROLL_TILE for (int g = 0; g < GROUPS; ++g) store(scores + r * kBlock + g * 16, sum[r * GROUPS + g]);
+    ONWARD_UNROLL_TILE for (int g = 0; g < GROUPS; ++g) store(scores + r * kBlock + g * 16, floats(sum[r * GROUPS + g]));
   }
 }
 
@@ -194,20 +197,28 @@ inline void score_keys(const Scoring<T>& s, const PackedKeys& keys) {
 
 // What Blend adds to, and what it needs beside the values.
 struct Blend {
-  const float *weights, *decay;  // [rows, 64 / kPositions] words, [rows]
+  const float *weights, *decay, *factors;  // [rows, 64 / kPositions] words, [rows], [rows]: of integers
   int64_t positions;             // of the block, a multiple of 16
   float* out;                    // [rows, padded]
   int64_t dim, padded;
 };
 
-// out[r] = out[r] * decay[r] + weights[r] * values, for VECTORS vectors of features from d on.
+// out[r] = out[r] * decay[r] + weights[r] * values, for VECTORS vectors of features from d on. Integers are summed
+// alone, and their sum times factors[r] is what is added.
 template <class F, int ROWS, int VECTORS, bool WHOLE, class Values>
 ONWARD_APART void blend_features(const Blend& b, const Values& values, int64_t d) {
-  f32x16 sum[ROWS][VECTORS];
+  constexpr bool kExact = std::is_same_v<F, Integers>;
+  typename F::Sum sum[ROWS][VECTORS];
+  const auto decayed = [&](int r, int v) {
+    return mul(load(b.out + r * b.padded + d + v * 16), splat(b.decay[r]));
+  };
   ONWARD_UNROLL_TILE for (int r = 0; r < ROWS; ++r) {
-    const f32x16 factor = splat(b.decay[r]);
     ONWARD_UNROLL_TILE for (int v = 0; v < VECTORS; ++v) {
-      sum[r][v] = mul(load(b.out + r * b.padded + d + v * 16), factor);
+      if constexpr (kExact) {
+        sum[r][v] = F::zero();
+      } else {
+        sum[r][v] = decayed(r, v);
+      }
     }
   }
   const float* weights = b.weights;
@@ -226,7 +237,12 @@ ONWARD_APART void blend_features(const Blend& b, const Values& values, int64_t d
   }
   ONWARD_UNROLL_TILE for (int r = 0; r < ROWS; ++r) {
     ONWARD_UNROLL_TILE for (int v = 0; v < VECTORS; ++v) {
-      store(b.out + r * b.padded + d + v * 16, sum[r][v]);
+      float* out = b.out + r * b.padded + d + v * 16;
+      if constexpr (kExact) {
+        store(out, fma(to_f32(sum[r][v]), splat(b.factors[r]), decayed(r, v)));
+      } else {
+        store(out, sum[r][v]);
+      }
     }
   }
 }

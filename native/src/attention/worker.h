@@ -17,6 +17,9 @@ constexpr int64_t kAheadBytes = 4096;
 // costs less than it saves.
 constexpr int64_t kStreamTiles = 6;
 
+// What a block keeps of each of a tile's rows, up to 16: two floats.
+constexpr int64_t kRowFloats = 2 * 16;
+
 struct Unit {
   int64_t row, kv_head, heads, first_query, queries;  // heads: of keys and values, from kv_head on
 };
@@ -24,7 +27,7 @@ struct Unit {
 // T: of queries and outputs. S: of the rows of keys and values.
 template <class T, class S>
 class Worker {
-  using F = typename FormatOf<T>::type;
+  using F = typename FormatOf<T, S>::type;
 
  public:
   // rows, heads: the most a unit has. ok() is false where there is no memory.
@@ -40,7 +43,7 @@ class Worker {
                              kBlock / F::kPositions * padded_,
                              streams * kTileRows * kSegment,
                              streams * kTileRows * kSegment,
-                             streams * kSegmentBlocks * 16,
+                             streams * kSegmentBlocks * kRowFloats,
                              rows * query_words_,
                              State::floats(rows, padded_),
                              State::floats(rows, padded_),
@@ -115,6 +118,7 @@ class Worker {
   struct Query {  // of one head: a row of a unit. They are ordered by query, then by head.
     Span span;
     const float* mask;  // at position 0, or null
+    float factor;       // of its scores
   };
   // Rows of a unit that go through the kernels together.
   struct Tile {
@@ -178,12 +182,9 @@ class Worker {
       const Span span = p_.span(unit.row, query);
       for (int64_t h = 0; h < heads_of(unit); ++h, ++r) {
         const int64_t head = unit.kv_head * group_ + h;
-        queries_[r] = {span, p_.mask.at(unit.row, head, query)};
         const T* q = p_.q.at<T>(unit.row, head, query);
-        float* words = panel_ + r * query_words_;
-        for (int64_t d = 0; d < p_.q.dim; d += F::kFeatures, words += 16) {
-          F::store_query(words, q, d, p_.q.dim);
-        }
+        const float factor = F::store_query(panel_ + r * query_words_, q, p_.q.dim);
+        queries_[r] = {span, p_.mask.at(unit.row, head, query), factor};
       }
     }
   }
@@ -317,13 +318,14 @@ class Worker {
   }
 
   // While a block is read, of positions that end at `end`: the rows some way ahead, then `next`. The way is
-  // a block where several tiles read it, for the first comes to a row before the others have asked. Through
+  // a block where several tiles read it, for the first comes to a row before the others have asked, and where rows
+  // have scales, which are read before the rest of a block. Through
   // a table they lie in one piece to the end of the block; then come those of the unit's next head or of the
   // following block, or if that has few positions those of `next` that will be wanted after them.
   Ahead<S> ahead_of(const Unit& unit, const Place& place, const Tensor& tensor, int64_t end,
                     const Rows<S>& next) const {
     const int64_t far = ceil_div(kAheadBytes, tensor.width * int64_t(sizeof(S)));
-    const int64_t distance = far < kBlock && readers(unit) == 1 ? far : kBlock;
+    const int64_t distance = far < kBlock && readers(unit) == 1 && !kScaled<S> ? far : kBlock;
     const Rows<S> rows = rows_at(place, tensor), ahead{rows[distance], rows.stride};
     const int64_t left = end - place.start, here = left < kBlock ? left : kBlock;
     if (place.kv_head + 1 < unit.kv_head + unit.heads) {
@@ -382,11 +384,11 @@ class Worker {
   // Where one block of a tile keeps what it passes from step to step. number: in the order of `walk`.
   struct Buffers {
     float *scores, *weights;  // [rows, 64], [rows, 64 / kPositions] words
-    float* decay;             // [16]
+    float *decay, *factors;   // [16]
   };
   Buffers buffers_of(int64_t number) {
     return {scores_ + number * kTileRows * kBlock, weights_ + number * kTileRows * kBlock,
-            decay_ + number * 16};
+            decay_ + number * kRowFloats, decay_ + number * kRowFloats + 16};
   }
 
   void scale_scores(const Tile& tile, int64_t start, const Buffers& b) const {
@@ -422,15 +424,14 @@ class Worker {
     if (any(higher)) decay = select(higher, decay_of(before, after), decay);
     store(b.decay, decay);
     for (int64_t i = 0; i < tile.rows; ++i) {
-      make_weights<F>(b.scores + i * kBlock, positions, state.max[i], b.decay[i],
-                      b.weights + i * (kBlock / F::kPositions), state.sum + i * 16,
-                      kScaled<S> ? value_scales_ : nullptr);
+      b.factors[i] = make_weights<F>(b.scores + i * kBlock, positions, state.max[i], b.decay[i],
+                                     b.weights + i * (kBlock / F::kPositions), state.sum + i * 16, value_scales_);
     }
   }
 
   // Scales, caps and masks the scores of a query in a block; returns the largest.
   float final_scores(const Query& query, int64_t start, int64_t positions, float* scores) const {
-    float scale = p_.scale;
+    float scale = p_.scale * query.factor;
     if (p_.softcap > 0) {
       cap_scores(scores, positions, scale, p_.softcap);
       scale = 1.0f;
@@ -444,7 +445,7 @@ class Worker {
   void blend(const Tile& tile, int64_t start, const State& state, const Values& values,
              const Buffers& b) {
     const int64_t positions = positions_in(start, tile.seen);
-    const Blend blend{b.weights, b.decay, positions, state.out, p_.values.dim, padded_};
+    const Blend blend{b.weights, b.decay, b.factors, positions, state.out, p_.values.dim, padded_};
     blend_values<F>(tile.rows, blend, values);
   }
 

@@ -12,9 +12,9 @@ import onward
 from onward.batches.line import BatchLine, result_line
 from onward.batches.results import LineResult
 from onward.engine import Engine, Generation
-from onward.engine.fingerprint import bits_fingerprint
 from onward.errors import EngineBusyError, EngineError, OnwardError, one_line
 from onward.language_model import Request
+from onward.language_model.fingerprint import bits_fingerprint
 from onward.protocols import BodyReader
 
 # Seconds between checks that an actor is alive, and for it to respond.

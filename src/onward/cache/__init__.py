@@ -5,6 +5,7 @@ from onward.cache.manager import PagedCacheManager
 from onward.cache.paged import KVPool, PagedKVCache
 from onward.cache.plan import CachePlan, LayerShape, StateShape
 from onward.cache.slot import AdapterRef, Slot
+from onward.cache.whole import WholeTexts
 
 __all__ = [
     "AdapterRef",
@@ -17,5 +18,6 @@ __all__ = [
     "SizedCache",
     "Slot",
     "StateShape",
+    "WholeTexts",
     "length_of",
 ]

@@ -12,7 +12,7 @@ import math
 import sys
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from onward.cache.slot import PrefixMatch, PrefixNode, Slot
@@ -41,11 +41,16 @@ class BlockKind(ABC):
     holders: the number of holders of each block. nodes: its node in the prefix index, if any. cached: nodes whose block
     has no holder, with the time of last use; the oldest first. max_cached: the most of them, if they are not limited
     with the blocks of other kinds.
+
+    links: for each block, how often it was given to a node: while its node and this number stay, so do its contents.
+    on_link, on_unlink: called after a node gets a block, and before it loses one whose contents are still there.
     """
 
     # The most tokens of a step if any of them may be removed again.
     max_step: int = sys.maxsize
     max_cached: int | None = None
+    on_link: Callable[[PrefixNode], None] | None = None
+    on_unlink: Callable[[PrefixNode], None] | None = None
 
     def __init__(self, number: int, memory: Any, nbytes: int, size: int, warm_blocks: int) -> None:
         self.number, self.memory, self.nbytes, self.size, self.warm_blocks = number, memory, nbytes, size, warm_blocks
@@ -54,6 +59,7 @@ class BlockKind(ABC):
         self.clock: Iterator[int] = itertools.count()
         self.holders = [0] * self.count
         self.nodes: list[PrefixNode | None] = [None] * self.count
+        self.links = [0] * self.count
         self.cached: OrderedDict[PrefixNode, int] = OrderedDict()
         self.warm: list[int] = []
         self.cold = list(range(self.count - 1, -1, -1))
@@ -105,12 +111,17 @@ class BlockKind(ABC):
     def link(self, node: PrefixNode, block: int) -> None:
         """Give a held block to a node."""
         assert self.nodes[block] is None, f"block {block} is already in the prefix index"
+        self.links[block] += 1
         node.blocks[self.number], self.nodes[block] = block, node
+        if self.on_link is not None:
+            self.on_link(node)
 
     def unlink(self, node: PrefixNode) -> None:
         """Take a node's block from it, if it has one."""
         block = node.blocks[self.number]
         if block is not None:
+            if self.on_unlink is not None:
+                self.on_unlink(node)
             node.blocks[self.number] = self.nodes[block] = None
             if self.cached.pop(node, None) is not None:
                 self.warm.append(block)
@@ -141,6 +152,22 @@ class BlockKind(ABC):
     def is_usable(self, match: PrefixMatch) -> bool:
         """Whether a slot can continue from the end of a match."""
         return True
+
+    def is_final(self, node: PrefixNode, at: int) -> bool:
+        """Whether a sequence can continue after a node, block `at` of its text, with the block of this kind."""
+        return True
+
+    def is_restorable(self, slot: Slot, stored: Sequence[Container[int]], end: int) -> bool:
+        """Whether a slot can continue after its first `end` blocks if a store has these kinds of each of them."""
+        return True
+
+    @abstractmethod
+    def restored(self, slot: Slot, first: int, end: int) -> Sequence[int]:
+        """The indices of the stored blocks that it needs for that, if it has the first `first` ones."""
+
+    @abstractmethod
+    def block_of(self, slot: Slot, at: int) -> int:
+        """The slot's own block of an index of its text."""
 
     @abstractmethod
     def need(self, prefix: Prefix, blocks: int) -> int:

@@ -4,7 +4,7 @@ A model has those that its layers need. Each kind says which blocks a slot needs
 which it drops as the text goes on.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from functools import partial
 
 from onward.cache.allocator import Allocator, BlockKind, Prefix
@@ -39,6 +39,12 @@ class WholeText(BlockKind):
 
     def blocks_of(self, slot: Slot, positions: int, nodes: Sequence[PrefixNode]) -> dict[int, int]:
         return dict(enumerate(slot.blocks[: -(-positions // self.size)]))
+
+    def restored(self, slot: Slot, first: int, end: int) -> Sequence[int]:
+        return range(first, end)
+
+    def block_of(self, slot: Slot, at: int) -> int:
+        return slot.blocks[at]
 
     def need(self, prefix: Prefix, blocks: int) -> int:
         full = prefix.positions // self.size
@@ -115,6 +121,21 @@ class SlidingWindow(BlockKind):
 
     def is_usable(self, match: PrefixMatch) -> bool:
         return all(match.nodes[index].blocks[self.number] is not None for index in self.seen(match.positions))
+
+    def is_restorable(self, slot: Slot, stored: Sequence[Container[int]], end: int) -> bool:
+        return all(self.number in stored[at] for at in self.restored(slot, 0, end))
+
+    def restored(self, slot: Slot, first: int, end: int) -> Sequence[int]:
+        return [at for at in self.seen(end * self.size) if at not in slot.windows]
+
+    def block_of(self, slot: Slot, at: int) -> int:
+        return slot.windows[at]
+
+    def restore(self, slot: Slot, end: int, allocator: Allocator) -> None:
+        """Allocate the window of a slot that continues after its first `end` blocks, in place of its present one."""
+        self.pass_on(slot, end * self.size)
+        has_room = self.provide(slot, self.restored(slot, 0, end), allocator)
+        assert has_room, "every slot has reserved a window"
 
     def _part(self, prefix: Prefix) -> int | None:
         """The block of a prefix that a slot continues with a copy of."""
@@ -234,6 +255,19 @@ class RecurrentStates(BlockKind):
         state = node.blocks[self.number]
         return state is not None and positions <= node.state_end and self.memory.holds(state, positions)
 
+    def is_final(self, node: PrefixNode, at: int) -> bool:
+        return node.state_end == (at + 1) * self.size
+
+    def is_restorable(self, slot: Slot, stored: Sequence[Container[int]], end: int) -> bool:
+        return self.number in stored[end - 1]
+
+    def restored(self, slot: Slot, first: int, end: int) -> Sequence[int]:
+        return [end - 1]
+
+    def block_of(self, slot: Slot, at: int) -> int:
+        assert slot.state is not None, "every slot has states"
+        return slot.state
+
     def need(self, prefix: Prefix, blocks: int) -> int:
         return 1
 
@@ -301,8 +335,8 @@ class RecurrentStates(BlockKind):
         own = node.blocks[self.number]
         if own is None or not self.holders[own]:
             self.unlink(node)
-            self.link(node, state)
             node.state_end = end
+            self.link(node, state)
 
     def max_chunk(self, slot: Slot, first: int, count: int) -> int:
         """If states can be cached, up to the last end of a block, since states are cached only there, or to where the

@@ -39,10 +39,16 @@ class BlockTableTensors:
         self._spares = [memory.count] if memory.windows is None else [memory.count, memory.windows.count]
         self._tables: dict[int, _Table] = {}
         self._caches: dict[tuple[int, bool], Any] = {}
+        self._views = 0
+
+    def views(self) -> int:
+        """The number of calls of `view`."""
+        return self._views
 
     def view(self, slots: Sequence[Slot]) -> Any:
         """The cache of these rows, valid until the next call; the same object while rows stay. Entries without a block
         name the spare block."""
+        self._views += 1
         batch = len(slots)
         stamps = [slot.stamp for slot in slots]
         adapters = [index_of(slot.adapter) for slot in slots]

@@ -12,15 +12,9 @@ import torch
 from torch import Tensor
 
 from onward.cache.dense import AttentionOptions, KVCache, layers_of, write_and_attend
-from onward.cache.plan import (
-    CachePlan,
-    RecurrentState,
-    RecurrentStatePool,
-    is_lazy,
-    lazy_zeros,
-    of_layer,
-)
+from onward.cache.plan import CachePlan, RecurrentState, RecurrentStatePool, is_lazy, lazy_zeros, of_layer
 from onward.cache.slot import Slot
+from onward.cache.tensor_bytes import as_bytes, copied_bytes, load_bytes
 from onward.errors import RequestError
 from onward.native import give_back_pages
 from onward.ops.heads import BLOCK
@@ -42,6 +36,18 @@ class LayerPool:
         """Copy the first `positions` positions of block `source` to block `to`, all layers."""
         for layer in (each for pair in self.layers for each in pair):
             layer[to, :, :positions] = layer[source, :, :positions]
+
+    def dump(self, block: int) -> memoryview:
+        """A copy of a block's bytes, all layers."""
+        return copied_bytes([self._buffer[block]])
+
+    def writable(self, block: int) -> memoryview | None:
+        """A block's bytes themselves; None on another device than the CPU."""
+        return as_bytes(self._buffer[block]) if self.device.type == "cpu" else None
+
+    def load(self, block: int, content: memoryview) -> None:
+        """Overwrite a block with the bytes of `dump`."""
+        load_bytes([self._buffer[block]], content)
 
     def give_back(self, blocks: Sequence[int]) -> None:
         """Return the memory of free blocks to the system; they can be used again as they are.

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from onward.cache.tensor_bytes import copied_bytes, load_bytes
 from onward.errors import RequestError, one_line
 from onward.native import advise_huge_pages
 from onward.native.machine import memory_limit
@@ -244,6 +245,10 @@ class RecurrentStatePool:
         self.count = min(count, _MAX_LAZY_SLOTS if torch.device(plan.device).type == "cpu" else _MAX_SLOTS)
         self.tensors = new_states(plan.states, self.count, plan.dtype, plan.device)
         self.nbytes = sum(tensor[:1].nbytes for tensor in self.tensors)
+        # The bytes of all inputs, of all states and of all numbers, in each of which a slot is contiguous.
+        memories = [self.tensors[at].untyped_storage() for at in (0, 1, -1)]
+        flat = [torch.empty(0, dtype=torch.uint8, device=plan.device).set_(memory) for memory in memories]
+        self._bytes = [memory.view(self.count, -1) for memory in flat if memory.numel()]
 
     def clear(self, slot: int) -> None:
         self.tensors[-1][slot] = 0
@@ -254,6 +259,17 @@ class RecurrentStatePool:
 
     def holds(self, slot: int, positions: int) -> bool:
         return holds(self.tensors, slot, positions)
+
+    def dump(self, slot: int) -> memoryview:
+        """A copy of a slot's bytes."""
+        return copied_bytes([tensor[slot] for tensor in self._bytes])
+
+    def writable(self, slot: int) -> memoryview | None:
+        """None, since they are not in one place."""
+
+    def load(self, slot: int, content: memoryview) -> None:
+        """Overwrite a slot with the bytes of `dump`."""
+        load_bytes([tensor[slot] for tensor in self._bytes], content)
 
     def read(self, slot: int) -> tuple[Tensor, ...]:
         return tuple(tensor[slot : slot + 1].clone() for tensor in self.tensors)

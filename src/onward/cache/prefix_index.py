@@ -1,8 +1,8 @@
 """The prefix index: a trie of blocks that finds the longest cached prefix of a sequence.
 
 A node's path from the root is the preceding tokens, on which its keys and values depend. Tokens are compared, never a
-hash alone. A node is a full block, or a leaf with fewer tokens. Keys and values also depend on the row's adapter, so
-each adapter has its own root.
+hash alone. A node is a full block, or a leaf with fewer tokens. Keys and values also depend on the row's adapter, and
+tenants may not share them, so each adapter and each salt has its own root (`root_of`).
 """
 
 from bisect import bisect_left, insort
@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from onward.cache.allocator import Allocator
 from onward.cache.block_kinds import SlidingWindow
-from onward.cache.slot import AdapterRef, PrefixMatch, PrefixNode, Slot, Tokens, digest_of, tokens_of
+from onward.cache.slot import PrefixMatch, PrefixNode, Slot, Tokens, tokens_of
 
 
 class PrefixIndex:
@@ -31,22 +31,25 @@ class PrefixIndex:
             yield node
             pending.extend(node.children)
 
-    def root(self, adapter: AdapterRef | None) -> PrefixNode:
-        digest = digest_of(adapter)
-        if digest not in self._roots:
-            # Adapters come and go: roots without children are dropped.
-            self._roots = {digest: root for digest, root in self._roots.items() if root.children}
-            self._roots[digest] = PrefixNode((), [], None)
-        return self._roots[digest]
+    def root(self, name: str) -> PrefixNode:
+        if name not in self._roots:
+            # Adapters and tenants come and go: roots without children are dropped.
+            self._roots = {name: root for name, root in self._roots.items() if root.children}
+            self._roots[name] = PrefixNode((), [], None)
+        return self._roots[name]
 
-    def match(self, ids: Sequence[int], limit: int, adapter: AdapterRef | None) -> PrefixMatch:
+    def name_of(self, root: PrefixNode) -> str | None:
+        """The name of a root; None if it has been dropped."""
+        return next((name for name, other in list(self._roots.items()) if other is root), None)
+
+    def match(self, ids: Sequence[int], limit: int, root: str) -> PrefixMatch:
         """The longest prefix of ids[:limit] from whose end a sequence can continue, because its window and recurrent
         states are cached."""
-        match = self._found(ids, limit, adapter)
+        match = self._found(ids, limit, root)
         while match.positions and not self._is_usable(match):
             blocks = (match.positions - 1) // self.size
             nodes, start = match.nodes[:blocks], blocks * self.size
-            parent, tokens = nodes[-1] if nodes else self.root(adapter), tuple(ids[start : match.positions])
+            parent, tokens = nodes[-1] if nodes else self.root(root), tuple(ids[start : match.positions])
             # Pinned prefixes may end inside the tokens of another node.
             others = [node for node in parent.children if _is_prefix(node.tokens[: len(tokens)], tokens)]
             ends = [PrefixMatch([*nodes, node], start + min(len(node.tokens), len(tokens))) for node in others]
@@ -57,14 +60,14 @@ class PrefixIndex:
     def _is_usable(self, match: PrefixMatch) -> bool:
         return all(kind.is_usable(match) for kind in self._allocator.kinds)
 
-    def branch(self, ids: Sequence[int], limit: int, adapter: AdapterRef | None) -> int:
+    def branch(self, ids: Sequence[int], limit: int, root: str) -> int:
         """The end of the last full block found for ids[:limit], whether or not a sequence can continue from there."""
-        return self._found(ids, limit, adapter).positions // self.size * self.size
+        return self._found(ids, limit, root).positions // self.size * self.size
 
-    def _found(self, ids: Sequence[int], limit: int, adapter: AdapterRef | None) -> PrefixMatch:
+    def _found(self, ids: Sequence[int], limit: int, root: str) -> PrefixMatch:
         if limit <= 0:
             return PrefixMatch([], 0)
-        node = self.root(adapter)
+        node = self.root(root)
         nodes: list[PrefixNode] = []
         while (end := (len(nodes) + 1) * self.size) <= limit:
             child = _starting_with(node, tuple(ids[end - self.size : end]))
@@ -98,7 +101,7 @@ class PrefixIndex:
         """The node of the last of the slot's first full blocks, or another one with the same tokens."""
         if slot.noted == blocks:
             return self._last_noted(slot)
-        found = self._found(ids, blocks * self.size, slot.adapter)
+        found = self._found(ids, blocks * self.size, slot.root)
         return found.nodes[-1] if found.positions == blocks * self.size else None
 
     def leave(self, slot: Slot, ids: Sequence[int], pin: bool) -> list[PrefixNode]:
@@ -133,8 +136,8 @@ class PrefixIndex:
             self._allocator.remove(node)
 
     def _last_noted(self, slot: Slot) -> PrefixNode:
-        """The node of the slot's last noted block, or else its adapter's root."""
-        node = self._text.nodes[slot.blocks[slot.noted - 1]] if slot.noted else self.root(slot.adapter)
+        """The node of the slot's last noted block, or else its root."""
+        node = self._text.nodes[slot.blocks[slot.noted - 1]] if slot.noted else self.root(slot.root)
         assert node is not None, "a slot's noted blocks are in the prefix index"
         return node
 

@@ -1,5 +1,6 @@
 """What a paged cache consists of: slots, each a row, and the nodes of the prefix index."""
 
+import hashlib
 import itertools
 import sys
 import threading
@@ -67,20 +68,29 @@ def digest_of(adapter: AdapterRef | None) -> str:
     return "" if adapter is None else adapter.digest
 
 
+def root_of(adapter: AdapterRef | None, salt: str | None) -> str:
+    """The name of the root of the prefix index for rows with this adapter and salt."""
+    if salt is None:
+        return digest_of(adapter)
+    return hashlib.blake2b(f"{digest_of(adapter)} {salt}".encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+
+
 @dataclass(eq=False, slots=True)
 class Slot:
     """A row of a paged cache. Only `PagedCacheManager` creates and changes it.
 
-    blocks: in order of position. length: reserved positions. noted: how many of the first blocks are in the prefix
-    index. note_at: the number of ids at which `commit` has work to do. findable: whether the prefix index may have its
-    blocks. windows: its sliding-window blocks, by their index among `blocks`. max_windows: the most of them. state: the
-    block of its recurrent states. branch: the end of the last block of its prompt found in the prefix index without
-    recurrent states; 0 if everything found was reused. is_pin: whether it only keeps cached blocks. stamp: changes with
-    the blocks; 0 after the release.
+    root: of its text in the prefix index (`root_of`). blocks: in order of position. length: reserved positions. noted:
+    how many of the first blocks are in the prefix index. note_at: the number of ids at which `commit` has work to do.
+    findable: whether the prefix index may have its blocks. windows: its sliding-window blocks, by their index among
+    `blocks`. max_windows: the most of them. state: the block of its recurrent states. branch: the end of the last block
+    of its prompt found in the prefix index without recurrent states; 0 if everything found was reused. stored: what
+    only a store has of its text (`onward.cache.disk.StoredPath`). is_pin: whether it only keeps cached blocks. stamp:
+    changes with the blocks; 0 after the release.
     """
 
     length: int
     adapter: AdapterRef | None = None
+    root: str = ""
     blocks: list[int] = field(default_factory=list)
     noted: int = 0
     note_at: int = 0
@@ -89,6 +99,7 @@ class Slot:
     max_windows: int = 0
     state: int | None = None
     branch: int = 0
+    stored: Any = None
     is_pin: bool = False
     stamp: int = field(default_factory=lambda: next(_stamps))
     thread: int = field(default_factory=threading.get_ident)
@@ -102,7 +113,7 @@ class Slot:
     def void(self) -> None:
         """After its release, the slot has no blocks and matches no table."""
         self.blocks, self.windows, self.max_windows, self.state = [], {}, 0, None
-        self.length, self.noted, self.note_at, self.stamp = 0, 0, NEVER, 0
+        self.length, self.noted, self.note_at, self.stamp, self.stored = 0, 0, NEVER, 0, None
 
     def __repr__(self) -> str:
         return f"<Slot of {self.length} positions in {len(self.blocks)} blocks>"

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from onward.chat.template import ChatTemplate
+from onward.checkpoint.embedding_format import EmbeddingFormat, read_embedding_format
 from onward.checkpoint.formats import methods_of, with_settings_file
 from onward.checkpoint.safetensors import SafetensorsFolder
 from onward.checkpoint.shards import METADATA, read_object, weight_files
@@ -43,12 +44,39 @@ class CheckpointFolder:
                 advice += f" ({base})" if base else ""
             raise ConfigError(f"{self.path} holds no config.json: {advice}")
         config = with_architecture(self._read_json("config.json", ConfigError))
+        if not self.has_head:
+            config = {**config, "tie_word_embeddings": True}  # nothing else is there to read
         config = with_settings_file(self.path, config)
         try:
             methods_of(config)
         except ConfigError as error:
             raise ConfigError(f"{self.path}: {error}") from error
         return untied_if_stored(self.path, config)
+
+    @cached_property
+    def has_head(self) -> bool:
+        """Whether it has a head over the vocabulary: not if it is a classifier, or a base model that ties none."""
+        config = self._read_json("config.json", ConfigError)
+        if self._is_classifier:
+            return False
+        architectures = config.get("architectures")
+        is_base = (
+            isinstance(architectures, list) and len(architectures) == 1 and str(architectures[0]).endswith("Model")
+        )
+        if not is_base or config.get("tie_word_embeddings") is not False or not weight_files(self.path):
+            return True
+        stored = SafetensorsFolder(self.path, None, torch.device("cpu"))
+        return any(name.endswith("lm_head.weight") for name in stored.named())
+
+    @property
+    def _is_classifier(self) -> bool:
+        architectures = self._read_json("config.json", ConfigError).get("architectures") or [""]
+        return str(architectures[0]).endswith("ForSequenceClassification")
+
+    @cached_property
+    def embedding_format(self) -> EmbeddingFormat:
+        """How the checkpoint makes embeddings and scores."""
+        return read_embedding_format(self.path, self.tokenizer_config, is_classifier=self._is_classifier)
 
     @property
     def generation_file(self) -> str:

@@ -84,7 +84,7 @@ def convert(
     if to == "safetensors":
         weights = _weights(checkpoint, config, dtype, packed=False)
         with appears(target) as partial:
-            _write_folder(checkpoint, weights, partial)
+            write_folder(checkpoint, weights, partial)
         return target
     assert isinstance(checkpoint, CheckpointFolder)
     family = export_family(checkpoint.config)
@@ -125,7 +125,8 @@ def _weights(checkpoint: Checkpoint, config: Architecture, dtype: torch.dtype | 
     }
 
 
-def _write_folder(checkpoint: Checkpoint, weights: Mapping[str, Any], folder: Path) -> None:
+def write_folder(checkpoint: Checkpoint, weights: Mapping[str, Any], folder: Path) -> None:
+    """Write float weights by stock name as a folder in the Hugging Face layout, with the checkpoint's other files."""
     folder.mkdir()
     matrix = next(weight for weight in weights.values() if weight.dim() > 1)
     omitted = (MANIFEST, "torch_dtype")

@@ -3,6 +3,7 @@
 Shapes: R rank, K inputs, N outputs of a linear layer.
 """
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from onward.checkpoint.formats.settings import Fields, words
 from onward.checkpoint.shards import open_safetensors, read_object
 from onward.checkpoint.stored_names import WRAPPERS
 from onward.errors import CheckpointError
-from onward.models.adapters import Adapter, Update
+from onward.models.adapters import Adapter, TrainedAdapter, Update
 
 CONFIG = "adapter_config.json"
 
@@ -220,3 +222,22 @@ def _pair(
             f"adapter_config.json: they must be [{rank}, {inputs}] and [{outputs}, {rank}]"
         )
     return a.to(torch.float32), b.to(torch.float32) * config.scale_of(module)
+
+
+def write_adapter(adapter: TrainedAdapter, folder: Path, base: str | None) -> None:
+    """Write a trained adapter's parameters as an existing folder in peft's layout. base: the model that it is for."""
+    fields = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": adapter.rank,
+        "lora_alpha": adapter.alpha,
+        "lora_dropout": 0.0,
+        "target_modules": list(adapter.targets),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
+    (folder / CONFIG).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+    tensors = {f"base_model.model.{name}": each.detach().contiguous() for name, each in adapter.parameters.items()}
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})

@@ -23,6 +23,7 @@ _SHARD = re.compile(r"(?P<stem>.+)-\d+-of-(?P<of>\d+)\.safetensors")
 # Files beside config.json and the weights: the tokenizer's, chat templates, and sampling defaults.
 TEXT_FILES = (
     *("generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
+    *("modules.json", "config_sentence_transformers.json", "sentence_bert_config.json", "1_Pooling/config.json"),
     *("chat_template.jinja", "chat_template.json", "additional_chat_templates/tool_use.jinja"),
 )
 

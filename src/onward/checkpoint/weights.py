@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn import Parameter
 
 from onward.checkpoint.checkpoint import CheckpointFolder
 from onward.checkpoint.dcp import DcpFolder, NameMapSource, is_distributed
 from onward.checkpoint.formats import methods_of
 from onward.checkpoint.name_map import MappedTensors, NameMap
-from onward.checkpoint.quantized_folder import Manifest, QuantizedTensors
+from onward.checkpoint.quantized_folder import Manifest, QuantizedTensors, weights_by_stock_name
 from onward.checkpoint.safetensors import SafetensorsFolder
 from onward.checkpoint.stored_names import is_buffer
 from onward.errors import CheckpointError, ConfigError, RequestError, UnsupportedArchitectureError, one_line
@@ -71,11 +72,27 @@ def read_weights(
     return params
 
 
+def read_parameters(
+    folder: CheckpointFolder, config: Architecture, name_map: NameMapSource = None
+) -> tuple[dict[str, Parameter], torch.dtype]:
+    """The weights of a model as float32 parameters by stock name, and the dtype that the checkpoint has them in."""
+    params = read_weights(
+        folder.path, config, dtype=None, device=torch.device("cpu"), name_map=name_map, own_dtypes=True
+    )
+    weights = weights_by_stock_name(config, params)
+    parameters = {}
+    for name, weight in weights.items():
+        assert isinstance(weight, torch.Tensor), "quantized folders are not trained"
+        parameters[name] = Parameter(weight.to(torch.float32, copy=True))
+    return parameters, params.embed_tokens.weight.dtype
+
+
 def _check_all_read(
     folder: Path, config: Architecture, tensors: SafetensorsFolder | MappedTensors, params: Any
 ) -> None:
     """Raise if a tensor was not read: config.json and the weights are then from different models."""
-    left = [name for name in tensors.unread() if not (is_buffer(name) or is_unread(config, name))]
+    # A classifier's head is not part of the decoder: `CheckpointFolder.embedding_format` has it.
+    left = [x for x in tensors.unread() if not (is_buffer(x) or is_unread(config, x) or x == "score.weight")]
     if left == ["lm_head.weight"]:
         embedding = params.embed_tokens.weight
         head = tensors.take("lm_head.weight", tuple(embedding.shape))

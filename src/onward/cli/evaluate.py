@@ -1,20 +1,35 @@
 """`onward score` and `onward eval`: perplexity, and tasks of lm-evaluation-harness."""
 
+import dataclasses
 import json
-import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout
+from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+import onward
 from onward.cli.flags import AS_JSON, INPUT, TASKS, TEXT_FILE, AppliedAdapterFlags, ModelFlags, flag
-from onward.cli.inputs import expanded, finite, importing, load_model, parse_ids, read_prompt
+from onward.cli.inputs import (
+    check_writable,
+    expanded,
+    finite,
+    importing,
+    load_model,
+    parse_ids,
+    read_prompt,
+    write_json,
+)
+from onward.cli.paired import comparisons, documents_digest, other_flags, paired_table
 from onward.cli.terminal import count, is_terminal, waiting
 from onward.errors import RequestError
 from onward.util.options import OUTPUT
+
+if TYPE_CHECKING:
+    from onward.language_model import LanguageModel
 
 
 def score(
@@ -63,6 +78,8 @@ def evaluate(
     limit: int | None = flag("Use only the first N documents of each task.", group=TASKS, low=1),
     chat: bool = flag("Apply the chat template to the prompts.", group=TASKS, default=False),
     batch_size: int = flag("Number of prompts per batch.", group=TASKS, default=8, low=1),
+    seed: int = flag("Seed of sampled answers.", group=TASKS, default=0, low=0),
+    paired: str | None = flag("Compare with another SOURCE, or with quantize=int4.", group=TASKS, metavar="OTHER"),
     as_json: bool = AS_JSON,
     output: Path | None = flag("Also write the JSON object to FILE.", "-o", group=OUTPUT),
     log_samples: bool = flag("Add each document and its answer to the JSON.", group=OUTPUT, default=False),
@@ -74,14 +91,18 @@ def evaluate(
     The harness has hundreds of tasks and downloads their data from the hub.
     The results match those of its own transformers backend.
 
+    --paired evaluates two models on the same documents with the same seeds
+    and prints the interval of the difference of their scores.
+
     To install it: pip install 'onward[eval]'
     """
     if log_samples and output is None and not as_json:
         raise RequestError("--log-samples needs --output or --json: add one")
     if output is not None:
-        _check_writable(expanded(output))
+        check_writable(output)
+    other = None if paired is None else other_flags(paired, model)
     harness = _harness()
-    lm = load_model(model, adapting=adapting)
+    adapter = adapting.first().get("adapter")
     with waiting("reading tasks …"):
         from lm_eval.tasks import TaskManager
 
@@ -93,32 +114,42 @@ def evaluate(
                 f"no task {unknown[0]!r}: choose one of the harness's (lm_eval ls tasks), or add --include with the "
                 "folder of its YAML file"
             )
-    with _tidy_output():
-        results = harness.simple_evaluate(
-            OnwardLM(lm, batch_size=batch_size, adapter=adapting.first().get("adapter")),
-            tasks=tasks,
-            num_fewshot=shots,
-            limit=limit,
-            apply_chat_template=chat,
-            task_manager=manager,
-            log_samples=log_samples,
-        )
+    evaluations, models = [], []
+    for flags in (model,) if other is None else (model, other):
+        lm = load_model(flags, adapting=adapting)
+        models.append(_description(lm, flags, adapter))
+        with _tidy_output():
+            evaluated = harness.simple_evaluate(
+                OnwardLM(lm, batch_size=batch_size, adapter=adapter, seed=seed),
+                tasks=tasks,
+                num_fewshot=shots,
+                limit=limit,
+                apply_chat_template=chat,
+                task_manager=manager,
+                log_samples=True,  # for the documents' digest, and for pairs
+            )
+        evaluations.append(evaluated)
+        del lm  # before the next one is loaded
     names = ("results", "n-shot", "versions", *(["samples"] if log_samples else []))
-    text = json.dumps({name: results[name] for name in names}, default=str)
-    typer.echo(text if as_json else _table(results["results"]))
+    results, *others = [{name: evaluated[name] for name in names} for evaluated in evaluations]
+    results["manifest"] = {
+        "models": models,
+        "tasks": tasks,
+        "shots": shots,
+        "limit": limit,
+        "chat": chat,
+        "seed": seed,
+        "documents_sha256": documents_digest(evaluations[0]["samples"]),
+        "versions": {"onward": onward.__version__, "lm_eval": version("lm_eval")},
+    }
+    rows = _rows(results["results"])
+    for each in others:
+        results |= {"other": each, "paired": comparisons(*(evaluated["samples"] for evaluated in evaluations))}
+        rows = paired_table(results["paired"])
+    text = json.dumps(results, default=str)
+    typer.echo(text if as_json else _table(rows))
     if output is not None:
-        try:
-            expanded(output).write_text(f"{text}\n", encoding="utf-8")
-        except OSError as error:
-            raise RequestError(f"{str(output)!r} cannot be written: {error.strerror or error}") from error
-
-
-def _check_writable(file: Path) -> None:
-    """Raise `RequestError` if a file cannot be written, before hours of work for it."""
-    folder = file.absolute().parent
-    if file.is_dir() or not os.access(file if file.exists() else folder, os.W_OK):
-        problem = "it is a folder" if file.is_dir() else f"{str(folder)!r} is not a folder that you can write to"
-        raise RequestError(f"{str(file)!r} cannot be written: {problem}")
+        write_json(output, text)
 
 
 @contextmanager
@@ -145,14 +176,28 @@ def _tidy_output() -> Iterator[None]:
         yield
 
 
-def _table(results: Mapping[str, Mapping[str, Any]]) -> str:
+def _description(lm: "LanguageModel", flags: ModelFlags, adapter: str | None) -> dict[str, Any]:
+    """A model in the manifest: how it was loaded, and its fingerprint."""
+    from onward.language_model.fingerprint import bits_fingerprint
+
+    changed = {each.name: getattr(flags, each.name) for each in dataclasses.fields(flags) if each.name != "threads"}
+    changed = {name: str(value) for name, value in changed.items() if value != getattr(type(flags), name)}
+    fingerprint = bits_fingerprint(lm.model, lm.adapters.find(adapter))
+    return {"model": flags.model, **changed, "adapter": adapter, "fingerprint": fingerprint}
+
+
+def _rows(results: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, ...]]:
     """A row for each metric of each task: its value and standard error, if it has one."""
-    rows = [("task", "metric", "filter", "value", "stderr")]
+    rows: list[tuple[str, ...]] = [("task", "metric", "filter", "value", "stderr")]
     for task, values in results.items():
         for key, value in values.items():
             metric, comma, filter = key.partition(",")
             if comma and not metric.endswith("_stderr"):
                 rows.append((task, metric, filter, _number(value), _number(values.get(f"{metric}_stderr,{filter}"))))
+    return rows
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows

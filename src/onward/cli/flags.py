@@ -175,6 +175,8 @@ class LoadFlags:
     name_map: Path | None = _model("JSON file that maps weight names to Hugging Face's.")
     max_seq_len: int | None = _model("Context length in tokens.", show_default="the model's")
     compile: str = _model("Backend: native, cuda, inductor, eager or auto.", default="auto", choices=_BACKENDS)
+    prefix_cache_dir: Path | None = _model("Share the prefix cache with later runs in DIR.", metavar="DIR")
+    prefix_cache_disk: float | None = _model("Disk space for it, in GiB.", metavar="GIB", show_default="16")
     pipeline: int = _model("Split the layers across N processes.", default=1)
     threads: int | None = _model("Number of CPU threads.", show_default="physical cores", low=1, high=256)
 
@@ -302,5 +304,5 @@ class EngineFlags:
 class ServerEngineFlags(EngineFlags):
     """Defaults for a server: clients wait for each token, and often leave the length of a text open."""
 
-    max_step_ms: float | None = _max_step_ms(show_default="2.25x a decode step, at least 100", low=0)
+    max_step_ms: float | None = _max_step_ms(show_default="2x a decode step, at least 40", low=0)
     overcommit: float | None = _overcommit(default=4.0)

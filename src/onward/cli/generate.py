@@ -22,13 +22,23 @@ from onward.cli.flags import (
     TemplateFlags,
     flag,
 )
-from onward.cli.inputs import finite, generate_options, load_model, parse_ids, read_prompt, template_variables
+from onward.cli.inputs import (
+    check_writable,
+    finite,
+    generate_options,
+    load_model,
+    parse_ids,
+    read_prompt,
+    template_variables,
+    write_json,
+)
 from onward.cli.option_flags import GenerateFlags, SamplingFlags
 from onward.cli.terminal import TextWriter, follow, is_terminal, note, summary, waiting, write
 from onward.errors import OnwardError, RequestError
+from onward.util.options import OUTPUT
 
 if TYPE_CHECKING:
-    from onward.language_model import Completion, Piece
+    from onward.language_model import Completion, LanguageModel, Piece
     from onward.sampling import TokenLogprobs
     from onward.tokenizer import Tokenizer
 
@@ -43,6 +53,7 @@ def generate(
     system: str | None = flag("System message for --chat.", group=CHAT),
     ids: bool = flag("Read and print token ids instead of text.", default=False, group=INPUT),
     as_json: bool = AS_JSON,
+    receipt: Path | None = flag("Write a receipt of the text to FILE, for onward verify.", group=OUTPUT),
     template: TemplateFlags,
     sampling: SamplingFlags,
     texts: GenerateFlags,
@@ -72,6 +83,11 @@ def generate(
         raise RequestError("--logprobs and --prompt-logprobs need --json: add it")
     if drafting.draft is not None and (texts.beams or 1) > 1:
         raise RequestError("--beams does not work with --draft: use one of them")
+    if receipt is not None:
+        if max(texts.beams or 1, texts.n or 1) > 1:
+            raise RequestError("--receipt is of one text: leave out --samples and --beams")
+        options = {"n": 1, "beams": 1} | options
+        check_writable(receipt)
     lm = load_model(model, drafting, adapting)
     variables = template_variables(template, lm, model.model) if chat else {}
     now = datetime.datetime.now(datetime.UTC)
@@ -83,7 +99,7 @@ def generate(
             stream = lm.stream_chat(messages, template=variables, now=now, **options)
         else:
             stream = lm.stream(ids_or_text, **options)
-        _print_stream(stream, as_ids=as_ids)
+        _write_receipt(lm, _print_stream(stream, as_ids=as_ids), receipt)
         return
     if chat:
         request = lm.chat_request(messages, template=variables, now=now, **options)
@@ -97,9 +113,15 @@ def generate(
         typer.echo(json.dumps(fields, ensure_ascii=False).encode())
     else:
         _print_texts(completion.choices, as_ids=as_ids)
+    _write_receipt(lm, completion, receipt)
 
 
-def _print_stream(stream: "Generator[Piece, None, Completion]", *, as_ids: bool) -> None:
+def _write_receipt(lm: "LanguageModel", completion: "Completion", file: Path | None) -> None:
+    if file is not None:
+        write_json(file, json.dumps(lm.receipt(completion).to_json(), ensure_ascii=False))
+
+
+def _print_stream(stream: "Generator[Piece, None, Completion]", *, as_ids: bool) -> "Completion":
     writer = TextWriter()
     separator = ""
 
@@ -115,6 +137,7 @@ def _print_stream(stream: "Generator[Piece, None, Completion]", *, as_ids: bool)
         raise
     writer.end_line()
     _note_summary(completion)
+    return completion
 
 
 def _print_texts(completions: "Sequence[Completion]", *, as_ids: bool) -> None:

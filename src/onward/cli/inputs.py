@@ -92,6 +92,22 @@ def _decoded(content: bytes, where: str) -> str:
         raise RequestError(f"{where} is not UTF-8 text: {error}") from error
 
 
+def check_writable(file: Path) -> None:
+    """Raise `RequestError` if a file cannot be written, before hours of work for it."""
+    file = expanded(file)
+    folder = file.absolute().parent
+    if file.is_dir() or not os.access(file if file.exists() else folder, os.W_OK):
+        problem = "it is a folder" if file.is_dir() else f"{str(folder)!r} is not a folder that you can write to"
+        raise RequestError(f"{str(file)!r} cannot be written: {problem}")
+
+
+def write_json(file: Path, text: str) -> None:
+    try:
+        expanded(file).write_text(f"{text}\n", encoding="utf-8")
+    except OSError as error:
+        raise RequestError(f"{str(file)!r} cannot be written: {error.strerror or error}") from error
+
+
 def finite(value: float) -> float | None:
     """Return None for NaN and infinities, which JSON does not have."""
     return value if math.isfinite(value) else None
@@ -144,6 +160,12 @@ def load_options(flags: LoadFlags, drafting: DraftFlags | None, adapting: Adapte
     options = {name: value for name, value in vars(flags).items() if value is not None}
     for name in ("model", "threads"):
         options.pop(name, None)
+    if flags.prefix_cache_dir is not None:
+        options["prefix_cache_dir"] = str(expanded(flags.prefix_cache_dir))
+    if flags.prefix_cache_disk is not None:
+        if not 0 < flags.prefix_cache_disk < 2**20:
+            raise RequestError(f"--prefix-cache-disk must be a number of GiB above 0; got {flags.prefix_cache_disk}")
+        options["prefix_cache_disk"] = int(flags.prefix_cache_disk * 2**30)
     if drafting is not None and drafting.draft is not None:
         options["draft"] = drafting.draft
     options |= {name: expanded_source(str(options[name])) for name in ("name_map", "merge", "draft") if name in options}

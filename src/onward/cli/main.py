@@ -18,13 +18,16 @@ from onward.cli.batch import batch
 from onward.cli.bench import bench
 from onward.cli.chat import chat
 from onward.cli.convert import convert, quantize
+from onward.cli.embed import embed
 from onward.cli.evaluate import evaluate, score
 from onward.cli.flags import GROUPS, with_flags
 from onward.cli.generate import generate
 from onward.cli.info import info
+from onward.cli.prefix_cache import prefix_cache
 from onward.cli.serve import deploy, serve
 from onward.cli.suggestions import check_short_options, unknown_command, unknown_option
 from onward.cli.terminal import is_terminal, report
+from onward.cli.verify import verify
 from onward.errors import OnwardError, OnwardWarning, OptionError, RequestError
 
 # Typer bundles click since 0.2x; old and new versions share only this name for click's usage errors.
@@ -128,12 +131,15 @@ for _function, _example in (
     (serve, "serve Qwen/Qwen3-0.6B --quantize int8 --port 8000"),
     (deploy, "deploy Qwen/Qwen3-0.6B --replicas 4 --quantize int8"),
     (batch, "batch requests.jsonl results.jsonl -m Qwen/Qwen3-0.6B"),
+    (embed, "embed texts.jsonl -o embeddings.jsonl -m Qwen/Qwen3-Embedding-0.6B"),
     (score, "score --file story.txt"),
+    (verify, "verify receipt.json -m Qwen/Qwen3-0.6B"),
     (evaluate, "eval arc_easy hellaswag --limit 100 -m Qwen/Qwen3-0.6B"),
     (quantize, "quantize Qwen/Qwen3-0.6B qwen3-iq4 --format iq4_nl"),
     (convert, "convert qwen3-iq4 qwen3.gguf --to gguf"),
     (bench, "bench Qwen/Qwen3-0.6B --quantize int8 --profile"),
     (info, "info demo --context 1024 --batch 8"),
+    (prefix_cache, "prefix-cache info ~/.cache/onward-prefixes"),
 ):
     app.command(_example.split()[0], cls=Command, epilog=f"Example: onward {_example}")(with_flags(_function))
 

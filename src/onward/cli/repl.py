@@ -27,7 +27,7 @@ _KEYS = """\
 
 # Options for multiple texts, reports or callers in Python.
 _UNAVAILABLE = {
-    *("n", "beams", "length_penalty", "early_stopping", "logprobs", "prompt_logprobs"),
+    *("n", "beams", "length_penalty", "early_stopping", "logprobs", "prompt_logprobs", "taps", "steer"),
     *("draft", "stop_when", "cancel", "logit_bias"),
     *("json_schema", "regex", "grammar", "choice", "constraint"),
 }

@@ -296,7 +296,7 @@ def _parse_model(
         raise RequestError(f"--model must be [NAME=]SOURCE, such as small=Qwen/Qwen3-0.6B; got {text!r}")
     options: dict[str, Any] = dataclasses.asdict(loading)
     draft, adapters = drafting.draft, list(adapting.adapter or ())
-    known = {*options, "draft", "adapter"} - {"threads"}
+    known = {*options, "draft", "adapter"} - {"threads", "prefix_cache_dir", "prefix_cache_disk"}
     for other in others:
         option, equals, value = other.partition("=")
         option = option.strip().replace("-", "_")

@@ -74,6 +74,7 @@ PYTHON_ONLY = {
     "prefix_memory": "LanguageModel",
     "progress": "load",
     "stop_when": "generate",
+    "taps": "generate",
     "via": "load",
 }
 

@@ -31,8 +31,8 @@ from onward.cluster.call import (
 from onward.cluster.channel import ChannelReplicaSet
 from onward.cluster.router import routing_key
 from onward.cluster.state import State
-from onward.engine.fingerprint import parts_that_differ
 from onward.errors import EngineBusyError, EngineError, OnwardError, RequestError
+from onward.language_model.fingerprint import parts_that_differ
 from onward.protocols import BodyError, ResponseKey
 from onward.server import Settings
 from onward.server.client import MemoryBudget, whole_body

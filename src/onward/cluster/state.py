@@ -83,7 +83,9 @@ TIMEOUT = 2.0  # seconds for a replica to respond; Prometheus waits 10 s for a s
 _POLL_INTERVAL = 0.05  # seconds, while waiting for replicas
 
 _OK = (200, 503)  # a failing replica reports its state with 503
-_COUNTED_STATS = frozenset({"steps", "tokens", "preemptions", "seconds"})
+_COUNTED_STATS = frozenset(
+    {"steps", "tokens", "preemptions", "seconds", "restored_tokens", "blocks_written", "blocks_dropped"}
+)
 
 # A metric sample: its family, name and labels.
 _Sample = tuple[str, str, tuple[tuple[str, str], ...]]

@@ -106,6 +106,19 @@ class Choice(Grammar):
 
 
 @dataclass(frozen=True)
+class GrammarSource(Grammar):
+    """The `source` of a grammar."""
+
+    text: str
+
+    def source(self) -> str:
+        return self.text
+
+    def __repr__(self) -> str:
+        return f"GrammarSource({brief(self.text)})"
+
+
+@dataclass(frozen=True)
 class AfterText(Grammar):
     """Another grammar after a beginning: rules in Lark's syntax, one of them named `beginning`."""
 

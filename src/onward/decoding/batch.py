@@ -9,10 +9,10 @@ dimension is unknown, all rows run together, padded to the longest; padding is w
 
 from array import array
 from collections import abc
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from enum import IntEnum
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -122,14 +122,24 @@ def _int32(values: abc.Iterable[int], device: torch.device) -> Tensor:
 
 
 def forward(
-    run: Executable, slots: CacheManager, batch: ForwardBatch, view: CacheView, sampler: SamplingKernel | None = None
+    run: Executable,
+    slots: CacheManager,
+    batch: ForwardBatch,
+    view: CacheView,
+    work: abc.Sequence[ScheduledSequence],
+    sampler: SamplingKernel | None = None,
 ) -> StepResult:
-    """Run a batch, check the shape of its logits, and keep its cache."""
+    """Run the batch of these items, check the shape of its logits, keep its cache, and give the items the values at the
+    taps that they read."""
+    batch = batch._replace(taps=_taps_of(work))
     result = run.step(batch, sampler)
     shape = (batch.tokens if batch.logits_at is None else batch.logits_at).shape
     if result.logits.shape[:-1] != shape:
         check_logits(result.logits, shape)
     slots.accept(view, result.cache)
+    has_row_of_each = len(view.rows) == len(work)  # otherwise each id has one
+    for row, item in zip(view.rows, work, strict=True) if batch.taps and has_row_of_each else ():
+        _stage(item, row, result.taps)
     return result
 
 
@@ -158,10 +168,29 @@ def processed(
         at = torch.tensor(last, dtype=torch.int64, device=device).unsqueeze(1)
         batch = batch._replace(logits_at=at[:, : int(needs)])
     # The kernel takes all rows of the cache.
-    logits, ids, _ = forward(run, slots, batch, view, sampler if view.offsets is None else None)
+    logits, ids, *_ = forward(run, slots, batch, view, work, sampler if view.offsets is None else None)
     if not needs:
         return None, ids
     return logits if view.offsets is None else view.select(logits), ids
+
+
+def _taps_of(work: abc.Sequence[ScheduledSequence]) -> tuple[str, ...]:
+    """The taps that any of these items reads."""
+    if all(item.sequence.capture is None for item in work):
+        return ()
+    return tuple(sorted({name for item in work for name in _names(item)}))
+
+
+def _names(item: ScheduledSequence) -> list[str]:
+    sequence, count = item
+    return [] if sequence.capture is None else sequence.capture.names(sequence.computed, count)
+
+
+def _stage(item: ScheduledSequence, rows: Any, taps: Mapping[str, Tensor]) -> None:
+    """Give an item its values [count, ...] at the taps that it reads. rows: its index, or indices, in their values."""
+    sequence, count = item
+    if sequence.capture is not None and (names := _names(item)):
+        sequence.capture.stage(sequence.computed, {name: taps[name][rows][:count] for name in names})
 
 
 def _processed_as_rows(
@@ -173,7 +202,8 @@ def _processed_as_rows(
     spans += [(sequence, sequence.computed, count - 1) for sequence, count in needing if count > 1]
     spans += [(sequence, sequence.computed, count) for sequence, count in work[len(needing) :]]
     ids = [token for sequence, first, count in spans for token in sequence.ids(first, first + count)]
-    row_slots = [sequence.slot for sequence, _, count in spans for _ in range(count)]
+    row_sequences = [sequence for sequence, _, count in spans for _ in range(count)]
+    row_slots = [sequence.slot for sequence in row_sequences]
     offsets = [position for _, first, count in spans for position in range(first, first + count)]
     view = slots.view(row_slots, offsets, 1)
     rows = max(_MIN_LOGITS, 1 << (len(needing) - 1).bit_length())
@@ -183,4 +213,9 @@ def _processed_as_rows(
         view.cache,
         torch.zeros(rows, 1, dtype=torch.int64, device=device) if rows < len(ids) else None,
     )
-    return forward(run, slots, batch, view).logits[: len(needing)]
+    result = forward(run, slots, batch, view, work)
+    for item in work if result.taps else ():
+        rows_of = [row for row, sequence in enumerate(row_sequences) if sequence is item.sequence]
+        by_position = {name: values[:, 0] for name, values in result.taps.items()}
+        _stage(item, sorted(rows_of, key=offsets.__getitem__), by_position)
+    return result.logits[: len(needing)]

@@ -77,6 +77,8 @@ class BeamSearch(Sequence):
         super().__init__(prompt, max_new_tokens, *args, **options)
         self.beams = beams
         self._first = Sequence(prompt, max_new_tokens, *args, **options)
+        if self.capture is not None:
+            self._first.capture = self.capture.after_prompt(self.start)
         self.running = [Beam(self._first.fork(), 0.0)]
         self.ended: list[tuple[float, Sequence]] = []
         self.tokens = 0
@@ -88,6 +90,10 @@ class BeamSearch(Sequence):
     @property
     def decoded(self) -> int:
         return self.tokens
+
+    @property
+    def capturing_from(self) -> int | None:
+        return None if self.tokens else super().capturing_from  # the beams have the values after the prompt
 
     @property
     def is_over(self) -> bool:
@@ -113,6 +119,9 @@ class BeamSearch(Sequence):
         super().take_step(processed - 1, (), slots)
         self.slot = None
         before = [beam.sequence for beam in self.running]
+        for sequence in before:
+            if sequence.capture is not None:
+                sequence.capture.commit(before[0].computed + 1)
         parents = self.advance(tokens)
         if self.is_over:
             self.running = []

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from onward.cache import AdapterRef
+from onward.cache.disk import Restoration
 from onward.cache.slot import CacheStats, CacheView, Ids
 from onward.models import Cache
 
@@ -35,14 +36,23 @@ class CacheManager(Protocol):
         *,
         reuse: bool = True,
         adapter: AdapterRef | None = None,
+        salt: str | None = None,
         pin: Slot | None = None,
     ) -> tuple[Slot, int] | None:
         """Allocate a slot for `length` positions. Returns it with the number of ids it already holds, at most all but
         the last; None, with nothing changed, if there is no room now.
 
         reuse: whether to look for cached ids. adapter: the adapter that computes the slot's keys and values; forks
-        inherit it. pin: a pinned slot, whose ids may be reused like all others, and which is released.
+        inherit it. salt: only ids with an equal one are reused. pin: a pinned slot, whose ids may be reused like all
+        others, and which is released.
         """
+
+    def restoration(self, slot: Slot) -> Restoration | None:
+        """The reading of what a new slot can have from a disk, beyond the ids that `acquire` returned. It runs before
+        the slot's first forward, in any thread, and without `lock`; then call `finish`. None if there is nothing."""
+
+    def finish(self, restoration: Restoration) -> int:
+        """Let the slot have what was read. Returns the number of ids that it holds then; 0 if nothing was read."""
 
     def fork(self, slot: Slot, positions: int, length: int) -> Slot | None:
         """A slot of `length` positions that holds the first `positions` of another. None if there is no room, the

@@ -6,6 +6,7 @@ import weakref
 from collections import abc
 from collections.abc import Callable, Iterator
 
+from onward.cache.disk import Restoration
 from onward.decoding.batch import ScheduledSequence
 from onward.decoding.beam import BeamStep
 from onward.decoding.cache_manager import CacheManager
@@ -159,9 +160,14 @@ class BatchSchedule:
 
     def __call__(self) -> list[ScheduledSequence]:
         self._release_ended()
-        if self._waiting:
+        while self._waiting:
             with sigint_deferred():  # or a slot could be lost before its sequence has it
-                self._admit()
+                restoration = self._admit()
+            if restoration is None:
+                break
+            sequence = self._running[-1]  # those after it may begin with what it reads
+            restoration.read()
+            sequence.take_restored(self._slots.finish(restoration))
         if not self._running:
             if self._waiting:
                 longest = self._waiting[0].longest
@@ -196,23 +202,29 @@ class BatchSchedule:
         chunk = self._chunk if sequence.prompt_top is None else self._scored_chunk
         return self._slots.max_chunk(sequence.slot, sequence.computed, min(pending, chunk))
 
-    def _admit(self) -> None:
-        """Give slots to waiting sequences, in order, as long as there is room."""
+    def _admit(self) -> Restoration | None:
+        """Give slots to waiting sequences, in order, as long as there is room, and none has something to read."""
         waiting: list[Sequence] = []
-        is_full = False
+        is_full, restoration = False, None
         for sequence in self._waiting:
             # Without a row dimension rows cannot be copied, so nothing is gained by waiting for the leader's prompt.
             leader = None if self._slots.whole else sequence.leader
-            if is_full or (leader is not None and leader.finish_reason is None and not leader.has_prompt):
+            if (
+                is_full
+                or restoration is not None
+                or (leader is not None and leader.finish_reason is None and not leader.has_prompt)
+            ):
                 waiting.append(sequence)
-            elif (
-                leader is not None and leader.has_prompt and sequence.fork_slot(self._slots, leader)
-            ) or sequence.acquire(self._slots, sequence.longest):
+            elif leader is not None and leader.has_prompt and sequence.fork_slot(self._slots, leader):
                 self._running.append(sequence)
+            elif sequence.acquire(self._slots, sequence.longest):
+                self._running.append(sequence)
+                restoration = self._slots.restoration(sequence.slot)
             else:
                 is_full = True
                 waiting.append(sequence)
         self._waiting = waiting
+        return restoration
 
     def _release_ended(self) -> None:
         running = []

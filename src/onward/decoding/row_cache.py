@@ -10,7 +10,8 @@ from torch.utils import _pytree as pytree
 
 from onward.cache import AdapterRef, KVCache, length_of
 from onward.cache.dense import copy_positions, copy_row, have_rows, position_dims, row_dims
-from onward.cache.slot import CacheStats, CacheView, Ids, digest_of, index_of
+from onward.cache.disk import Restoration
+from onward.cache.slot import CacheStats, CacheView, Ids, index_of, root_of
 from onward.errors import RequestError
 from onward.models import Cache, Model, padded_length
 from onward.ops.recurrent_state import STATE_BLOCK
@@ -18,7 +19,8 @@ from onward.ops.recurrent_state import STATE_BLOCK
 
 @dataclass(eq=False)
 class CacheRow:
-    """A row of the cache, and its slot. used: whether a sequence or a pin has it. ids: those of a pin.
+    """A row of the cache, and its slot. used: whether a sequence or a pin has it. root: of its text (`root_of`). ids:
+    those of a pin.
 
     filled: the number of computed positions. written: the position after those written by a forward, before `commit`
     says how many of them are final.
@@ -29,6 +31,7 @@ class CacheRow:
     written: int = 0
     used: bool = False
     adapter: AdapterRef | None = None
+    root: str = ""
     ids: Sequence[int] = ()
 
 
@@ -91,13 +94,15 @@ class RowCacheManager:
         *,
         reuse: bool = True,
         adapter: AdapterRef | None = None,
+        salt: str | None = None,
         pin: CacheRow | None = None,
     ) -> tuple[CacheRow, int] | None:
         slot = pin or next((slot for slot in self._slots if not slot.used), None)
         if slot is None:
             return None
         reused, before = 0, slot.filled
-        if reuse and pin is not None and digest_of(pin.adapter) == digest_of(adapter):
+        root = root_of(adapter, salt)
+        if reuse and pin is not None and pin.root == root:
             reused = min(_common_prefix(pin.ids, ids), len(ids) - 1)
             reused = reused if self._holds(pin, reused) else 0
         if self.model is not None:
@@ -107,8 +112,14 @@ class RowCacheManager:
                 if not self.reserve(slot, length):
                     slot.filled = slot.written = before
                     return None
-        slot.used, slot.written, slot.adapter, slot.ids = True, slot.filled, adapter, ()
+        slot.used, slot.written, slot.adapter, slot.root, slot.ids = True, slot.filled, adapter, root, ()
         return slot, reused
+
+    def restoration(self, slot: CacheRow) -> None:
+        """None: rows are not on the disk."""
+
+    def finish(self, restoration: Restoration) -> int:
+        raise AssertionError("a row has no restoration")
 
     def fork(self, slot: CacheRow, positions: int, length: int) -> CacheRow | None:
         if self._dims is None or not self._holds(slot, positions):
@@ -116,6 +127,7 @@ class RowCacheManager:
         if (acquired := self.acquire((), length, adapter=slot.adapter)) is None:
             return None
         fork, _ = acquired
+        fork.root = slot.root
         self._copy(slot.row, fork.row, positions)
         fork.filled = fork.written = positions
         return fork

@@ -10,7 +10,7 @@ from typing import Any, Literal, Self
 
 from onward.cache import AdapterRef
 from onward.decoding.cache_manager import CacheManager, Pinned, Slot
-from onward.errors import RequestError
+from onward.decoding.tap_capture import TapCapture, TapPositions
 from onward.sampling import ConstraintState, History, SamplingParams
 from onward.sampling.logprobs import Token, TokenLogprobs
 from onward.tokenizer.text_stream import NoTextStream, SpecialTokenMark, TextStream
@@ -49,17 +49,16 @@ class Sequence:
         slot is a fork.
     sampling: the sampling parameters, with the seed; None if the token sampler needs none.
     top_logprobs: how many of the most likely ids to report with each token; None reports no logprobs. prompt_top: the
-        same for the prompt's ids. `prompt_logprobs` collects them: None for the first id.
+        same for the prompt's ids. `prompt_logprobs` collects them: None for the first id. capture: values at taps.
+    salt: only texts with an equal one share cached prefixes.
     replayed: how many of `token_ids` were emitted elsewhere. Their logprobs are added when they are computed.
     slot: the cache slot, once there is one, with room for `reserved` positions. pinned: the `PinnedPrefix` of its
         session, if any.
     history: the ids for penalties. drafting: the state of a speculative step.
-    step: the `Step` that runs it; None for the plain one. leader: a sequence with the same prompt; this one starts from
-        its computed positions.
+    step: the `Step` that runs it; None: the plain one. leader: one with the same prompt, whose computed part it takes.
     error: the exception of its step or of one of its functions, if the loop isolates errors; it takes no more tokens.
     lap_seconds, waited: the seconds of each new token, and of the steps since the last one.
-    parser: parses its text, in a chat.
-    streams: whether its tokens are final one by one.
+    parser: parses its text, in a chat. streams: whether its tokens are final one by one.
     """
 
     streams = True
@@ -74,26 +73,25 @@ class Sequence:
         start: int = 0,
         sampling: SamplingParams | None = None,
         adapter: AdapterRef | None = None,
+        salt: str | None = None,
         constraint: ConstraintState | None = None,
         top_logprobs: int | None = None,
         prompt_top: int | None = None,
+        taps: abc.Mapping[str, TapPositions] | None = None,
         stop_when: StopWhen | None = None,
         deadline: float | None = None,
         cancel: threading.Event | None = None,
     ) -> None:
         assert prompt, "an empty prompt has nothing to predict from"
         self.prompt = prompt
-        self.start = self.computed = start
-        self.output_at = start + len(prompt)
+        self.start, self.computed, self.output_at = start, start, start + len(prompt)
         self.cached: int | None = None
-        self.sampling = sampling
-        self.adapter = adapter
-        self.constraint = constraint
-        self.top_logprobs = top_logprobs
-        self.prompt_top = prompt_top
+        self.adapter, self.salt = adapter, salt
+        self.sampling, self.constraint = sampling, constraint
+        self.top_logprobs, self.prompt_top = top_logprobs, prompt_top
         self.prompt_logprobs: list[TokenLogprobs | None] = [None]
+        self.capture = TapCapture(taps, start, self.output_at - 1) if taps else None
         self.slot: Slot | None = None
-        self.reserved = 0
         self.pinned: Pinned | None = None
         self.history: History | None = None
         self.drafting: Any = None
@@ -102,21 +100,16 @@ class Sequence:
         self.error: BaseException | None = None
         self.parser: Any = None
         self.lap_seconds: list[float] = []
-        self.waited = 0.0
+        self.waited, self.replayed, self.reserved = 0.0, 0, 0
         self.token_ids: list[int] = []
-        self.replayed = 0
         self.logprobs: list[TokenLogprobs] = []
-        self.text = ""
         self.finish_reason: FinishReason | None = None if max_new_tokens > 0 else "length"
         if constraint is not None and constraint.is_done:
             self.finish_reason = "stop"
         self.stopped_by: StoppedBy | None = None
-        self._max_new_tokens = max_new_tokens
-        self._eos = eos
+        self.text, self._max_new_tokens, self._eos = "", max_new_tokens, eos
         self._stream = NoTextStream() if text is None else text
-        self._stop_when = stop_when
-        self._deadline = deadline
-        self._cancel = cancel
+        self._stop_when, self._deadline, self._cancel = stop_when, deadline, cancel
         self._undelivered: list[TakenToken] = []
 
     @property
@@ -163,15 +156,28 @@ class Sequence:
     def pending(self) -> int:
         """The number of ids still to be computed.
 
-        The last id of an ended sequence predicts nothing, so it is never computed. The others count after the end only
-        if logprobs are missing.
+        The last id of an ended sequence predicts nothing, so it is computed only if it is the prompt's last id, with
+        missing values at taps. The others count after the end only if logprobs or such values are missing.
         """
         if self.finish_reason is None:
             return self.output_at + len(self.token_ids) - self.computed  # inlined: every step reads this often
-        if self.scoring_from is None:
-            return 0
-        lacks_logprobs = self.top_logprobs is not None and len(self.logprobs) < len(self.token_ids)
-        return (self.length if lacks_logprobs else self.output_at) - 1 - self.computed
+        end = self.computed
+        if self.capture is not None and self.capturing_from is not None:
+            end = self.capture.end(self.length)
+        if self.scoring_from is not None:
+            lacks_logprobs = self.top_logprobs is not None and len(self.logprobs) < len(self.token_ids)
+            end = max(end, (self.length if lacks_logprobs else self.output_at) - 1)
+        return end - self.computed
+
+    @property
+    def capturing_from(self) -> int | None:
+        """The first position with missing values at taps; None if there are none."""
+        return None if self.capture is None else self.capture.missing_from(self.length)
+
+    @property
+    def missing_from(self) -> int | None:
+        """The first position that has to be processed for logprobs, or for values at taps."""
+        return min((at for at in (self.scoring_from, self.capturing_from) if at is not None), default=None)
 
     @property
     def scoring_from(self) -> int | None:
@@ -191,27 +197,34 @@ class Sequence:
         """The ended texts, each with its score: this one without a score, or the best `count` beams of its search."""
         return [(None, self)]
 
-    def acquire(self, slots: CacheManager, length: int, most: int | None = None) -> bool:
-        """Take a slot of `length` positions, with the cached prefix of the first `most` ids (by default all). Returns
-        False, with nothing changed, if there is no room now."""
+    def acquire(self, slots: CacheManager, length: int, most: int | None = None, instead: Slot = None) -> bool:
+        """Take a slot of `length` positions, with the cached prefix of the first `most` ids (by default all), in place
+        of another slot, if any. Returns False, with nothing changed, if there is no room now."""
         prefix = self.pinned
         acquired = slots.acquire(
             self.reusable_ids()[:most],
             length,
-            reuse=not self.start and self.scoring_from != 0,
+            reuse=not self.start and self.missing_from != 0,
             adapter=self.adapter,
-            pin=None if prefix is None else prefix.pin,
+            salt=self.salt,
+            pin=instead if prefix is None else prefix.pin,
         )
         if acquired is None:
             return False
         if prefix is not None:
             prefix.pin = None  # it was released
         self.slot, reused = acquired
-        self.reserved = length
-        self.computed = self.start + reused
-        if self.cached is None:
+        self.reserved, self.computed = length, self.start + reused
+        if self.cached is None or (instead is not None and not self.token_ids):
             self.cached = min(reused, len(self.prompt))
         return True
+
+    def take_restored(self, positions: int) -> None:
+        """The slot has so many positions instead: the first ones were read from a disk. 0 if none were."""
+        if positions:
+            if self.cached == self.computed - self.start and not self.token_ids:
+                self.cached = min(positions, len(self.prompt))
+            self.computed = self.start + positions
 
     def fork_slot(self, slots: CacheManager, leader: "Sequence") -> bool:
         """Take a slot that shares the prompt with another's, but its last id, which every sequence processes itself.
@@ -260,31 +273,14 @@ class Sequence:
 
     def reusable_ids(self) -> list[int]:
         """The ids whose keys and values may come from a prefix cache, and the one after them."""
-        first = self.scoring_from
-        return self.ids(self.start, self.length if first is None else first + 1)
+        return self.ids(self.start, self.length if (first := self.missing_from) is None else first + 1)
 
-    def replay(self, token_ids: abc.Sequence[int]) -> None:
-        """Append ids that were emitted elsewhere, before any others.
-
-        They end the sequence as they did there; `deadline` and `cancel` apply from the next token on.
-
-        Raises:
-            RequestError: ids that the constraint forbids, or that follow the end of the sequence.
-        """
-        assert not self.token_ids, "replayed ids come first"
-        self.replayed = len(token_ids)
-        for at, token in enumerate(token_ids):
-            if self.finish_reason is not None:
-                raise RequestError(
-                    f"the text ends ({self.finish_reason!r}) with {at} of the {len(token_ids)} ids in emitted: "
-                    "give those that were emitted for this prompt and these options"
-                )
-            if self.constraint is not None and not self.constraint.admits(token):
-                raise RequestError(
-                    f"emitted[{at}] is id {token}, which the request's constraint forbids there: give the ids "
-                    "that were emitted for this prompt and these options"
-                )
-            self._undelivered.append((at, token, self.accept(token), False))
+    def replay(self, token: int) -> None:
+        """Append an id that was emitted elsewhere, before any others. It ends the sequence as it did there; `deadline`
+        and `cancel` apply from the next token on."""
+        assert self.replayed == len(self.token_ids), "replayed ids come first"
+        self.replayed += 1
+        self._undelivered.append((self.replayed - 1, token, self.accept(token), False))
 
     def take_step(self, processed: int, tokens: abc.Sequence[Token], slots: CacheManager) -> None:
         """Take the result of a step that processed this many pending ids, and the drafts that it accepted.
@@ -302,14 +298,19 @@ class Sequence:
         self.computed += processed
         if tokens:
             self.computed = min(self.computed + len(tokens) - 1, self.length - 1)
+        if self.capture is not None:
+            self.capture.commit(self.computed)
 
     def deliver(self) -> list[TakenToken]:
-        """The tokens that no earlier call has returned, without replayed ones whose logprobs are not computed yet."""
+        """The tokens that no earlier call has returned, without replayed ones whose logprobs or values at taps are not
+        computed yet."""
         tokens = self._undelivered
-        if self.top_logprobs is None or not tokens or len(self.logprobs) > tokens[-1][0]:
+        complete = self.length if self.top_logprobs is None else len(self.logprobs)  # the number of tokens
+        complete = complete if self.capture is None else min(complete, self.capture.reported)
+        if not tokens or complete > tokens[-1][0]:
             self._undelivered = []
             return tokens
-        count = max(0, len(self.logprobs) - tokens[0][0])
+        count = max(0, complete - tokens[0][0])
         self._undelivered = tokens[count:]
         return tokens[:count]
 
@@ -360,7 +361,7 @@ class Sequence:
             self._undelivered = []
 
     def reopen(self) -> None:
-        """Continue after the end: a draft may end where the target's sequence does not."""
+        """Continue after the end."""
         self.finish_reason = None
 
     def fork(self) -> Self:
@@ -369,6 +370,7 @@ class Sequence:
         other.token_ids, other.logprobs = self.token_ids.copy(), self.logprobs.copy()
         other.history = None if self.history is None else self.history.fork()
         other.constraint = None if self.constraint is None else self.constraint.fork()
+        other.capture = None if self.capture is None else self.capture.fork()
         other.slot, other._undelivered = None, []
         other._stream = self._stream.fork()
         return other

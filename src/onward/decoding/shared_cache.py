@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from onward.cache import AdapterRef, KVPool
+from onward.cache.disk import CurrentStore
 from onward.cache.manager import PagedCacheManager
 from onward.cache.plan import is_lazy
 from onward.decoding.cache_manager import CacheManager, Slot
@@ -27,6 +28,8 @@ from onward.util.process import renew_in_forks, sigint_deferred
 
 # Every block costs some bytes of accounting, even if it is never used.
 MAX_BLOCKS = 2**15
+# (model, its `computation`) -> the store of its prefixes, if it has one now
+StoreOf = Callable[[Model, object], CurrentStore | None]
 # The positions of a block table of a model without a limit, at least.
 _MIN_TABLE = 2**15
 
@@ -57,18 +60,19 @@ def _table_length(model: Model, length: int) -> int:
 class SharedCache:
     """Slots shared by the calls of one owner, so that common prompt prefixes are processed once.
 
-    memory: the most bytes of keys and values kept between calls, apart from those of sessions.
+    memory: the most bytes of keys and values kept between calls, apart from those of sessions. store: returns the store
+        of prefixes of a model, given its `computation`; None without one.
     """
 
-    def __init__(self, memory: int) -> None:
-        self.memory = memory
+    def __init__(self, memory: int, store: StoreOf | None = None) -> None:
+        self.memory, self.store = memory, store
         self._shared: _Shared | None = None
         self._lock = threading.RLock()  # the garbage collector may close a stream, ending its lease, in any thread
         renew_in_forks(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy has its own slots."""
-        return type(self), (self.memory,)
+        return type(self), (self.memory, self.store)
 
     def renew(self) -> None:
         """In a forked child: a new lock. Leases of the parent's other threads end."""
@@ -96,8 +100,9 @@ class SharedCache:
             return
         with self._lock:
             shared = self._shared_slots(model, length)
-            slots = shared.slots
-            slots.set_weights_version(computation(model))
+            slots, version = shared.slots, computation(model)
+            slots.set_weights_version(version)
+            slots.set_store(None if self.store is None else self.store(model, version))
             blocks = rows * slots.cost(length)
             if prefix is not None and prefix.pin is not None and prefix.slots is slots:
                 blocks = max(0, blocks - slots.cost_of([prefix.pin]))

@@ -6,87 +6,28 @@ import weakref
 from collections import abc
 from typing import Any, NoReturn, Self, Unpack, overload
 
-from torch import Tensor
-
-from onward.cache.manager import PagedCacheManager
-from onward.cache.plan import total_memory
 from onward.cache.slot import digest_of
-from onward.decoding import CacheManager, RowCacheManager
-from onward.decoding.row_cache import dims_of
-from onward.decoding.shared_cache import MAX_BLOCKS, blocks_within
+from onward.decoding import RowCacheManager
 from onward.decoding.speculation import ModelDrafter
-from onward.engine.fingerprint import bits_fingerprint, check_same_bits
-from onward.engine.request import EngineRequest, Generation, needed_blocks
+from onward.engine.cache_memory import context_of, engine_slots, nbytes_of
+from onward.engine.generation import Generation
+from onward.engine.request import EngineRequest, needed_blocks
 from onward.engine.scheduler import Scheduler
-from onward.engine.worker import EngineStats, EngineWorker
+from onward.engine.stats import EngineStats
+from onward.engine.updates import InFlight, PendingUpdate, checked_in_flight, served
+from onward.engine.worker import EngineWorker
 from onward.errors import EngineError, OptionError, RequestError
 from onward.language_model import ChatOptionsDict, GenerateOptionsDict, LanguageModel, Messages, Prompt, Request
+from onward.language_model.fingerprint import bits_fingerprint, check_same_bits
+from onward.language_model.new_weights import NewWeights, WeightsUpdate
 from onward.language_model.request import Emitted, checked_emitted, one_prompt
 from onward.language_model.runner import RequestState
-from onward.models import Model
 from onward.models.model import computation
-from onward.ops.heads import BLOCK
-from onward.program.leaves import leaves_of
 from onward.util.checks import check_whole, is_finite
 from onward.util.option_names import checks_option_names
-from onward.util.text import described, in_bytes
+from onward.util.text import described
 
-# The largest share of a device's memory that a cache takes by default.
-_MAX_MEMORY_SHARE = 0.25
-# Positions per sequence for models without a max_seq_len.
-_DEFAULT_CONTEXT = 4096
 _MAX_PRIORITY = 2**31
-
-
-def _context(model: Model) -> int:
-    return _DEFAULT_CONTEXT if model.max_seq_len is None else model.max_seq_len
-
-
-def engine_slots(model: Model, max_sequences: int, cache_memory: int | None) -> CacheManager:
-    """The cache of an engine. Raises `RequestError` for too little memory for one block.
-
-    cache_memory: bytes of keys, values and recurrent states. None allocates for all sequences at full length, up to a
-        quarter of the memory of the model's device. A paged cache takes memory only as it is written.
-    """
-    if cache_memory is not None:
-        check_whole("cache_memory", cache_memory, low=1)
-    limit = int(_MAX_MEMORY_SHARE * total_memory(model.device)) if cache_memory is None else cache_memory
-    context = _context(model)
-    if model.new_blocks is None:
-        return _dense(model, max_sequences, context, limit, cache_memory)
-    single = PagedCacheManager(model.new_blocks(1), max_len=context, cached_blocks=0)
-    unit = single.unit_nbytes
-    limit = min(limit, max_sequences * single.cost(context) * unit)
-    if limit < (minimum := single.cost(BLOCK) * unit):
-        raise OptionError(
-            "cache_memory",
-            f"must be at least one block of {BLOCK} positions, {in_bytes(minimum)}; got {in_bytes(limit)}",
-        )
-    max_blocks = min(MAX_BLOCKS, max_sequences * -(-context // BLOCK))
-    blocks = blocks_within(model.new_blocks, limit, max_blocks, model.device)
-    return PagedCacheManager(blocks, max_len=context, cached_blocks=limit // unit, nbytes=limit)
-
-
-def _dense(model: Model, rows: int, context: int, limit: int, cache_memory: int | None) -> CacheManager:
-    minimum = min(BLOCK, context)
-    nbytes = sum(leaf.nbytes for leaf in leaves_of(model.new_cache(1, minimum)) if isinstance(leaf, Tensor))
-    position = nbytes // minimum
-    length = context if not position else min(context, limit // (rows * position))
-    if length < minimum:
-        raise RequestError(
-            f"cache_memory={limit} bytes is too little for {rows} texts of {minimum} positions, of which each takes "
-            f"{in_bytes(position)}: give more, or lower max_sequences"
-        )
-    cache = model.new_cache(rows, length)
-    return RowCacheManager(cache, rows, length, dims_of(model, cache, rows), model)
-
-
-def _nbytes(slots: CacheManager) -> int:
-    """The most memory that a cache takes."""
-    if isinstance(slots, PagedCacheManager):
-        return slots.stats().total * slots.unit_nbytes
-    assert isinstance(slots, RowCacheManager)
-    return sum(leaf.nbytes for leaf in leaves_of(slots.cache) if isinstance(leaf, Tensor))
 
 
 class Engine:
@@ -103,12 +44,13 @@ class Engine:
     Close the engine, or use it in a `with` statement. An engine without references finishes its requests, and then its
     thread ends. Functions passed with requests (`stop_when`, drafters) run in that thread and block all requests.
 
-    lm: the model, with its tokenizer, template, defaults and draft.
+    lm: the model, with its tokenizer, template, defaults and draft. Of a model loaded with `trainable=True` the engine
+        serves a copy of the packed weights, its own `lm`, until `update_weights` brings others.
     max_sequences: the maximum number of sequences that run at once.
     cache_memory: bytes of keys, values and recurrent states, including the prefix cache.
     max_waiting, max_waiting_tokens: the maximum number of queued requests and of their prompt tokens. Further requests
         are rejected immediately.
-    max_step_ms: target step time in milliseconds while prompts are processed. None: 2.25x a decode step, at least 100.
+    max_step_ms: target step time in milliseconds while prompts are processed. None: 2x a decode step, at least 40.
     overcommit: 1 reserves all memory that a request may need when it is admitted, so that nothing is preempted. Above 1
         only this fraction of its new tokens is reserved; when memory runs out the newest request is preempted, and
         recomputed later.
@@ -140,7 +82,7 @@ class Engine:
         for name, limit, low in (("max_step_ms", step, 0), ("overcommit", overcommit, 1), ("ageing", ageing, 0)):
             if not (is_finite(limit) and limit >= low):
                 raise OptionError(name, f"must be a number of {low} or more; got {limit!r}")
-        self.lm = lm
+        self.lm = lm = served(lm)
         self.max_sequences = max_sequences
         slots = engine_slots(lm.model, max_sequences, cache_memory)
         if slots.whole:
@@ -153,9 +95,10 @@ class Engine:
             prefill_chunk=lm.prefill_chunk,
             overcommit=overcommit,
             ageing=ageing,
+            joins=slots.shares_rows,
         )
         max_len = slots.length if isinstance(slots, RowCacheManager) else None
-        self._worker = EngineWorker(lm._model_run, slots, scheduler, max_len or _context(lm.model))
+        self._worker = EngineWorker(lm._model_run, slots, scheduler, max_len or context_of(lm.model), lm._disk)
         self._fingerprints: tuple[object, dict[str, str]] | None = None  # of one state of the weights, by adapter
         weakref.finalize(self, self._worker.abandon).atexit = False
 
@@ -292,12 +235,45 @@ class Engine:
         queued = EngineRequest(
             state, priority, client, worker.slots, blocks, vocab_size, worker.cancel, worker.notifier.add
         )
-        queued.generation.add(state.new_pieces()[0], None)
+        queued.generation.add(state.new_pieces(self.weights_version)[0], None)
         if state.has_ended:  # no tokens are asked for, or all were emitted
             queued.end()
         else:
             worker.offer(queued)
         return queued.generation
+
+    @property
+    def weights_version(self) -> int:
+        """The version of the weights that the next step reads (`LanguageModel.weights_version`)."""
+        return self._worker.run.model.weights_version
+
+    @checks_option_names
+    def update_weights(self, weights: NewWeights, *, in_flight: InFlight = "finish", version: int | None = None) -> int:
+        """Replace all weights between two steps, and wait until that is done.
+
+        The weights are checked and converted in the calling thread, while the engine runs, and then copied. Requests
+        never find prefixes that older weights have computed, and each token has the version of the weights that
+        computed it.
+
+        Args:
+            weights, version: as for `LanguageModel.update_weights`.
+            in_flight: for requests that have started. "finish": the update waits until they have ended, and others wait
+                for it. "recompute": they continue from their tokens, whose keys and values are computed again. "keep":
+                they continue with the keys and values that they have, which older weights have computed; texts without
+                tokens, beam searches and requests that are preempted later are computed again.
+
+        Returns:
+            The version of the new weights.
+
+        Raises:
+            RequestError: as `LanguageModel.update_weights` raises it. Nothing has changed.
+            EngineError: the engine is closed, or calls this itself.
+        """
+        self._worker.check_outside()
+        self._check_model()
+        checked_in_flight(in_flight)
+        update = WeightsUpdate(self.lm.model, self.lm.adapters, weights, version)
+        return self._worker.update(PendingUpdate(update, in_flight))
 
     @property
     def fingerprint(self) -> str:
@@ -329,7 +305,7 @@ class Engine:
         """Bytes of the weights, also of a draft model, and the most that the cache takes."""
         drafter = None if self.lm.draft is None else self.lm.draft.drafter
         models = [self.lm.model, *([drafter.model] if isinstance(drafter, ModelDrafter) else [])]
-        return sum(model.nbytes for model in models) + _nbytes(self._worker.slots)
+        return sum(model.nbytes for model in models) + nbytes_of(self._worker.slots)
 
     def check_open(self) -> None:
         """Raise `EngineError` if the engine is closed or has failed, or if this is a forked process."""
@@ -348,10 +324,13 @@ class Engine:
         """
         self._worker.close(drain)
 
-    def _request(self, prompt: Prompt | None, messages: Messages | None, options: abc.Mapping[str, Any]) -> Request:
+    def _check_model(self) -> None:
         self._worker.check_open()
         if self.lm.model is not self._worker.run.model:
             raise EngineError("the LanguageModel has another model than when this engine was made: make another engine")
+
+    def _request(self, prompt: Prompt | None, messages: Messages | None, options: abc.Mapping[str, Any]) -> Request:
+        self._check_model()
         if (prompt is None) == (messages is None):
             raise RequestError(f"give a prompt, or messages= for a chat; got {'neither' if prompt is None else 'both'}")
         if "cache" in options:

@@ -19,11 +19,12 @@ the preempted one returns with all its blocks reserved. So the oldest running re
 to half of the limit. So a client alone may fill the queue, and the others still have half of it.
 
 **Prompts.** Decoding rows take part in every step. Prompts get the time that decoding leaves of `max_step_ms`, as
-measured by `StepTimeModel`, but at least 4 tokens a step. Without that limit a step may take 2.25 times as long as
-its decoding rows alone, and at least 100 ms; then prompts get at least 16 tokens. When nothing decodes they get
-`prefill_chunk` tokens. Steps alternate between the oldest prompt and the one with the fewest remaining tokens, of the
-client with the fewest prompts; the rest goes to the next. So the oldest prompt takes at most twice as many steps as it
-would alone, plus one.
+measured by `StepTimeModel`, but at least 4 tokens. Without that limit a step may take twice as long as its decoding
+rows alone, and at least 40 ms; so prompts get half of the time, and the gaps between tokens double. Prompts that need
+a forward of their own then get at least 16 tokens, and every 17th step only decodes, to measure the rows alone.
+When nothing decodes, prompts get `prefill_chunk` tokens. Steps with prompts alternate between the oldest prompt and the
+one with the fewest remaining tokens, of the client with the fewest prompts; the rest goes to the next. So the oldest
+prompt takes at most twice as many of these steps as it would alone, plus one.
 """
 
 import math
@@ -34,14 +35,15 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 from onward.engine.clients import Clients, ItemT
 from onward.engine.throughput import Chunk, StepTimeModel, Throughput
 
-# The minimum number of prompt tokens in a step, with a limit and without: prompts progress however slow steps are.
-_MIN_TOKENS_LIMITED, _MIN_TOKENS = 4, 16
+# The minimum number of prompt tokens in a step: prompts progress however slow steps are. The second one holds without a
+# limit if prompts need a forward of their own, because that one reads all weights.
+_MIN_TOKENS, _MIN_TOKENS_APART = 4, 16
 # The minimum size of a step's chunks after the first, unless they end their prompt.
 _MIN_LATER_CHUNK = 32
 # Without a limit: how much longer prompts may make a step, and the seconds that every step may take.
-_MAX_SLOWDOWN, _ALLOWED_STEP = 2.25, 0.100
-# The sizes of chunks: 4, 8, 16, 32, 48, 64, 96, 128, 192, … They are few, because a forward may be traced for each.
-_SIZES = (4, 8, 16, *(size for power in range(5, 24) for size in (1 << power, 3 << power - 1)))
+_MAX_SLOWDOWN, _ALLOWED_STEP = 2.0, 0.040
+# The sizes of chunks: 4, 6, 8, 12, 16, 20, 24, 28, 32, 40, … They are few, because a forward may be traced for each.
+_SIZES = (4, 6, 8, 12, *(quarters << power for power in range(2, 22) for quarters in (4, 5, 6, 7)))
 # Seconds after which a rejected request may try again: before any measurement, and at most.
 _DEFAULT_RETRY, _MAX_RETRY = 1.0, 600.0
 
@@ -73,6 +75,7 @@ class QueueFull(NamedTuple):
 class Scheduler(Generic[ItemT]):
     """The scheduler of one engine, which checks its limits. The parameters are those of `Engine`.
 
+    joins: whether chunks of prompts run in the forward of the decoding rows.
     pace, throughput: the measurements. waiting_tokens, preemptions: counts.
     """
 
@@ -86,14 +89,14 @@ class Scheduler(Generic[ItemT]):
         prefill_chunk: int = 512,
         overcommit: float = 1.0,
         ageing: float = 10.0,
+        joins: bool = True,
     ) -> None:
         self.max_sequences = max_sequences
         self._max_waiting, self._max_waiting_tokens = max_waiting, max_waiting_tokens
         self._max_step = None if max_step_ms is None else max_step_ms / 1000
-        self._min_tokens = _MIN_TOKENS if max_step_ms is None else _MIN_TOKENS_LIMITED
+        self._min_tokens = _MIN_TOKENS if joins or max_step_ms is not None else _MIN_TOKENS_APART
         self._prefill_chunk = prefill_chunk
-        sizes = [size for size in _SIZES if size <= prefill_chunk]
-        self._sizes = sizes if prefill_chunk >= _MIN_TOKENS else [prefill_chunk]
+        self._sizes = [size for size in _SIZES if size <= prefill_chunk] or [prefill_chunk]
         self._overcommit = overcommit
         self._ageing = ageing
         self.pace, self.throughput = StepTimeModel(), Throughput()
@@ -156,8 +159,8 @@ class Scheduler(Generic[ItemT]):
         self._earliest = min((item.deadline for item in self._clients.waiting), default=math.inf)
         return late
 
-    def admit(self, reserve: Callable[[ItemT, int], bool]) -> list[ItemT]:
-        """Admit requests from the queue, in order.
+    def admit(self, reserve: Callable[[ItemT, int], bool], *, new: bool = True) -> list[ItemT]:
+        """Admit requests from the queue, in order. new: also those that have not run before.
 
         reserve(item, new_tokens): take the blocks for its `prompt_tokens` and for `new_tokens` of each of its
             sequences, and return True; or take none and return False. The caller frees them when the request ends or is
@@ -165,7 +168,7 @@ class Scheduler(Generic[ItemT]):
         """
         admitted: list[ItemT] = []
         clients = self._clients
-        while not self._waits_for_an_end and (item := clients.next()) is not None:
+        while not self._waits_for_an_end and (item := clients.next() if new else self._next_preempted()) is not None:
             if clients.sequences + item.sequences > self.max_sequences:
                 break
             returns = item in self._preempted
@@ -198,6 +201,16 @@ class Scheduler(Generic[ItemT]):
             self._admission_paused = True
         return victim
 
+    def preempt_all(self, items: Sequence[ItemT]) -> Sequence[ItemT]:
+        """Move these running requests to the head of the queue, in their order, and return them."""
+        for item in reversed(items):
+            self._preempt(item)
+        return items
+
+    def _next_preempted(self) -> ItemT | None:
+        waiting = [self._clients.waiting[item] for item in self._preempted if item in self._clients.waiting]
+        return min(waiting, key=lambda each: each.rank).item if waiting else None
+
     @property
     def _waits_for_an_end(self) -> bool:
         return self._admission_paused and bool(self._clients.running)
@@ -220,7 +233,8 @@ class Scheduler(Generic[ItemT]):
         """
         self._decoding = sum(row.total - row.computed == 1 for row in rows)
         self._chunks = []
-        prompts = [row for row in rows if row.total - row.computed > 1]
+        measures = self._max_step is None and self._decoding > 0 and self.pace.is_stale(self._decoding)
+        prompts = [] if measures else [row for row in rows if row.total - row.computed > 1]
         if self._shortest_first and len(prompts) > 1:
             of_client = Counter(row.client for row in prompts)
             prompts.sort(key=lambda row: (of_client[row.client], row.total - row.computed))

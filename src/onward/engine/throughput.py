@@ -5,9 +5,12 @@ from collections.abc import Sequence
 
 from onward.decoding.speculation.pace import MADE_A_PROGRAM, RecentMean
 
-# A part of a step costs as much as if it had this many more tokens: it reads all weights, however few its tokens.
-# The exact number matters little, because the cost per token is measured at the sizes in use.
-_READING_WEIGHTS = 16
+# Decoding rows cost as much as if they were this many more: a step reads all weights, however few its rows. A chunk
+# beside them reads the cache before it, so it costs as much as if it had a few more tokens. The exact numbers matter
+# little, because costs are measured at the sizes in use.
+_READING_WEIGHTS, _READING_CACHE = 16, 4
+# The most steps with chunks before the cost of the decoding rows is measured alone again.
+_MAX_MIXED = 16
 # Positions below this one have the same cost per token. Each further range ends at twice the position.
 _FIRST_RANGE = 512
 # Seconds of work after which a count has a weight of 1/e in the throughput.
@@ -20,15 +23,20 @@ Chunk = tuple[int, int]
 class StepTimeModel:
     """Predicts the seconds of a step: the sum of a part for its decoding rows and one for each chunk of a prompt.
 
-    A part of n tokens costs `unit * (n + 16)` seconds. A unit is measured for each number of decoding rows, and for
-    chunks for each range of positions, because attention takes longer at later positions. An unmeasured unit equals
-    that of the nearest number of rows or range. A step's seconds are divided among its parts as predicted, so that
-    parts that never run alone are learned too.
+    n decoding rows cost `unit * (n + 16)` seconds, and a chunk of n tokens `unit * (n + 4)`. A unit is measured for
+    each number of decoding rows, and for chunks for each range of positions, because attention takes longer at later
+    positions. An unmeasured unit equals that of the nearest number of rows or range.
+
+    Decoding rows are measured in steps without chunks. What another step takes longer than predicted is due to its
+    chunks: if both parts shared it, chunks that cost more than expected would also make decoding look slow, and a limit
+    that is a multiple of it would rise. Both parts share it while the rows are not measured, and in steps that take
+    less time than the rows were measured to take.
     """
 
     def __init__(self) -> None:
         self._decoding: dict[int, RecentMean] = {}
         self._chunks: dict[int, RecentMean] = {}
+        self._mixed: dict[int, int] = {}  # for each measured number of rows, the steps since, which all had chunks
         self._shapes: set[tuple[str, int]] = set()
 
     def decode(self, rows: int) -> float:
@@ -37,25 +45,38 @@ class StepTimeModel:
 
     def chunk(self, position: int, tokens: int) -> float:
         """Seconds that a chunk adds to a step; 0 before any measurement."""
-        return self._chunk_unit(position).value * (tokens + _READING_WEIGHTS)
+        return self._chunk_unit(position).value * (tokens + _READING_CACHE)
+
+    def is_stale(self, rows: int) -> bool:
+        """Whether these decoding rows should be measured in a step without chunks."""
+        return self._mixed.get(rows, _MAX_MIXED) >= _MAX_MIXED
 
     def record_step(self, rows: int, chunks: Sequence[Chunk], seconds: float) -> None:
         """Record a step. The first run of a shape, which may compile a program, counts little."""
-        parts = [(self._rows_unit(rows), rows)] if rows else []
-        parts += [(self._chunk_unit(position), tokens) for position, tokens in chunks]
+        parts = [(self._rows_unit(rows), rows + _READING_WEIGHTS)] if rows else []
+        parts += [(self._chunk_unit(position), tokens + _READING_CACHE) for position, tokens in chunks]
         shapes = {("rows", rows), *(("chunk", tokens) for _, tokens in chunks)}
         new = not shapes <= self._shapes
         self._shapes |= shapes
-        units = {id(unit): unit for unit, _ in parts}.values()
-        predicted = sum(unit.value * (tokens + _READING_WEIGHTS) for unit, tokens in parts)
-        if not parts or seconds <= 0:
+        predicted, total = sum(unit.value * size for unit, size in parts), sum(size for _, size in parts)
+        if not parts or seconds <= 0 or (predicted and new and seconds > MADE_A_PROGRAM * predicted):
             return
-        if not predicted:
-            for unit in units:
-                unit.value = seconds / sum(tokens + _READING_WEIGHTS for _, tokens in parts)
-        elif not (new and seconds > MADE_A_PROGRAM * predicted):
-            for unit in units:
-                unit.add(unit.value * seconds / predicted)
+        ratio = seconds / predicted if predicted else 1.0
+        if not chunks and predicted:
+            self._mixed[rows] = 0
+        elif rows in self._mixed:
+            self._mixed[rows] += 1
+            if seconds > (decoding := self.decode(rows)):
+                # Not all of it, if the chunks are a small part of the step: much of it is then noise.
+                ratio = 1 + (seconds - predicted) / max(predicted - decoding, predicted / 2)
+                parts = parts[1:]
+            else:
+                del self._mixed[rows]
+        for unit in {id(unit): unit for unit, _ in parts}.values():
+            if predicted:
+                unit.add(unit.value * ratio)
+            else:
+                unit.value = seconds / total
 
     def _rows_unit(self, rows: int) -> RecentMean:
         return _unit_at(rows, self._decoding, self._chunks)

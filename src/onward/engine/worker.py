@@ -4,21 +4,25 @@ One lock guards the requests and the scheduler. The thread holds it only between
 of the slots and that of a `Generation`; holders of those never ask for this one.
 """
 
-import asyncio
 import atexit
 import os
 import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable
-from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from functools import partial
+from typing import Literal
 
+from onward.cache.disk import EXIT_SECONDS
+from onward.cache.manager import PagedCacheManager
 from onward.decoding import CacheManager, FinishReason, ScheduledSequence, StepRouter, decode_loop
-from onward.engine.request import EngineRequest, Listener, Row
+from onward.decoding.shared_cache import StoreOf
+from onward.engine.notifier import LoopNotifier
+from onward.engine.request import EngineRequest, Row
+from onward.engine.restoring import Restorer
 from onward.engine.scheduler import Scheduler
+from onward.engine.stats import EngineStats, Seconds, block_counts
+from onward.engine.updates import PendingUpdate, Updates
 from onward.errors import ContextOverflowError, EngineBusyError, EngineError, one_line
 from onward.models import Run
 from onward.models.model import computation
@@ -30,84 +34,6 @@ _CANCEL_INTERVAL = 0.02
 _EXIT_TIMEOUT = 10.0
 
 
-@dataclass
-class Seconds:
-    """Seconds spent so far: schedule: planning steps; step: running the model and sampling; give_out: delivering
-    tokens."""
-
-    schedule: float = 0.0
-    step: float = 0.0
-    give_out: float = 0.0
-
-
-@dataclass(frozen=True)
-class EngineStats:
-    """The state of an engine, and its counts since it was created.
-
-    waiting, running: requests. sequences: the running sequences. waiting_tokens: prompt tokens in the queue.
-    blocks: all blocks of the cache; blocks_used: those of running sequences; blocks_cached: those of the prefix cache;
-        blocks_free: the others. A block has 64 positions; without paging it is a row, and for models with sliding or
-        recurrent layers it is a unit of memory.
-    hit_rate: the share of prompt ids that were found in the cache.
-    tokens_per_second, prompt_tokens_per_second: over the last half minute of work.
-    steps, tokens, preemptions: counts. seconds: for each part of a step.
-    """
-
-    waiting: int
-    running: int
-    sequences: int
-    waiting_tokens: int
-    blocks: int
-    blocks_used: int
-    blocks_cached: int
-    blocks_free: int
-    hit_rate: float
-    tokens_per_second: float
-    prompt_tokens_per_second: float
-    steps: int
-    tokens: int
-    preemptions: int
-    seconds: Seconds = field(default_factory=Seconds)
-
-
-def block_counts(slots: CacheManager) -> dict[str, Any]:
-    """The fields of `EngineStats` that describe the cache."""
-    total, available, cached, hits, lookups = slots.stats()
-    return {
-        "blocks": total,
-        "blocks_used": total - available,
-        "blocks_cached": cached,
-        "blocks_free": available - cached,
-        "hit_rate": hits / lookups if lookups else 0.0,
-    }
-
-
-class LoopNotifier:
-    """Collects the callbacks that are due after a step. Only the engine's thread uses it.
-
-    A call into a loop wakes its thread, which then competes with this one for the interpreter. So each step makes one,
-    when this thread has nothing left to do but run the model.
-    """
-
-    def __init__(self) -> None:
-        self._due: dict[asyncio.AbstractEventLoop, dict[Callable[[], None], None]] = {}
-
-    def add(self, listeners: Iterable[Listener]) -> None:
-        for loop, changed, _ in listeners:
-            self._due.setdefault(loop, {})[changed] = None
-
-    def notify(self) -> None:
-        due, self._due = self._due, {}
-        for loop, changed in due.items():
-            with suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(_call, changed)
-
-
-def _call(functions: Iterable[Callable[[], None]]) -> None:
-    for function in functions:
-        function()
-
-
 class EngineWorker:
     """Serves requests in a thread of its own until it is closed.
 
@@ -115,13 +41,22 @@ class EngineWorker:
     ends the thread.
     """
 
-    def __init__(self, run: Run, slots: CacheManager, scheduler: Scheduler[EngineRequest], max_len: int) -> None:
-        self.run, self.slots = run, slots
+    def __init__(
+        self,
+        run: Run,
+        slots: CacheManager,
+        scheduler: Scheduler[EngineRequest],
+        max_len: int,
+        store: StoreOf | None = None,
+    ) -> None:
+        self.run, self.slots, self._store = run, slots, store
         self.notifier = LoopNotifier()
         self._scheduler = scheduler
         self._steps = StepRouter(run, slots, rows=scheduler.max_sequences, max_len=max_len, isolates=True)
         self._lock = threading.RLock()
         self._wakes: queue.SimpleQueue[None] = queue.SimpleQueue()  # a finalizer may call its `put`, but take no lock
+        self._restorer = Restorer(slots, partial(self._wakes.put, None))
+        self._updates = Updates(run, slots, scheduler, self._preempt)
         self._requests: dict[EngineRequest, None] = {}  # all that have not ended
         self._cancelled: list[EngineRequest] = []  # since the last step
         self._cancel_events: dict[EngineRequest, threading.Event] = {}  # set by callers
@@ -166,6 +101,23 @@ class EngineWorker:
         with self._lock:
             self._cancelled.append(request)
 
+    def check_outside(self) -> None:
+        """Raise `EngineError` in the engine's thread, which would wait for itself."""
+        if threading.current_thread() is self._thread:
+            raise EngineError("a function that the engine calls cannot update its weights: call from another thread")
+
+    def update(self, pending: PendingUpdate) -> int:
+        """Have the thread apply an update, and return the version. Raises `EngineError` if the engine is closed."""
+        with self._lock:
+            self.check_open()
+            self._updates.add(pending)
+        self._wakes.put(None)
+        try:
+            return pending.result()
+        finally:
+            with self._lock:
+                self._updates.withdraw(pending)
+
     def stats(self) -> EngineStats:
         """The statistics as of the beginning of the current step."""
         with self._lock:
@@ -202,6 +154,8 @@ class EngineWorker:
         self._wakes.put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout)
+            if isinstance(self.slots, PagedCacheManager) and self.slots.disk is not None and timeout is None:
+                self.slots.disk.flush(EXIT_SECONDS)
 
     def abandon(self) -> None:
         """Finish the queued requests, then end the thread. Takes no lock, since the garbage collector may call it in a
@@ -236,8 +190,9 @@ class EngineWorker:
             with self._lock:
                 work = self._next_work()
                 self._blocks = block_counts(self.slots)
-                assert work or not self._requests, "a request waits, and nothing runs that could make room for it"
-                done = not work and self._state != "open"
+                idle = not work and not self._restorer
+                assert not idle or not self._requests, "a request waits, and nothing runs that could make room for it"
+                done = idle and self._state != "open"
                 self._seconds.schedule += time.perf_counter() - began
             self.notifier.notify()
             if work or done:
@@ -248,22 +203,28 @@ class EngineWorker:
     def _next_work(self) -> list[ScheduledSequence]:
         while True:
             self._end_some(time.monotonic())
-            self._admit()
+            self._admit(new=not self._updates.apply(self._requests))
+            self._restorer.advance()
             work = self._plan()
             if work or not any(request.error is not None for request in self._scheduler.running):
                 return work
 
-    def _admit(self) -> None:
-        """Start requests of the queue, and preempt those of other clients where fairness asks for it."""
+    def _admit(self, new: bool) -> None:
+        """Start requests of the queue, and preempt those of other clients where fairness asks for it. new: also
+        requests that have not run before."""
         while True:
-            for request in self._scheduler.admit(self._begin):
+            for request in self._scheduler.admit(self._begin, new=new):
                 try:
                     self._steps.join(request.state.sequences, request.state.request.options.draft)
                 except Exception as error:
                     request.error = error
-            if (victim := self._scheduler.make_room()) is None:
+            if not new or (victim := self._scheduler.make_room()) is None:
                 return
-            victim.preempt()
+            self._preempt(victim)
+
+    def _preempt(self, victim: EngineRequest) -> None:
+        self._restorer.cancel(victim)
+        victim.preempt()
 
     def _plan(self) -> list[ScheduledSequence]:
         """The work of each row in the next step. The newest requests are preempted if there are too few blocks."""
@@ -286,15 +247,21 @@ class EngineWorker:
             if victim is None:
                 running[0].error = ContextOverflowError("the text has outgrown the engine's whole cache")
                 return []
-            victim.preempt()
+            self._preempt(victim)
 
     def _begin(self, request: EngineRequest, new_tokens: int) -> bool:
         """Give a request slots. One that fails here runs too, so that it ends like the others."""
         try:
             if self._weights_seen != self._steps_run:  # this takes a millisecond, so once a step
-                self.slots.set_weights_version(computation(self.run.model))
+                version = computation(self.run.model)
+                self.slots.set_weights_version(version)
+                if isinstance(self.slots, PagedCacheManager) and self._store is not None:
+                    self.slots.set_store(self._store(self.run.model, version))
                 self._weights_seen = self._steps_run
-            return request.begin(new_tokens, self._available())
+            has_begun = request.begin(new_tokens, self._available())
+            if has_begun:
+                self._restorer.add(request)
+            return has_begun
         except Exception as error:
             request.error = error
             return True
@@ -319,10 +286,10 @@ class EngineWorker:
         return self.slots.stats().available - sum(request.promised_blocks for request in self._scheduler.running)
 
     def _deliver(self, seconds: float) -> None:
-        began, now, tokens = time.perf_counter(), time.monotonic(), 0
+        began, now, tokens, version = time.perf_counter(), time.monotonic(), 0, self.run.model.weights_version
         for request in self._scheduler.running:
             try:
-                tokens += request.deliver(seconds, now)
+                tokens += request.deliver(seconds, now, version)
             except BaseException as error:  # from the caller's own message format
                 request.error = error
         with self._lock:
@@ -360,6 +327,7 @@ class EngineWorker:
         del self._requests[request]
         self._cancel_events.pop(request, None)
         self._scheduler.ended(request)
+        self._restorer.cancel(request)
         request.end(reason)
 
     def _end_all(self) -> None:
@@ -371,6 +339,7 @@ class EngineWorker:
                     request.error = EngineError(f"the engine has failed: {one_line(self._failure)}")
                     request.error.__cause__ = self._failure
                 self._end(request, "cancelled")
+            self._updates.end(self._failure)
             self._blocks = block_counts(self.slots)
         self.notifier.notify()
 

@@ -10,7 +10,7 @@ up to the rounding of logits.
 
 import datetime
 import hashlib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 import onward
 from onward.errors import RequestError
-from onward.language_model import Completion, LanguageModel
+from onward.language_model import Completion, GenerateOptionsDict, LanguageModel
 from onward.tokenizer import JsonTokenizer
 from onward.util.checks import check_whole
 
@@ -45,6 +45,8 @@ class OnwardLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
         default the model's context.
     batch_size: how many prompts are completed together.
     adapter: the name of a loaded adapter for all requests, for example from `load`: adapters={name: source}.
+    seed: of sampled answers: each has a seed of its own, derived from it and from the place of its document in the
+        task, so that two models draw with the same noise. By default the seeds are fresh.
     max_batch_size, device: passed by the harness; device as for `onward.load`.
     load: other arguments of `onward.load`, such as quantize="int4".
 
@@ -60,6 +62,7 @@ class OnwardLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
         max_batch_size: int | None = None,
         device: str | None = None,
         adapter: str | None = None,
+        seed: int | None = None,
         **load: Any,
     ) -> None:
         super().__init__()
@@ -73,6 +76,7 @@ class OnwardLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
         pretrained.adapters.find(adapter)
         self.lm = pretrained
         self.adapter = adapter
+        self.seed = seed
         self._now = datetime.datetime.now(datetime.UTC)  # the same for all prompts, since templates may write the date
         self.max_length = min(max_length or 2**30, limit or 2**30)
         self.batch_size = 8 if batch_size in (None, "auto") else int(batch_size or 8)
@@ -139,6 +143,7 @@ class OnwardLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
 
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
         results: dict[int, str] = {}
+        seeds = self._seeds(requests)
         bar = tqdm(total=len(requests), disable=disable_tqdm, desc="Completing prompts")
         for indices in self._batches(requests):
             options = self._options(requests[indices[0]].args[1])
@@ -149,7 +154,9 @@ class OnwardLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
                     "give it a smaller max_gen_toks"
                 )
             prompts = [self.tok_encode(requests[index].args[0])[-longest:] for index in indices]
-            completions: list[Completion] = self.lm.generate(prompts, adapter=self.adapter, **options)
+            sampled = self.seed is not None and options["temperature"] > 0
+            own: list[GenerateOptionsDict] = [{"seed": seeds[index]} if sampled else {} for index in indices]
+            completions: list[Completion] = self.lm.generate(prompts, adapter=self.adapter, per_prompt=own, **options)
             for index, completion in zip(indices, completions, strict=True):
                 results[index] = postprocess_generated_text(completion.text, list(options["stop"]), None)
                 self._remember("generate_until", requests[index].args, results[index])
@@ -195,6 +202,17 @@ class OnwardLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
             indices.sort(key=lambda index: -len(requests[index].args[0]))
             for begin in range(0, len(indices), self.batch_size):
                 yield indices[begin : begin + self.batch_size]
+
+    def _seeds(self, requests: Sequence[Instance]) -> list[int]:
+        """A seed for each request, by its task, its document and how many of the document's answers are before it."""
+        counts: Counter[tuple[Any, ...]] = Counter()
+        seeds = []
+        for request in requests:
+            place = request.task_name, request.doc_id, request.idx
+            digest = hashlib.blake2b(f"{self.seed} {place} {counts[place]}".encode(), digest_size=8)
+            seeds.append(int.from_bytes(digest.digest(), "little"))
+            counts[place] += 1
+        return seeds
 
     def _options(self, task_options: Mapping[str, Any]) -> dict[str, Any]:
         options = dict(normalize_gen_kwargs(dict(task_options), _MAX_NEW_TOKENS))

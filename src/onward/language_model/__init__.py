@@ -8,10 +8,12 @@ from onward.language_model.language_model import LanguageModel, Messages
 from onward.language_model.options import ChatOptionsDict, Draft, GenerateOptions, split_chat_options
 from onward.language_model.options_dict import GenerateOptionsDict
 from onward.language_model.quantize_model import Calibration, calibration_ids, quantize, quantize_folder
-from onward.language_model.request import Ids, Prompt, Request, RequestReader, SpeculatorCache
+from onward.language_model.receipt import Receipt
+from onward.language_model.request import Ids, Prompt, Request, RequestReader
 from onward.language_model.runner import Runner, drained
 from onward.language_model.scoring import Score, score_continuations, score_texts
 from onward.language_model.session import Session
+from onward.language_model.verification import Replay, Verification
 
 __all__ = [
     "INFILL_FORMATS",
@@ -27,13 +29,15 @@ __all__ = [
     "Messages",
     "Piece",
     "Prompt",
+    "Receipt",
+    "Replay",
     "Request",
     "RequestReader",
     "Runner",
     "Score",
     "Session",
-    "SpeculatorCache",
     "Timing",
+    "Verification",
     "calibration_ids",
     "drained",
     "generation_defaults",

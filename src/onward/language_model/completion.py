@@ -1,14 +1,17 @@
 """The results of a request: pieces, the completion, and their timing."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+
+from torch import Tensor
 
 from onward.chat import AssistantMessage, MessageDelta
 from onward.constraints import JsonSchema
 from onward.decoding.sequence import FinishReason, StoppedBy
 from onward.decoding.speculation import Speculation
 from onward.errors import RequestError
+from onward.language_model.request import Request
 from onward.sampling import TokenLogprobs
 
 
@@ -20,8 +23,10 @@ class Piece(NamedTuple):
     logprobs: of the token and of the most likely ids, if requested.
     choice: the index of its text in `Completion.choices`.
     message: in a chat, the token's part of the message; the parts add up to `Completion.message`.
+    taps: the values [...] at taps with "new" or "all", at the position whose logits chose the token, if requested.
     drafted: whether it was a draft that the model accepted (docs/speculation.md). Comparisons ignore it, because it
-        describes how the token was computed.
+        describes how the token was computed, and taps.
+    weights_version: that of the weights that computed it (`LanguageModel.update_weights`). Comparisons ignore it too.
     """
 
     text: str
@@ -29,16 +34,18 @@ class Piece(NamedTuple):
     logprobs: TokenLogprobs | None = None
     choice: int = 0
     message: MessageDelta | None = None
+    taps: Mapping[str, Tensor] | None = None
     drafted: bool = False
+    weights_version: int = 0
 
     def __eq__(self, other: object) -> bool:
-        return tuple.__eq__(self[:-1], other[:-1] if isinstance(other, Piece) else other)
+        return tuple.__eq__(self[:-3], other[:-3] if isinstance(other, Piece) else other)
 
     def __ne__(self, other: object) -> bool:  # tuple's own compares all fields
         return not self == other
 
     def __hash__(self) -> int:
-        return hash(self[:-1])
+        return hash(self[:-3])
 
 
 @dataclass(frozen=True)
@@ -83,6 +90,9 @@ class Completion:
         complete constraint.
     message: the parts of a chat's answer: content, reasoning, tool calls (docs/chat.md); None without a chat.
     reasoning_tokens: in a chat, how many of `token_ids` have text of the reasoning, without markers such as "<think>".
+    taps: the values at each requested tap, in the model's dtype, on the CPU (docs/hidden-states.md); None unless
+        requested. Comparisons ignore them.
+    embedding: of a request for an embedding, float32 [D], or for a score, float32 [].
     timing: see `Timing`.
     prompt_tokens: the number of prompt ids.
     cached_tokens: how many of the prompt's ids the cache held already.
@@ -94,6 +104,9 @@ class Completion:
     speculation: how many ids were drafted and accepted, including those that a constraint forced; None without a draft
         and a constraint.
     json_schema: the schema that the text meets; None without one.
+    weights_versions: the versions of the weights that computed the tokens (`LanguageModel.update_weights`), as runs:
+        the index of a first token, and the version from there on. [(0, 3), (17, 4)]: version 4 from the 18th token on.
+    request: the prompt's ids and the options, without `draft` and `cancel`.
     """
 
     text: str
@@ -112,6 +125,10 @@ class Completion:
     json_schema: JsonSchema | None = None
     message: AssistantMessage | None = None
     reasoning_tokens: int | None = None
+    weights_versions: list[tuple[int, int]] = field(default_factory=list)
+    taps: Mapping[str, Tensor] | None = field(default=None, compare=False)
+    embedding: Tensor | None = field(default=None, compare=False)
+    request: Request | None = field(default=None, compare=False)
 
     def __repr__(self) -> str:
         text = self.text if len(self.text) <= 40 else f"{self.text[:39]}…"
@@ -119,6 +136,11 @@ class Completion:
         facts += [] if self.seed is None else [f"seed={self.seed}"]
         facts += [f"{len(self.others)} others"] if self.others else []
         return f"Completion({text!r}, {', '.join(facts)})"
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        """The ids of the prompt; empty if the completion has no `request`."""
+        return [] if self.request is None else list(self.request.prompt)
 
     @property
     def choices(self) -> list["Completion"]:

@@ -7,31 +7,32 @@ from pathlib import Path
 from typing import Any, TypeAlias, TypeVar, Unpack, overload
 
 import torch
-from torch import Tensor
 
 from onward.chat import AssistantMessage, ChatTemplate, Message, MessageFormat, checked_format, format_of
-from onward.checkpoint import find_adapter, read_adapter
+from onward.checkpoint import EmbeddingFormat, find_adapter, read_adapter
 from onward.decoding import SharedCache
-from onward.decoding.speculation import ModelDrafter, Speculator, as_drafter, check_same_tokens
+from onward.decoding.speculation import ModelDrafter, Speculator, SpeculatorCache, as_drafter, check_same_tokens
 from onward.errors import CheckpointError, RequestError
 from onward.language_model.chat import ChatReader
 from onward.language_model.completion import Completion, Piece
+from onward.language_model.embedder import Embedder
 from onward.language_model.options import ChatOptionsDict, Draft, GenerateOptions
 from onward.language_model.options_dict import GenerateOptionsDict
+from onward.language_model.prefix_disk import PrefixDisk
 from onward.language_model.request import (
     Ids,
     Prompt,
     Request,
     RequestReader,
-    SpeculatorCache,
     as_list,
     check_top,
-    checked_ids,
     needed_tokenizer,
     one_prompt,
-)
+)  # fmt: skip
 from onward.language_model.runner import Runner, drained
-from onward.language_model.scoring import Score, logits_of, score_continuations, score_texts
+from onward.language_model.scoring import Score, score_continuations, score_texts
+from onward.language_model.training import Trained
+from onward.language_model.verification import Verifier
 from onward.models import Cache, Model, Run
 from onward.models.adapters import Adapters, LoadedAdapter, merged_model
 from onward.program import Report
@@ -46,7 +47,7 @@ _Prompts: TypeAlias = list[_Prompt] | tuple[_Prompt, ...]
 Messages: TypeAlias = Sequence[Message | AssistantMessage]
 
 
-class LanguageModel:
+class LanguageModel(Trained, Embedder, Verifier):
     """A model that generates, chats and scores, with its tokenizer, chat template and default options.
 
     tokenizer: None if prompts are ids and texts stay empty. chat_template: None for a model without chats.
@@ -54,9 +55,10 @@ class LanguageModel:
         Model with the same vocabulary, a `Drafter` or a `Speculator` (docs/speculation.md).
     prefill_chunk: the maximum number of prompt tokens processed at once. It bounds memory.
     compile: a backend of `onward.compile` that runs the model; "eager" calls its forward op by op.
-    prefix_memory: bytes of the prefix cache; 0 disables it.
+    prefix_memory: bytes of the prefix cache; 0 disables it. prefix_cache_dir, prefix_cache_disk: a folder for prefixes
+        on disk, which later runs share, and its most bytes (16 GiB by default; docs/prefix-cache.md).
     message_format: how the model writes reasoning and tool calls, a name in `onward.chat.FORMATS` or a
-        `MessageFormat`; by default that of the chat template (docs/chat.md).
+        `MessageFormat`; by default the chat template's (docs/chat.md). embedding: how texts are embedded.
     """
 
     @checks_option_names
@@ -71,6 +73,9 @@ class LanguageModel:
         draft: Draft | None = None,
         prefix_memory: int = 2**30,
         message_format: str | MessageFormat | None = None,
+        embedding: EmbeddingFormat | None = None,
+        prefix_cache_dir: str | os.PathLike[str] | None = None,
+        prefix_cache_disk: int | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.chat_template = chat_template
@@ -80,8 +85,9 @@ class LanguageModel:
         self._model_run = Run(model, compile)
         self._adapters = Adapters(self._model_run)
         self._speculators = SpeculatorCache()
+        self._disk = PrefixDisk.of(model, compile, prefix_cache_dir, prefix_cache_disk)
         self.prefix_memory = prefix_memory
-        self.draft = draft
+        self.draft, self.embedding = draft, embedding or EmbeddingFormat()
 
     def __repr__(self) -> str:
         parts = ("" if self.tokenizer is None else "tokenizer", "" if self.chat_template is None else "chat template")
@@ -98,7 +104,8 @@ class LanguageModel:
 
     def _arguments(self, model: Model) -> tuple[Any, ...]:
         rest = self.defaults, self.prefill_chunk, self._model_run.compile, self._draft_source, self.prefix_memory
-        return model, self.tokenizer, self.chat_template, *rest, self._message_format
+        disk = () if self._disk is None else self._disk.arguments
+        return model, self.tokenizer, self.chat_template, *rest, self._message_format, self.embedding, *disk
 
     @property
     def model(self) -> Model:
@@ -142,7 +149,7 @@ class LanguageModel:
     @prefix_memory.setter
     def prefix_memory(self, nbytes: int) -> None:
         check_whole("prefix_memory", nbytes, low=0)
-        self._prefix_cache = SharedCache(nbytes)
+        self._prefix_cache = SharedCache(nbytes, self._disk)
 
     @property
     def message_format(self) -> MessageFormat:
@@ -319,23 +326,8 @@ class LanguageModel:
         loaded = self.adapters.find(adapter)
         check_top("logprobs", logprobs, self.model.vocab_size)
         ids = self._reader.prompt_ids(context)
-        after = [
-            self.encode(each, add_special_tokens=False) if isinstance(each, str) else self._reader.prompt_ids(each)
-            for each in continuations
-        ]
-        return score_continuations(
-            self._model_run, self._prefix_cache, ids, after, logprobs, self.prefill_chunk, loaded
-        )
-
-    @checks_option_names
-    def logits(self, ids: Ids, *, adapter: str | None = None) -> Tensor:
-        """The logits after each of `ids`: float32 [T, V], on the CPU. adapter: as in `score`.
-
-        Raises:
-            RequestError: no ids, one outside the vocabulary. ContextOverflowError: more ids than the context holds.
-        """
-        ids, loaded = checked_ids(ids, self.model.vocab_size), self.adapters.find(adapter)
-        return logits_of(self._model_run, ids, self.prefill_chunk, loaded)
+        after, cache, chunk = self._reader.continuation_ids(continuations), self._prefix_cache, self.prefill_chunk
+        return score_continuations(self._model_run, cache, ids, after, logprobs, chunk, loaded)
 
     @property
     def draft(self) -> Speculator | None:
@@ -383,7 +375,7 @@ class LanguageModel:
         """A cache of `batch` rows with `max_len` positions (by default the whole context), for `generate`."""
         if (length := self.model.max_seq_len if max_len is None else max_len) is None:
             raise RequestError("this model has no max_seq_len: give max_len")
-        if batch < 1 or length < 1:
+        if min(batch, length) < 1:
             raise RequestError(f"a cache needs a batch and a max_len of 1 or more; got {batch} and {length}")
         return self.model.new_cache(batch, length)
 

@@ -3,11 +3,14 @@
 import dataclasses
 import datetime
 import functools
+import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any, Literal, Self, TypeAlias, Unpack
+
+from torch import Tensor
 
 from onward.chat import PROMPT_ENDINGS, ChatTemplate, ToolChoice, ToolLike
 from onward.constraints import Choice, JsonSchema, Lark, Regex
@@ -15,7 +18,9 @@ from onward.decoding import StopWhen
 from onward.decoding.speculation import Drafter, ModelHolder, Speculator
 from onward.errors import OptionError, RequestError, blaming
 from onward.language_model.options_dict import GenerateOptionsDict
+from onward.language_model.steering import read_steering
 from onward.models import Model
+from onward.models.adapters import Steer, Steering
 from onward.sampling import Constraint, SamplingParams
 from onward.sampling.params import option_names as names_of
 from onward.sampling.transforms import Filter, transforms_of
@@ -114,9 +119,16 @@ class GenerateOptions(SamplingParams):
     early_stopping: when a prompt's search ends. True: when `beams` texts are finished. False: when `beams` texts are
         finished and the best running beam, at its present length, is worse than the worst of them. "never": when no
         running beam can become better, by a bound that allows for every length up to max_new_tokens.
+    taps: report the values at these taps (`onward.tap`; "layers.12", "embedding", "norm"), each of some positions:
+        "last": of the prompt's last id. "new": of the positions whose logits chose the new ids. "all": of all ids but
+        the last new one, which is never processed (docs/hidden-states.md).
     draft: drafts the next tokens, so that several are processed at once (docs/speculation.md). The tokens are the same
         without it.
     adapter: the name of a loaded adapter to apply (docs/adapters.md).
+    steer: vectors that change the values at taps ("layers.12"), at every position: each is added, or an `onward.Steer`
+        with a scale, or with replace=True. Or the path of a control vector, a GGUF file (docs/hidden-states.md).
+    cache_salt: cached prefixes, also those on disk, are shared only by requests with an equal salt, such as the secret
+        of a tenant, so that nobody can measure which prompts others have sent (docs/prefix-cache.md).
     json_schema: the text is JSON that meets this schema (a dict, or a pydantic class); `Completion.parsed` is its
         value.
     regex: the whole text matches this regular expression, in Rust's syntax.
@@ -162,10 +174,22 @@ class GenerateOptions(SamplingParams):
         None, low=0, help="With --json, include logprobs of each token and the N most likely.", group=OUTPUT
     )
     prompt_logprobs: int | None = option(None, low=0, help="The same for the prompt's tokens.", group=OUTPUT)
+    taps: Mapping[str, Literal["last", "new", "all"]] | None = option(
+        None, help='Report the values at taps of the forward: name -> "last", "new" or "all".', group=OUTPUT, flag=""
+    )
     draft: Speculator | None = option(
         None, takes=Draft | None, help="Speculative decoding; the text is unchanged.", group=OUTPUT, flag=""
     )
     adapter: str | None = option(None, help="Name of a loaded adapter to apply.", group=OUTPUT, flag="")
+    steer: Steering | None = option(
+        None,
+        takes=Mapping[str, Tensor | Steer] | str | os.PathLike[str] | Steering | None,
+        help="Steer with the control vector in FILE, a GGUF file.",
+        group=OUTPUT,
+        flag="--control-vector",
+        metavar="FILE",
+    )
+    cache_salt: str | None = option(None, help="Share cached prefixes only with an equal salt.", group=OUTPUT, flag="")
     json_schema: JsonSchema | None = option(
         None,
         takes=Mapping[str, Any] | bool | type | JsonSchema | None,
@@ -199,6 +223,10 @@ class GenerateOptions(SamplingParams):
             raise OptionError("early_stopping", f'must be True, False or "never"; got {self.early_stopping!r}')
         if self.draft is not None and not isinstance(self.draft, Speculator):
             raise OptionError("draft", f"must be an onward.Speculator; got {self.draft!r}")
+        if self.taps is not None:
+            self._set("taps", _checked_taps(self.taps))
+        if self.steer is not None and not isinstance(self.steer, Steering):
+            self._set("steer", read_steering(self.steer))
         if self.reasoning_budget_message is not None and self.reasoning_budget is None:
             raise OptionError(
                 "reasoning_budget_message", "would change nothing without a reasoning_budget: set that too"
@@ -297,6 +325,12 @@ class GenerateOptions(SamplingParams):
         if self.beams == 1 and changed:
             message = f"{', '.join(changed)} would change nothing without a beam search: give beams=2 or more"
             raise RequestError(message, changed[0])
+
+
+def _checked_taps(taps: object) -> Mapping[str, str] | None:
+    if not isinstance(taps, Mapping) or not all(at in ("last", "new", "all") for at in taps.values()):
+        raise OptionError("taps", f'must map names of taps to "last", "new" or "all"; got {taps!r}')
+    return dict(taps) or None
 
 
 @functools.cache

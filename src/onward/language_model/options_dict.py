@@ -1,12 +1,16 @@
 """Written by .ci/generate.py from the declarations of options."""
 
 from collections.abc import Callable, Mapping, Sequence, Set
+from os import PathLike
 from threading import Event
 from typing import Any, Literal
+
+from torch import Tensor
 
 from onward.constraints.grammars import JsonSchema
 from onward.decoding.speculation.drafter import Drafter
 from onward.decoding.speculation.speculator import ModelHolder, Speculator
+from onward.models.adapters.steering import Steer, Steering
 from onward.models.model import Model
 from onward.sampling.constraint import Constraint
 from onward.sampling.options_dict import SamplingOptionsDict
@@ -29,8 +33,11 @@ class GenerateOptionsDict(SamplingOptionsDict, total=False):
     early_stopping: bool | Literal["never"]
     logprobs: int | None
     prompt_logprobs: int | None
+    taps: Mapping[str, Literal["last", "new", "all"]] | None
     draft: str | ModelHolder | Model | Drafter | Speculator | None
     adapter: str | None
+    steer: Mapping[str, Tensor | Steer] | str | PathLike[str] | Steering | None
+    cache_salt: str | None
     json_schema: Mapping[str, Any] | bool | type | JsonSchema | None
     regex: str | None
     grammar: str | None

@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -279,11 +279,11 @@ def quantize(
     lm = model if isinstance(model, LanguageModel) else LanguageModel(model)
     small = replace(lm.model, params=quantized_params(lm, format, calibrate, progress)[0])
     if not isinstance(model, LanguageModel):
-        return cast(_ModelT, small)
+        return small
     quantized = lm.with_model(small)
     for name, adapter in lm.adapters.items():
         quantized.load_adapter(name, adapter.folder)
-    return cast(_ModelT, quantized)
+    return quantized
 
 
 def check_quantizing(format: object, calibrate: object) -> None:

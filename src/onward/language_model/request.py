@@ -1,8 +1,6 @@
 """Requests, made and validated from prompts and options."""
 
 import dataclasses
-import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self, TypeAlias, Unpack
@@ -16,18 +14,18 @@ from onward.chat import AnswerFormat
 from onward.constraints import Grammar
 from onward.decoding.prompt import check_context_length
 from onward.decoding.shared_cache import PinnedPrefix
-from onward.decoding.speculation import Drafter, Speculator, as_drafter
+from onward.decoding.speculation import Speculator
 from onward.errors import ContextOverflowError, OptionError, RequestError, TokenizerError, blaming
 from onward.language_model.options import GenerateOptions, option_names
 from onward.language_model.options_dict import GenerateOptionsDict
 from onward.language_model.reasoning import new_constraint
+from onward.language_model.tapped import check_capture, check_head
 from onward.models import Cache, Model
 from onward.models.adapters import Adapters
 from onward.tokenizer import TextLengths, Tokenizer
 from onward.util.checks import check_whole, plain, plain_items
 from onward.util.option_names import check_option_names
 from onward.util.options import options_of
-from onward.util.process import renew_in_forks
 from onward.util.text import brief, brief_list
 from onward.util.text_input import check_value
 
@@ -44,11 +42,13 @@ class Request:
     prompt: ids, at least one.
     options: all options of the request; a model's defaults do not apply.
     answer: in a chat, the format of the answer.
+    pooling: makes the embedding, or the score, of the result's values at taps.
     """
 
     prompt: tuple[int, ...]
     options: GenerateOptions = field(default_factory=GenerateOptions)
     answer: AnswerFormat | None = None
+    pooling: Callable[[Mapping[str, Tensor]], Tensor] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt", tuple(_as_ids(self.prompt)))
@@ -142,7 +142,7 @@ class RequestReader:
         served = self._served(chosen, len(ids), length_of(cache))
         if isinstance(served.constrained_by, Grammar) or served.reasoning_budget is not None:
             new_constraint(served, answer, self.tokenizer)  # compile it now: the result is cached
-        return Request(tuple(ids), served, answer)
+        return Request(tuple(ids), served, answer, prompt.pooling if isinstance(prompt, Request) else None)
 
     def _own_draft(
         self, prompt: Prompt, base: GenerateOptions, options: Mapping[str, Any]
@@ -161,6 +161,8 @@ class RequestReader:
         with blaming("adapter"):
             self.adapters.find(options.adapter)
         context, vocab_size = self.model.max_seq_len, self.model.vocab_size
+        if options.max_new_tokens != 0 or options.prompt_logprobs is not None:
+            check_head(self.model)
         if options.stop and self.tokenizer is None:
             raise TokenizerError("stop strings need a tokenizer, but this model has none: use eos with ids")
         for name in ("logprobs", "prompt_logprobs"):
@@ -183,7 +185,21 @@ class RequestReader:
         options = options.with_values(**changes) if changes else options
         options.check_ids(vocab_size)
         check_context_length(prompt_len, options.max_new_tokens or 0, context=context, cache=cache_len)
+        if options.taps is not None:
+            check_capture(self.model, options.taps, prompt_len, options.max_new_tokens or 0, options.rows)
+        if options.steer is not None:
+            options.steer.check(self.model)
+            self.adapters.check_steered(options.adapter)
         return options
+
+    def continuation_ids(self, texts: Sequence[str | Ids]) -> list[list[int]]:
+        """The ids of texts, which are encoded without special tokens."""
+        return [
+            needed_tokenizer(self.tokenizer, "a text prompt").encode(each, add_special_tokens=False)
+            if isinstance(each, str)
+            else self.prompt_ids(each)
+            for each in texts
+        ]
 
     def ids_to_score(self, texts: Sequence[Prompt], adapter: str | None) -> list[list[int]]:
         """The ids of texts. A `Request` must have the same adapter."""
@@ -316,35 +332,6 @@ def check_top(name: str, count: int, vocab_size: int) -> None:
     check_whole(name, count, low=0)
     if count > vocab_size:
         raise OptionError(name, f"is {count}, but the vocabulary has {vocab_size} ids: ask for fewer")
-
-
-# The maximum number of cached speculators. Each holds what it has learned and the programs of its draft model.
-_MAX_SPECULATORS = 8
-
-
-class SpeculatorCache:
-    """The speculators of one language model, one for each `draft`, for reuse by further requests."""
-
-    def __init__(self) -> None:
-        self._entries: OrderedDict[Any, tuple[Any, Speculator]] = OrderedDict()
-        self._lock = threading.RLock()  # requests come from several threads
-        renew_in_forks(self)
-
-    def renew(self) -> None:
-        self._lock = threading.RLock()
-
-    def get(self, draft: Any, make: Callable[[Any], Drafter] = as_drafter) -> Speculator | None:
-        """The speculator for a value of `draft`. make: creates its drafter."""
-        if draft is None or isinstance(draft, Speculator):
-            return draft
-        key = draft if isinstance(draft, str) else id(draft)
-        with self._lock:
-            if key not in self._entries:
-                self._entries[key] = (draft, Speculator(make(draft)))  # references `draft`, so that its id stays unique
-                if len(self._entries) > _MAX_SPECULATORS:
-                    self._entries.popitem(last=False)
-            self._entries.move_to_end(key)
-            return self._entries[key][1]
 
 
 # The ids of one text, or of each of several texts.

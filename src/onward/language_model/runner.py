@@ -5,8 +5,11 @@ from collections import abc
 from collections.abc import Generator
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, replace
+from functools import cached_property
 from operator import itemgetter
 from typing import Any
+
+from torch import Tensor
 
 from onward.cache import KVCache
 from onward.constraints import AfterText, JsonSchema
@@ -22,6 +25,7 @@ from onward.decoding import (
     StepRouter,
     decode_loop,
 )
+from onward.decoding.replay import ReplayedSequence, replay
 from onward.decoding.shared_cache import PinnedPrefix
 from onward.decoding.speculation.step import speculation_of
 from onward.errors import RequestError
@@ -39,19 +43,26 @@ from onward.tokenizer import NoTextStream, StopStrings, StreamingDetokenizer, Te
 class RequestState:
     """The state of one request: a sequence for each of its `n` texts, or one beam search.
 
-    deadline: on the clock `time.monotonic`; None for none.
+    deadline: on the clock `time.monotonic`; None for none. kind: the class of the texts' sequences.
     """
 
-    def __init__(self, request: Request, tokenizer: Tokenizer | None, adapters: Adapters) -> None:
+    def __init__(
+        self, request: Request, tokenizer: Tokenizer | None, adapters: Adapters, kind: type[Sequence] = Sequence
+    ) -> None:
         """Create the sequences and start the time limit. Raises `RequestError` if the adapter has been dropped."""
         self.request = request
         options = request.options
         self.deadline = None if options.time_limit is None else time.monotonic() + options.time_limit
-        adapter, constraint = adapters.find(options.adapter), new_constraint(options, request.answer, tokenizer)
+        adapter, constraint = (
+            adapters.steered(options.adapter, options.steer),
+            new_constraint(options, request.answer, tokenizer),
+        )
         marks = None if request.answer is None else dict(request.answer.marks)
         searches = options.beams > 1
         base = 0 if searches else fresh_seed() if options.seed is None else options.seed
         self.sequences: list[Sequence] = []
+        self._versions: list[list[tuple[int, int]]] = []  # `Completion.weights_versions` of each
+        self._version = 0  # of the last step
         for index in range(1 if searches else options.n):
             text: TextStream = NoTextStream()
             if tokenizer is not None:
@@ -61,8 +72,10 @@ class RequestState:
             kinds: dict[str, Any] = {
                 "sampling": options if searches else options.with_values(seed=sample_seed(base, index)),
                 "adapter": adapter,
+                "salt": options.cache_salt,
                 "top_logprobs": options.logprobs,
                 "prompt_top": None if index else options.prompt_logprobs,
+                "taps": options.taps,
                 "stop_when": options.stop_when,
                 "deadline": self.deadline,
                 "cancel": options.cancel,
@@ -72,12 +85,14 @@ class RequestState:
                 beams = BeamOptions(options.beams, options.length_penalty, options.early_stopping)
                 sequence: Sequence = BeamSearch(beams, *arguments, **kinds)
             else:
-                sequence = Sequence(*arguments, **kinds)
+                sequence = kind(*arguments, **kinds)
             if self.sequences:
-                sequence.leader = self.sequences[0]
+                sequence.leader = leader = self.sequences[0]
+                sequence.capture = None if leader.capture is None else leader.capture.after_prompt(0)
             if sequence.streams:  # beams are parsed at the end
                 sequence.parser = self._new_parser(sequence)
             self.sequences.append(sequence)
+            self._versions.append([])
 
     @property
     def has_ended(self) -> bool:
@@ -92,23 +107,28 @@ class RequestState:
         restarts. Raises `RequestError` for ids that the text cannot have."""
         for sequence, ids in zip(self.sequences, emitted, strict=False):
             if sequence.streams:
-                sequence.replay(ids)
+                _replay(sequence, ids)
 
     def end(self, reason: FinishReason) -> None:
         for sequence in self.sequences:
             if sequence.pending:
                 sequence.end(reason)
 
-    def new_pieces(self) -> tuple[list[Piece], list[Piece]]:
+    def new_pieces(self, version: int) -> tuple[list[Piece], list[Piece]]:
         """The pieces that no earlier call has returned: those of replayed ids, and the others. Pieces with logprobs
-        wait for these."""
+        wait for these. version: of the weights of the last step."""
         replayed: list[tuple[int, Piece]] = []
         new = []
+        self._version = version
         for choice, sequence in enumerate(self.sequences):
+            versions = self._versions[choice]
             for at, token, text, drafted in sequence.deliver():
+                if not versions or versions[-1][1] != version:
+                    versions.append((at, version))
                 logprobs = sequence.logprobs[at] if sequence.top_logprobs is not None else None
                 message = None if sequence.parser is None else sequence.parser.read(sequence, at, text)
-                piece = Piece(text, token, logprobs, choice, message, drafted)
+                taps = None if sequence.capture is None else sequence.capture.of_token(at)
+                piece = Piece(text, token, logprobs, choice, message, taps, drafted, version)
                 if at < sequence.replayed:
                     replayed.append((at, piece))
                 else:
@@ -124,6 +144,11 @@ class RequestState:
             for score, text in sequence.results(self.request.options.n)
         ]
         return replace(texts[0], others=texts[1:])
+
+    @cached_property
+    def _reported(self) -> Request:
+        """The request in its completions, which keep no draft model and no event alive."""
+        return replace(self.request, options=self.request.options.with_values(draft=None, cancel=None))
 
     def _completion(self, timed: Sequence, text: Sequence, score: float | None) -> Completion:
         """The completion of a text of a sequence, which is the sequence itself or one of its beams."""
@@ -147,7 +172,20 @@ class RequestState:
             json_schema=_json_schema(options.constrained_by),
             message=None if parser is None else parser.message(),
             reasoning_tokens=None if parser is None else parser.reasoning_tokens(text.ends),
+            weights_versions=self._weights_versions(timed, text),
+            taps=(taps := self._taps(text)),
+            embedding=None if request.pooling is None or not taps else request.pooling(taps),
+            request=self._reported,
         )
+
+    def _taps(self, text: Sequence) -> dict[str, Tensor] | None:
+        of_prompt = self.sequences[0].capture
+        return None if of_prompt is None or text.capture is None else text.capture.results(of_prompt)
+
+    def _weights_versions(self, timed: Sequence, text: Sequence) -> list[tuple[int, int]]:
+        if timed.streams:
+            return self._versions[self.sequences.index(timed)]
+        return [(0, self._version)] if text.token_ids else []  # a search begins again with new weights
 
     def _new_parser(self, sequence: Sequence) -> AnswerParser | None:
         answer = self.request.answer
@@ -157,6 +195,21 @@ class RequestState:
         options = self.request.options
         assert sequence.sampling is not None
         return None if options.temperature == 0 or options.beams > 1 else sequence.sampling.seed
+
+
+def _replay(sequence: Sequence, token_ids: abc.Sequence[int]) -> None:
+    for at, token in enumerate(token_ids):
+        if sequence.finish_reason is not None:
+            raise RequestError(
+                f"the text ends ({sequence.finish_reason!r}) with {at} of the {len(token_ids)} ids in emitted: "
+                "give those that were emitted for this prompt and these options"
+            )
+        if sequence.constraint is not None and not sequence.constraint.admits(token):
+            raise RequestError(
+                f"emitted[{at}] is id {token}, which the request's constraint forbids there: give the ids "
+                "that were emitted for this prompt and these options"
+            )
+        sequence.replay(token)
 
 
 def _json_schema(constraint: ConstraintMaker | None) -> JsonSchema | None:
@@ -211,6 +264,15 @@ class Runner:
             raise RequestError("stream yields a single text: use generate for n or beams above 1")
         return _only(self.pieces([request], cache))
 
+    def replay(self, request: Request, token_ids: abc.Sequence[int]) -> ReplayedSequence:
+        """The sequence of a request for one text after a replay of these ids."""
+        (sequence,) = RequestState(request, self.tokenizer, self.adapters, ReplayedSequence).sequences
+        assert isinstance(sequence, ReplayedSequence), "a request without beams"
+        sequence.set_output(token_ids)
+        with self.prefix_cache.lease(self.run.model, 1, sequence.longest) as slots:
+            replay(self.run, slots, [sequence], self.chunk)
+        return sequence
+
     def _pieces(self, jobs: abc.Sequence[RequestState], rows: int, cache: Cache | PinnedPrefix | None) -> Pieces:
         started = time.perf_counter()
         run, model = self.run, self.run.model
@@ -236,7 +298,7 @@ class Runner:
                 for sequence in sequences:
                     sequence.record_step(seconds)
                 for job in jobs:
-                    for piece in job.new_pieces()[1]:
+                    for piece in job.new_pieces(model.weights_version)[1]:
                         yield piece
                         if isinstance(cache, PinnedPrefix):
                             cache.check(job.sequences[0])

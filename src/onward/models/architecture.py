@@ -1,6 +1,7 @@
 """Architectures: a model's configuration, how its weights are read, and its forward."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -9,8 +10,19 @@ from torch import Tensor
 
 from onward import ops
 from onward.cache import CachePlan, KVCache, KVPool, LayerShape
-from onward.models.linear import Embedding, ExpertLinear, LatentLinear, Linear, Router, ShortConv
+from onward.errors import RequestError
+from onward.models.linear import (
+    Embedding,
+    ExpertLinear,
+    LatentLinear,
+    Linear,
+    Router,
+    ShortConv,
+    pack_layer,
+    pack_params,
+)
 from onward.models.model import Cache, Model, Params
+from onward.models.trainable import TrainableWeights
 from onward.ops.kv_format import KVFormat
 
 
@@ -176,6 +188,26 @@ def build_model(
     )
 
 
+def build_trainable_model(
+    architecture: Architecture, parameters: Mapping[str, Tensor], dtype: torch.dtype, max_seq_len: int | None = None
+) -> Model:
+    """A `Model` that computes in `dtype` with the current values of parameters, which are given by stock name.
+
+    Raises:
+        RequestError: the architecture has recurrent layers.
+    """
+    if getattr(architecture, "states", ()):
+        raise RequestError(
+            "trainable= needs a family without recurrent layers: a recurrence overwrites its state token by token, so "
+            "it has no gradient (docs/exact-training.md)"
+        )
+    copies = _Named(lambda name, own: parameters[name].detach().to(own or dtype, copy=True))
+    params = pack_params(architecture.read(WeightScope(copies), pack_layer))
+    stock = architecture.read(WeightScope(_Named(lambda name, own: parameters[name])))
+    model = build_model(architecture, params, max_seq_len)
+    return replace(model, trainable=TrainableWeights(dict(parameters), stock, params))
+
+
 def architecture_of(model: Model) -> Architecture | None:
     """The architecture of a `build_model` model; None for other forwards."""
     forward = model.forward.func if isinstance(model.forward, partial) else model.forward
@@ -184,12 +216,24 @@ def architecture_of(model: Model) -> Architecture | None:
 
 def named_params(architecture: Architecture) -> Any:
     """The params of this architecture, with the stock name of each tensor in its place."""
-    return architecture.read(WeightScope(_Names()))
+    return architecture.read(WeightScope(_Named(lambda name, dtype: name)))
 
 
-class _Names:
+def weight_dtypes(architecture: Architecture) -> dict[str, torch.dtype | None]:
+    """The dtype of each weight that has one of its own whatever the model's, by name; None for the others."""
+    found: dict[str, torch.dtype | None] = {}
+    architecture.read(WeightScope(_Named(found.setdefault)))
+    return found
+
+
+class _Named:
+    """A tensor, or anything else, for each name. make: called with the name and the dtype of its own, if it has one."""
+
+    def __init__(self, make: Callable[[str, torch.dtype | None], Any]) -> None:
+        self._make = make
+
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Any:
-        return name
+        return self._make(name, dtype)
 
 
 class _Shapes:

@@ -15,10 +15,12 @@ take `logits_at`, int64 [R, N] indices into T, and return logits [R, N, V] of th
 B unless the cache has blocks. A forward without a parameter of that name computes all logits, and Onward selects.
 """
 
+import math
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Protocol, final
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple, Protocol, final
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +36,10 @@ from onward.cache import KVPool
 from onward.errors import RequestError
 from onward.models.contract import SelectingForward, logits_and_cache, takes_logits_at
 from onward.models.module import CausalLM, ModuleCall, ModuleForward, is_causal_lm
+from onward.models.trainable import TrainableWeights
+from onward.models.weights_lock import WeightsLock
 from onward.ops.operator import autocast_dtype_on
+from onward.ops.tap import reading
 from onward.program.leaves import leaves_of
 from onward.util.checks import check_whole
 from onward.util.option_names import checks_option_names
@@ -55,6 +60,17 @@ class CacheFactory(Protocol):
     def __call__(self, batch: int, max_len: int) -> Cache: ...
 
 
+class TapValues(NamedTuple):
+    """The values of one position at a tap."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
 _NOT_COMPILED = "the model does not allow compilation"
 _WHY_EAGER = f"{_NOT_COMPILED}; with torch's matrix products the last bits of a row may depend on its batch"
 
@@ -70,6 +86,7 @@ class Model:
     compiles: whether its forward may be compiled (`onward.compile`). A program reads params at the addresses that they
         had when it was traced: it sees in-place changes but not replaced tensors.
     why_eager: the reason if it is not compiled.
+    has_head: whether its logits mean anything; a checkpoint of hidden states alone has no head.
     new_blocks: creates a pool of blocks of 64 positions, of which its forward takes views
         (`onward.cache.PagedKVCache`); None for a forward that supports only the caches of `new_cache`. Several rows of
         a view may be consecutive positions of one text, unless there are recurrent layers: a layer stores the keys and
@@ -86,6 +103,9 @@ class Model:
     compiles: bool = True
     new_blocks: NewBlocks | None = None
     why_eager: str = _NOT_COMPILED
+    trainable: TrainableWeights | None = None
+    has_head: bool = True
+    weights_lock: WeightsLock = field(default_factory=WeightsLock, compare=False)
 
     def __post_init__(self) -> None:
         if not takes_logits_at(self.forward):
@@ -95,7 +115,28 @@ class Model:
         self, tokens: Tensor, offsets: Tensor, cache: Cache, logits_at: Tensor | None = None
     ) -> tuple[Tensor, Cache]:
         """Run the forward; logits [B, T, V], or [R, N, V] at `logits_at` int64 [R, N] of the first R rows."""
-        return logits_and_cache(self.forward(tokens, offsets, cache, self.params, logits_at=logits_at))
+        self.refresh()
+        with self.weights_lock:
+            return logits_and_cache(self.forward(tokens, offsets, cache, self.params, logits_at=logits_at))
+
+    def refresh(self) -> None:
+        """Bring the packed weights of a trained model up to date."""
+        if self.trainable is not None and self.trainable.refresh():
+            self.weights_lock.version += 1
+
+    @property
+    def weights_version(self) -> int:
+        """The number of the current weights: 0 at first. It increases with each update, and when a forward of a trained
+        model finds new values of the parameters."""
+        return self.weights_lock.version
+
+    @cached_property
+    def taps(self) -> dict[str, TapValues]:
+        """The taps of the forward by name (`onward.tap`). The first use runs it for one token."""
+        tokens, offsets = (torch.zeros(shape, dtype=torch.int32, device=self.device) for shape in ((1, 1), (1,)))
+        with torch.no_grad(), reading(None) as values:
+            self(tokens, offsets, self.new_cache(1, 1))
+        return {name: TapValues(tuple(value.shape[2:]), value.dtype) for name, value in values.items()}
 
     @staticmethod
     @checks_option_names
@@ -213,6 +254,7 @@ class WeightsVersion:
 
     def __init__(self, model: Model) -> None:
         self._model = weakref.ref(model)
+        model.refresh()
         params = model.params
         if isinstance(model.forward, ModuleForward) and params is model.forward.params:
             params = model.forward.look_up()

@@ -16,6 +16,7 @@ from onward import ops
 from onward.cache import CachePlan, KVCache, LayerShape
 from onward.errors import RequestError, one_line
 from onward.models.contract import logits_and_cache, take_positions, takes_logits_at
+from onward.models.module_taps import module_taps
 
 # (module, tokens, offsets, cache) -> (logits, cache): adapts a module with another signature.
 ModuleCall = Callable[..., tuple[Tensor, Any]]
@@ -213,7 +214,8 @@ class CausalLM:
             # The module takes the same positions for all rows: the union of all rows' positions.
             optional["logits_to_keep"], indices = torch.unique(logits_at, return_inverse=True)
         inputs |= {name: value for name, value in optional.items() if name in self.inputs}
-        logits: Tensor = module(**inputs).logits
+        with module_taps(module):
+            logits: Tensor = module(**inputs).logits
         return (logits if indices is None else take_positions(logits, indices)), cache
 
 

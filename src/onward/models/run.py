@@ -2,7 +2,7 @@
 
 import os
 import sys
-from functools import cache
+from functools import cache, partial
 
 import torch
 
@@ -21,6 +21,7 @@ from onward.program import (
     StepResult,
     TraceError,
     programs_of,
+    read_eagerly,
 )
 from onward.program import compile as compile_forward
 from onward.util.process import call_in_forks
@@ -55,6 +56,12 @@ class Run:
 
     def step(self, batch: ForwardBatch, sampler: SamplingKernel | None = None) -> StepResult:
         """See `onward.program.Executable`."""
+        if sampler is None:  # otherwise all rows decode, after a step with their prompts
+            self.model.refresh()
+        with self.model.weights_lock:
+            return self._step(batch, sampler)
+
+    def _step(self, batch: ForwardBatch, sampler: SamplingKernel | None) -> StepResult:
         if self.adapted is not None and _has_adapters(batch.cache):
             if sampler is None:
                 self._programs.arena.calls += 1  # rows without an adapter may continue in programs of this run
@@ -72,7 +79,9 @@ class Run:
 
     @torch.no_grad()
     def _eagerly(self, batch: ForwardBatch) -> StepResult:
-        logits, cache = self.model(*batch)
+        if batch.taps:
+            return read_eagerly(partial(self.model, *batch[:4]), batch)
+        logits, cache = self.model(*batch[:4])
         return StepResult(logits, None, cache)
 
     def explain(self, batch: int = 1, tokens: int = 1, offset: int = 0) -> Report:

@@ -2,8 +2,8 @@
 
 An op has a readable definition in plain torch and usually a native kernel that agrees with it. It checks shapes and
 dtypes and rejects unknown options. It works eagerly and under `torch.compile(fullgraph=True)`, on the CPU and on CUDA.
-CUDA runs the definition, and so does autograd; an op without a gradient raises. On the CPU `choice()` returns the form
-that runs; `choose()` and the variables ONWARD_OPS and ONWARD_ISA set it.
+CUDA runs the definition; on the CPU kernels run, also under autograd. An op without a gradient raises. `choice()`
+returns the form that runs on the CPU; `choose()` and the variables ONWARD_OPS and ONWARD_ISA set it.
 """
 
 from onward.ops.activation import add, geglu, sigmoid_gate, swiglu
@@ -18,6 +18,7 @@ from onward.ops.lora import lora
 from onward.ops.norm import layer_norm, rms_norm
 from onward.ops.operator import OpsBackend, choice, choose
 from onward.ops.packed import NativeWeight
+from onward.ops.pointwise import log, tanh
 from onward.ops.quantized import QuantizedWeight
 from onward.ops.rope import rope, rotary_angles, rotate
 from onward.ops.router import top_experts
@@ -28,7 +29,7 @@ from onward.ops.token_mask import apply_token_mask, argmax
 __all__ = [
     "ExpertWeights", "NativeExperts", "NativeWeight", "OpsBackend", "QuantizedExperts", "QuantizedWeight", "Table",
     "Weight", "add", "apply_token_mask", "argmax", "cached_attention", "choice", "choose", "einsum", "embedding",
-    "experts", "gated_delta", "geglu", "layer_norm", "linear", "linear_by_head", "lora", "pack", "pack_experts",
+    "experts", "gated_delta", "geglu", "layer_norm", "linear", "linear_by_head", "log", "lora", "pack", "pack_experts",
     "rms_norm", "rope", "rotary_angles", "rotate", "scaled_dot_product_attention", "short_conv", "sigmoid_gate", "ssd",
-    "swiglu", "top_experts", "write_cache",
+    "swiglu", "tanh", "top_experts", "write_cache",
 ]  # fmt: skip

@@ -2,13 +2,14 @@
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from onward.errors import RequestError
 from onward.native.interface import Code, Int, Pointer, kernel
 from onward.ops.kernel_calls import DTYPES, KernelCalls, Operand
-from onward.ops.operator import Operator, autocast_dtype, like_first, shapes, to_widest_dtype
+from onward.ops.operator import Backward, Gradients, Operator, autocast_dtype, like_first, shapes, to_widest_dtype
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -87,18 +88,35 @@ def _geglu_definition(gate: Tensor, up: Tensor, approximate: bool) -> Tensor:
     return F.gelu(gate, approximate="tanh" if approximate else "none") * up
 
 
+def _swiglu_gradient(backward: Backward, gate: Tensor, up: Tensor) -> Gradients:
+    grad = backward.grad
+    return torch.ops.aten.silu_backward(grad * up, gate), grad * F.silu(gate)
+
+
+def _geglu_gradient(backward: Backward, gate: Tensor, up: Tensor, approximate: bool) -> Gradients:
+    grad, form = backward.grad, "tanh" if approximate else "none"
+    to_gate = torch.ops.aten.gelu_backward(grad * up, gate, approximate=form)
+    return to_gate, grad * F.gelu(gate, approximate=form)
+
+
+def _sigmoid_gate_gradient(backward: Backward, gate: Tensor, x: Tensor) -> Gradients:
+    grad, share = backward.grad, gate.sigmoid()
+    return torch.ops.aten.sigmoid_backward(grad * x, share), grad * share
+
+
 _swiglu: Operator[Tensor] = Operator(
-    "swiglu(Tensor gate, Tensor up) -> Tensor", lambda gate, up: F.silu(gate) * up, _calling(onward_swiglu), like_first
-)
+    "swiglu(Tensor gate, Tensor up) -> Tensor", lambda gate, up: F.silu(gate) * up, _calling(onward_swiglu), like_first,
+    gradient=_swiglu_gradient,
+)  # fmt: skip
 _geglu = Operator(
-    "geglu(Tensor gate, Tensor up, bool approximate) -> Tensor", _geglu_definition, _calling(onward_geglu), like_first
-)
+    "geglu(Tensor gate, Tensor up, bool approximate) -> Tensor", _geglu_definition, _calling(onward_geglu), like_first,
+    gradient=_geglu_gradient,
+)  # fmt: skip
 _sigmoid_gate: Operator[Tensor] = Operator(
-    "sigmoid_gate(Tensor gate, Tensor x) -> Tensor",
-    lambda gate, x: gate.sigmoid() * x,
-    _calling(onward_sigmoid_gate),
-    like_first,
-)
+    "sigmoid_gate(Tensor gate, Tensor x) -> Tensor", lambda gate, x: gate.sigmoid() * x, _calling(onward_sigmoid_gate),
+    like_first, gradient=_sigmoid_gate_gradient,
+)  # fmt: skip
 _add: Operator[Tensor] = Operator(
-    "add(Tensor a, Tensor b) -> Tensor", lambda a, b: a + b, _calling(onward_add), like_first
-)
+    "add(Tensor a, Tensor b) -> Tensor", lambda a, b: a + b, _calling(onward_add), like_first,
+    gradient=lambda backward, a, b: (backward.grad, backward.grad),
+)  # fmt: skip

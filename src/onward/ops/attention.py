@@ -13,10 +13,11 @@ from torch.nn import functional as F
 
 from onward.errors import RequestError
 from onward.native.interface import Code, Float, Int, Pointer, Structure, kernel
+from onward.ops.attention_gradient import QUERY_BLOCK, attention_gradient, causal_visibility, grouped
 from onward.ops.kernel_calls import DTYPES, KernelCalls, Operand, Unsupported, broadcast_strides
 from onward.ops.kv_format import KVFormat, format_of, kernel_code
 from onward.ops.kv_write import capacity, check_table, checked_ranges, dense_rows, loaded, one_row
-from onward.ops.operator import Operator, autocast_dtype, autocast_to, no_autocast, shapes
+from onward.ops.operator import Backward, Gradients, Operator, autocast_dtype, autocast_to, no_autocast, shapes
 
 
 def scaled_dot_product_attention(
@@ -161,14 +162,6 @@ def reference(
     return (weights @ v32).to(q.dtype)
 
 
-def causal_visibility(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
-    """bool [T, S]: which keys each query sees, aligned to the bottom right."""
-    query_at = torch.arange(keys - queries, keys, device=device).unsqueeze(1)
-    key_at = torch.arange(keys, device=device)
-    visible = key_at <= query_at
-    return visible if window is None else visible & (key_at > query_at - window)
-
-
 # ── in torch's operators ──────────────────────────────────────────────────────────────────────────────────
 
 
@@ -187,16 +180,11 @@ def _torch_attention(*arguments: Any) -> Tensor:
     if q.shape[2] == 1:
         # One query per row sees every key. The heads of a group go in as queries, so each key is read once.
         k, v = (k, v) if window is None else (k[:, :, -window:], v[:, :, -window:])
-        out = F.scaled_dot_product_attention(_grouped(q, k.shape[1]), k, v, scale=scale)
+        out = F.scaled_dot_product_attention(grouped(q, k.shape[1]), k, v, scale=scale)
         return out.reshape(*q.shape[:3], v.shape[3])
     if not causal:
         return F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=True)
     return _causal_blocks(q, k, v, scale, window)
-
-
-# Queries per block of `_causal_blocks`: enough for full speed, few enough that half of the products above the diagonal
-# are never computed. This is faster than torch's own causal kernel on a CPU (benchmarks/LOG.md).
-_BLOCK = 128
 
 
 def _causal_blocks(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
@@ -205,23 +193,17 @@ def _causal_blocks(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | 
     blocks = []
     # bfloat16 products would round the scores before the softmax.
     k_float = k.to(torch.float32)
-    for start in range(0, q.shape[2], _BLOCK):
-        block = q[:, :, start : start + _BLOCK]
+    for start in range(0, q.shape[2], QUERY_BLOCK):
+        block = q[:, :, start : start + QUERY_BLOCK]
         end = before + start + block.shape[2]
         begin = 0 if window is None else max(0, before + start + 1 - window)
-        scores = _grouped(block.to(torch.float32) * scale, k.shape[1]) @ k_float[:, :, begin:end].transpose(-1, -2)
+        scores = grouped(block.to(torch.float32) * scale, k.shape[1]) @ k_float[:, :, begin:end].transpose(-1, -2)
         scores = scores.view(*block.shape[:3], end - begin)
         hidden = ~causal_visibility(block.shape[2], end - begin, window, q.device)
         weights = scores.masked_fill_(hidden, float("-inf")).softmax(-1).to(v.dtype)
-        out = _grouped(weights, k.shape[1]) @ v[:, :, begin:end]
+        out = grouped(weights, k.shape[1]) @ v[:, :, begin:end]
         blocks.append(out.view(*block.shape[:3], v.shape[3]))
     return torch.cat(blocks, dim=2)
-
-
-def _grouped(x: Tensor, groups: int) -> Tensor:
-    """[B, H, T, X] -> [B, G, H/G * T, X]: the heads of a group as one matrix against their shared keys."""
-    batch, heads, queries, width = x.shape
-    return x.reshape(batch, groups, heads // groups * queries, width)
 
 
 def _cached_definition(*arguments: Any) -> Tensor:
@@ -252,6 +234,12 @@ def _cached_by_row(*arguments: Any) -> Tensor:
         k, v = loaded(one_row, keys, values, value_dim, q.dtype, table, b, start, end)
         rows.append(_definition(q[b : b + 1], k, v, None, sinks, True, scale, window, softcap))
     return rows[0] if len(rows) == 1 else torch.cat([row.transpose(1, 2) for row in rows]).transpose(1, 2)
+
+
+def _gradient(backward: Backward, *arguments: Any) -> Gradients:
+    if arguments[3] is not None and backward.needs[3]:  # the mask's
+        return backward.of(_definition, *arguments)
+    return attention_gradient(backward.grad, *arguments)
 
 
 # ── the kernel ────────────────────────────────────────────────────────────────────────────────────────────
@@ -389,7 +377,7 @@ def _fake(q: Tensor, *rest: Any) -> Tensor:
 _attention = Operator(
     "attention(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? sinks, bool causal, float scale, int window,"
     " float softcap) -> Tensor",
-    _definition, _call, lambda q, k, v, *_: _fake(q, v.shape[3]),
+    _definition, _call, lambda q, k, v, *_: _fake(q, v.shape[3]), gradient=_gradient,
 )  # fmt: skip
 _cached_attention = Operator(
     "cached_attention(Tensor q, Tensor keys, Tensor? values, Tensor offsets, Tensor? sinks, float scale, int window,"

@@ -3,6 +3,7 @@
 Shapes: E experts, C of them chosen for each token, D width of x, I inner width of an expert.
 """
 
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -14,8 +15,19 @@ from onward.native.interface import Code, Float, Format, Int, Pointer, Structure
 from onward.ops import quantized
 from onward.ops.expert_weights import ExpertWeights, NativeExperts, QuantizedExperts, matrix, pack_experts
 from onward.ops.kernel_calls import DTYPES, KernelCalls, Operand, Unsupported
-from onward.ops.operator import Operator, autocast_dtype, autocast_to, like_first, no_autocast, shapes, usable_library
+from onward.ops.operator import (
+    Backward,
+    Gradients,
+    Operator,
+    autocast_dtype,
+    autocast_to,
+    like_first,
+    no_autocast,
+    shapes,
+    usable_library,
+)
 from onward.ops.packed import FORMATS as PACKED_FORMATS
+from onward.ops.packed import packed_view
 
 ExpertActivation = Literal["swiglu", "geglu", "geglu_tanh", "clamped_swiglu", "relu2"]
 ACTIVATIONS: tuple[ExpertActivation, ...] = get_args(ExpertActivation)  # in the order of the codes of onward_experts
@@ -159,15 +171,25 @@ class _Experts(NamedTuple):
 
     def one(self, index: int, x: Tensor, dtype: torch.dtype) -> Tensor:
         """The tokens x, float32 [T, D], through one expert. dtype: of float weights."""
-        width, inner = x.shape[-1], self.inner
-        gate_bias, up_bias, down_bias = (None if bias is None else bias[index].to(torch.float32) for bias in self[3:6])
+        return self.through(x, dtype, self.weights_of(index, x.shape[-1]))
+
+    def weights_of(self, index: int, width: int) -> list[Any]:
+        """The gate, up and down matrix of one expert and their biases, in float32."""
+        sizes = (self.inner, width), (self.inner, width), (width, self.inner)
+        matrices = [
+            None if data is None else matrix(data, index, self.format, *size)
+            for data, size in zip(self[:3], sizes, strict=True)
+        ]
+        return matrices + [None if bias is None else bias[index].to(torch.float32) for bias in self[3:6]]
+
+    def through(self, x: Tensor, dtype: torch.dtype, weights: Sequence[Any]) -> Tensor:
+        """The tokens x, float32 [T, D], through an expert of these weights (`weights_of`)."""
+        gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias = weights
         x = self._rounded(x, dtype)
-        hidden = F.linear(x, matrix(self.up, index, self.format, inner, width), up_bias)
-        gate = None
-        if self.gate is not None:
-            gate = F.linear(x, matrix(self.gate, index, self.format, inner, width), gate_bias)
+        hidden = F.linear(x, up_weight, up_bias)
+        gate = None if gate_weight is None else F.linear(x, gate_weight, gate_bias)
         hidden = activated(gate, hidden, self.activation, self.alpha, self.limit)
-        return F.linear(self._rounded(hidden, dtype), matrix(self.down, index, self.format, width, inner), down_bias)
+        return F.linear(self._rounded(hidden, dtype), down_weight, down_bias)
 
     def _rounded(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """float32 x, rounded as a product with these weights requires."""
@@ -209,6 +231,42 @@ def _flat(x: Tensor, chosen: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, T
     """float32 x [T, D], chosen [T, C] and weights [T, C]."""
     count = chosen.shape[-1]
     return x.reshape(-1, x.shape[-1]).to(torch.float32), chosen.reshape(-1, count), weights.reshape(-1, count)
+
+
+def _gradient(backward: Backward, x: Tensor, chosen: Tensor, weights: Tensor, *rest: Any) -> Gradients:
+    """An expert at a time, of those that are chosen, run again for its tokens."""
+    layer, needs = _Experts(*rest), backward.needs
+    tokens, ids, shares = _flat(x, chosen, weights)
+    grad = backward.grad.reshape(tokens.shape).to(torch.float32)
+    to_x, to_shares = torch.zeros_like(tokens), torch.zeros_like(shares)
+    parts = [layer.gate, layer.up, layer.down, layer.gate_bias, layer.up_bias, layer.down_bias]
+    needed = [part is not None and need for part, need in zip(parts, needs[3:9], strict=True)]
+    stock: list[list[Tensor]] = [[] for _ in parts]  # the gradients of each part's experts
+    for index in range(len(layer.up)):
+        rows, places = (ids == index).nonzero(as_tuple=True)
+        of_expert = [None if part is None else part.detach() for part in layer.weights_of(index, x.shape[-1])]
+        with torch.enable_grad():
+            leaves = [tokens[rows].requires_grad_(), shares[rows, places].requires_grad_()]
+            own = zip(of_expert, needed, strict=True)
+            wanted = [part.requires_grad_() for part, need in own if need and part is not None]
+            out = leaves[1].unsqueeze(-1) * layer.through(leaves[0], x.dtype, of_expert)
+        found = torch.autograd.grad(out, [*leaves, *wanted], grad[rows])
+        to_x.index_add_(0, rows, found[0])
+        to_shares[rows, places] = found[1]
+        of_weights = iter(found[2:])
+        for part, need in zip(stock, needed, strict=True):
+            part += [next(of_weights)] if need else []
+    found_parts = [
+        _like(part, torch.stack(gradients), layer.format) if part is not None and gradients else None
+        for part, gradients in zip(parts, stock, strict=True)
+    ]
+    return to_x.to(x.dtype).view(x.shape), None, to_shares.to(weights.dtype).view(weights.shape), *found_parts
+
+
+def _like(part: Tensor, gradients: Tensor, format: str) -> Tensor:
+    """float32 gradients [E, …] of stock weights or biases, as those of `part`."""
+    gradients = gradients.to(part.dtype)
+    return packed_view(gradients) if format == "packed" and part.dim() == 5 else gradients
 
 
 class ExpertsArguments(Structure):
@@ -276,5 +334,5 @@ def _no_such_expert(chosen: Tensor, count: int) -> RequestError:
 _experts = Operator(
     "experts(Tensor x, Tensor chosen, Tensor weights, Tensor? gate, Tensor up, Tensor down, Tensor? gate_bias, "
     "Tensor? up_bias, Tensor? down_bias, str format, int inner, str activation, float alpha, float limit) -> Tensor",
-    _definition, _call, like_first, _without_kernels,
+    _definition, _call, like_first, _without_kernels, gradient=_gradient, lean=True,
 )  # fmt: skip

@@ -10,8 +10,8 @@ from onward.errors import RequestError
 from onward.native.interface import Code, Int, Pointer, kernel
 from onward.ops.expert_weights import NativeExperts
 from onward.ops.kernel_calls import DTYPES, KernelCalls, Operand
-from onward.ops.operator import Operator, autocast_dtype, autocast_to, no_autocast, shapes
-from onward.ops.packed import FORMATS, NativeWeight
+from onward.ops.operator import Backward, Gradients, Operator, autocast_dtype, autocast_to, no_autocast, shapes
+from onward.ops.packed import FORMATS, NativeWeight, packed_view
 
 HeadWeights = Tensor | NativeExperts
 
@@ -58,6 +58,17 @@ def _definition(x: Tensor, data: Tensor, rows: int, inputs: int) -> Tensor:
     return torch.einsum("...hk,hnk->...hn", x, weight)
 
 
+def _gradient(backward: Backward, x: Tensor, data: Tensor, rows: int, inputs: int) -> Gradients:
+    grad, to_x, to_data = backward.grad, None, None
+    if backward.needs[0]:
+        weight = NativeExperts(data, rows, inputs).unpack()
+        to_x = torch.einsum("...hn,hnk->...hk", grad, weight)
+    if backward.needs[1]:
+        by_head = (part.reshape(-1, *part.shape[-2:]).transpose(0, 1) for part in (grad, x))  # [H, tokens, …]
+        to_data = packed_view(next(by_head).mT @ next(by_head))
+    return to_x, to_data
+
+
 @kernel
 def onward_linear_by_head(
     format: Code, t: Int, heads: Int, n: Int, k: Int, x: Pointer, x_dtype: Code, x_stride: Int, x_head_stride: Int,
@@ -76,5 +87,5 @@ def _call(k: KernelCalls, out: Operand, x: Operand, data: Operand, rows: int, in
 
 _packed_linear_by_head: Operator[Tensor] = Operator(
     "packed_linear_by_head(Tensor x, Tensor data, int rows, int inputs) -> Tensor",
-    _definition, _call, lambda x, data, rows, inputs: x.new_empty((*x.shape[:-1], rows)),
+    _definition, _call, lambda x, data, rows, inputs: x.new_empty((*x.shape[:-1], rows)), gradient=_gradient,
 )  # fmt: skip

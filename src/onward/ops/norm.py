@@ -10,7 +10,16 @@ from torch.nn import functional as F
 from onward.errors import RequestError
 from onward.native.interface import Code, Float, Int, Pointer, kernel
 from onward.ops.kernel_calls import DTYPES, KernelCalls, Operand
-from onward.ops.operator import Operator, autocast_dtype, autocast_norm, like_first, no_autocast, shapes
+from onward.ops.operator import (
+    Backward,
+    Gradients,
+    Operator,
+    autocast_dtype,
+    autocast_norm,
+    like_first,
+    no_autocast,
+    shapes,
+)
 
 
 def rms_norm(
@@ -137,9 +146,27 @@ def _check(name: str, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> 
         raise RequestError(f"{name} expects {operands}; got {shapes(x=x, weight=weight, bias=bias)}")
 
 
+def _rms_norm_gradient(
+    backward: Backward, x: Tensor, weight: Tensor, eps: float, offset: float, after_cast: bool
+) -> Gradients:
+    """r h - x r^3 mean(h x) and the sum of r x grad over rows, with r = 1 / rms(x) and h = grad * (offset + weight)."""
+    width = x.shape[-1]
+    grad, x_float = (each.to(torch.float32).reshape(-1, width) for each in (backward.grad, x))
+    factors = weight.to(torch.float32) + offset
+    r = (torch.linalg.vector_norm(x_float, dim=-1).square_() / width).add_(eps).rsqrt_()
+    products = grad * x_float
+    to_x = to_weight = None
+    if backward.needs[0]:
+        shift = torch.mv(products, factors).mul_(r.pow(3)).div_(-width)
+        to_x = (grad * factors).mul_(r.unsqueeze(1)).addcmul_(x_float, shift.unsqueeze(1)).to(x.dtype).view(x.shape)
+    if backward.needs[1]:
+        to_weight = torch.mv(products.T, r).to(weight.dtype)
+    return to_x, to_weight
+
+
 _rms_norm = Operator(
     "rms_norm(Tensor x, Tensor weight, float eps, float offset, bool after_cast) -> Tensor",
-    _rms_norm_definition, call_rms_norm, like_first,
+    _rms_norm_definition, call_rms_norm, like_first, gradient=_rms_norm_gradient,
 )  # fmt: skip
 _layer_norm = Operator(
     "layer_norm(Tensor x, Tensor weight, Tensor bias, float eps) -> Tensor",

@@ -5,13 +5,16 @@ registered under `torch.ops.onward`, so that the op is one node in `torch.compil
 call on plain CPU tensors enters the kernel directly: the dispatcher takes as long as a small kernel. If the fastest
 plain torch is hard to read, a function `reference` in the op's file is the same, written out.
 
-Kernels record no autograd graph. So if autograd follows an argument, in reverse or in forward mode, the definition runs
-and torch differentiates it; an op without a gradient raises. Both hold for the functions in `onward.ops` and for direct
-calls of `torch.ops.onward`.
+Kernels record no autograd graph. So under autograd an op's kernel runs in a node of its own, whose backward is the op's
+`gradient`, or else runs the definition and differentiates it. A forward has the same bits with autograd as without. On
+other devices than the CPU, in `torch.compile`, within `torch.func` and in forward mode, torch differentiates the
+definition. An op without a gradient raises. All of this holds for the functions in `onward.ops` and for direct calls of
+`torch.ops.onward`.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -95,9 +98,13 @@ class Operator(Generic[R]):
     fill in (None for an op that only writes to arguments), then the op's arguments, on the CPU. fake: returns a result
     of the right shape, dtype and strides. without_kernels: the form for the CPU without a kernel and without a
     gradient; it may read values, to do less than the definition. check: reads values on the host and raises if they are
-    wrong; called before an eager call on the CPU. with_gradient: the form for reverse mode; the definition by default.
-    instead: for an op without a gradient, the advice at the end of its error
-    ("call it under torch.no_grad(), or …"). Required of an op that writes to an argument.
+    wrong; called before an eager call on the CPU.
+
+    gradient: called with `Backward` and the arguments; returns the gradient of each, None where it is not needed, or
+    fewer of them. By default the definition runs again in the backward pass, and torch differentiates it. lean: use
+    `gradient` without kernels and on other devices too, where the definition would store much for the backward pass.
+    instead: for an op without a gradient, the advice at the end of its error ("call it under torch.no_grad(), or …").
+    Required of an op that writes to an argument.
     """
 
     def __init__(
@@ -109,7 +116,8 @@ class Operator(Generic[R]):
         without_kernels: Callable[..., R] | None = None,
         *,
         check: Callable[..., object] | None = None,
-        with_gradient: Callable[..., R] | None = None,
+        gradient: "Gradient | None" = None,
+        lean: bool = False,
         instead: str | None = None,
     ) -> None:
         self.name = name = schema[: schema.index("(")]
@@ -128,7 +136,7 @@ class Operator(Generic[R]):
         self._mutated = [i for i, each in enumerate(parameters) if each.alias_info and each.alias_info.is_write]
         assert instead or not self._mutated, f"{name} writes to an argument: it has no gradient"
         self._instead = instead
-        self._with_gradient = self._refuse if instead else with_gradient or definition
+        self._gradient, self._lean = gradient, lean
 
     def __call__(self, *arguments: Any) -> R:
         plain = not torch.compiler.is_compiling()
@@ -136,7 +144,7 @@ class Operator(Generic[R]):
         for argument in arguments:
             if isinstance(argument, Tensor):
                 if grad and argument.requires_grad:
-                    return self._with_gradient(*arguments)
+                    return self._differentiable(*arguments)
                 plain = plain and type(argument) in _PLAIN and argument.device.type == "cpu"
         if not plain:
             result: R = self._registered(*arguments)
@@ -163,12 +171,38 @@ class Operator(Generic[R]):
     def _under_autograd(self, keyset: torch._C.DispatchKeySet, *arguments: Any) -> R:
         """The dispatcher's entry if a tensor may require a gradient; without this the result would have none."""
         if torch.is_grad_enabled() and any(isinstance(each, Tensor) and each.requires_grad for each in arguments):
-            return self._with_gradient(*arguments)
+            return self._differentiable(*arguments)
         if forward_ad._current_level >= 0:
             return self._transformed(*arguments)
         with torch._C._AutoDispatchBelowAutograd():
             below: R = self._registered.redispatch(keyset & torch._C._after_autograd_keyset, *arguments)
             return below
+
+    def _differentiable(self, *arguments: Any) -> R:
+        """The result, in the graph of reverse mode."""
+        if self._instead is not None:
+            self._refuse(*arguments)
+        if torch.compiler.is_compiling() or forward_ad._current_level >= 0 or _is_transformed():
+            return self.definition(*arguments)
+        tensors = [each for each in arguments if isinstance(each, Tensor)]
+        has_kernel = usable_library() is not None and all(each.device.type == "cpu" for each in tensors)
+        if not (has_kernel or self._lean) or any(type(each) not in _PLAIN for each in tensors):
+            return self.definition(*arguments)
+        result: R = _Differentiable.apply(self, *arguments)  # type: ignore[no-untyped-call]
+        return result
+
+    def without_graph(self, *arguments: Any) -> R:
+        """The result of plain tensors in a mode that records no graph."""
+        if all(each.device.type == "cpu" for each in arguments if isinstance(each, Tensor)):
+            return self._on_cpu(*arguments)
+        return self.definition(*arguments)
+
+    def gradients(self, backward: "Backward", *arguments: Any) -> "Gradients":
+        """The gradient of each argument, by `gradient` or by the definition. A backward pass that is itself
+        differentiated uses the definition."""
+        if self._gradient is None or torch.is_grad_enabled():
+            return backward.of(self.definition, *arguments)
+        return self._gradient(backward, *arguments)
 
     def _transformed(self, *arguments: Any) -> R:
         """Within `torch.func` and forward-mode AD, where a tensor may have no memory that a kernel could read."""
@@ -182,6 +216,75 @@ class Operator(Generic[R]):
             f"{self.name} has no gradient, but autograd follows {' and '.join(followed)}: call it under "
             f"torch.no_grad(), or {self._instead}"
         )
+
+
+Gradients = Sequence[Tensor | None]
+
+
+class Backward(NamedTuple):
+    """A backward pass through one call of an op.
+
+    grads: the gradient of each result; None for one that has none. needs: whether each argument needs one.
+    """
+
+    grads: Gradients
+    needs: Sequence[bool]
+
+    @property
+    def grad(self) -> Tensor:
+        """The gradient of the only result."""
+        (grad,) = self.grads
+        assert grad is not None, "autograd passes no node whose result has no gradient"
+        return grad
+
+    def of(self, function: Callable[..., Any], *arguments: Any) -> Gradients:
+        """The gradients of a function's arguments by torch, which runs it again."""
+        again = torch.is_grad_enabled()  # the backward pass is differentiated too
+        with torch.enable_grad():
+            inputs = [
+                each if not need else each.view_as(each) if again else each.detach().requires_grad_()
+                for each, need in zip(arguments, self.needs, strict=True)
+            ]
+            results = function(*inputs)
+            pairs = zip((results,) if isinstance(results, Tensor) else results, self.grads, strict=True)
+            outputs, grads = zip(*((result, grad) for result, grad in pairs if grad is not None), strict=True)
+            wanted = [each for each, need in zip(inputs, self.needs, strict=True) if need]
+            found = iter(torch.autograd.grad(outputs, wanted, grads, create_graph=again, allow_unused=True))
+        return [next(found) if need else None for need in self.needs]
+
+
+Gradient = Callable[..., Gradients]
+
+
+class _Differentiable(torch.autograd.Function):
+    """A call of an op in the graph of reverse mode."""
+
+    @staticmethod
+    def forward(ctx: Any, op: Operator[Any], *arguments: Any) -> Any:
+        result = op.without_graph(*arguments)
+        ctx.op = op
+        ctx.constants = [None if isinstance(each, Tensor) else each for each in arguments]
+        ctx.is_tensor = [isinstance(each, Tensor) for each in arguments]
+        ctx.save_for_backward(*(each for each in arguments if isinstance(each, Tensor)))
+        ctx.set_materialize_grads(False)
+        results = (result,) if isinstance(result, Tensor) else result
+        ctx.mark_non_differentiable(*(each for each in results if not each.is_floating_point()))
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        saved = iter(ctx.saved_tensors)
+        arguments = [
+            next(saved) if is_tensor else constant
+            for is_tensor, constant in zip(ctx.is_tensor, ctx.constants, strict=True)
+        ]
+        needs = ctx.needs_input_grad[1:]
+        if all(grad is None for grad in grads):
+            return (None,) * (1 + len(needs))
+        device = next(each for each in arguments if isinstance(each, Tensor))
+        with no_autocast(device) if _any_is_on() else nullcontext():
+            found = ctx.op.gradients(Backward(grads, needs), *arguments)
+        return (None, *found, *(None,) * (len(needs) - len(found)))
 
 
 def is_followed(*arguments: Any) -> bool:

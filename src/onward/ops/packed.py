@@ -16,7 +16,7 @@ from onward.errors import RequestError
 from onward.native import Library, advise_huge_pages
 from onward.native.interface import Code, Format, Int, Pointer, Structure, kernel
 from onward.ops.kernel_calls import DTYPES, KernelCalls, Operand
-from onward.ops.operator import Operator, shapes, usable_library
+from onward.ops.operator import Backward, Gradients, Operator, shapes, usable_library
 
 BLOCK = 16
 FORMATS = {torch.float32: Format.F32, torch.bfloat16: Format.BF16, torch.float16: Format.F16}
@@ -84,13 +84,26 @@ def empty_packed(count: tuple[int, ...], rows: int, inputs: int, dtype: torch.dt
 
 
 def pack_into(library: Library, weight: Tensor, data: Tensor) -> None:
-    """Pack a float weight [N, K] into the memory of `empty_packed`, which counts as a write to `data`."""
+    """Pack a float weight [N, K] into the memory of `empty_packed`, in its dtype, which counts as a write to `data`."""
     weight = weight if weight.stride(-1) == 1 else weight.contiguous()
     status = library.onward_linear_pack(
-        FORMATS[weight.dtype], *weight.shape, weight.data_ptr(), DTYPES[weight.dtype], weight.stride(0), data.data_ptr()
+        FORMATS[data.dtype], *weight.shape, weight.data_ptr(), DTYPES[weight.dtype], weight.stride(0), data.data_ptr()
     )
     library.check(status, onward_linear_pack)
     increment_version(data)  # torch doesn't see the kernel's writes, and `WeightsVersion` relies on torch
+
+
+def store(stock: Sequence[Tensor], data: Tensor) -> None:
+    """Copy weights into `data`, which then holds what it would if it had been made from them: packed or in rows, in its
+    dtype, stacked if there are several."""
+    for part, into in ((stock[0], data),) if len(stock) == 1 else zip(stock, data, strict=True):
+        if into.dim() == part.dim():
+            into.copy_(part)
+            continue
+        library = usable_library()
+        assert library is not None, "nothing is packed without kernels"
+        for matrix, packed in ((part, into),) if part.dim() == 2 else zip(part, into, strict=True):
+            pack_into(library, matrix, packed)
 
 
 def native_linear(x: Tensor, weight: NativeWeight, bias: Tensor | None) -> Tensor:
@@ -99,11 +112,61 @@ def native_linear(x: Tensor, weight: NativeWeight, bias: Tensor | None) -> Tenso
 
 
 def _unpacked(data: Tensor, rows: int, inputs: int) -> Tensor:
-    return data.permute(0, 2, 1, 3).reshape(data.shape[0] * BLOCK, -1)[:rows, :inputs]
+    """[…, blocks, units, 16, neighbours] -> […, N, K]."""
+    return data.transpose(-2, -3).flatten(-4, -3).flatten(-2)[..., :rows, :inputs]
+
+
+def packed_view(weight: Tensor) -> Tensor:
+    """Stock weights [..., N, K] in the shape of packed ones, over the memory of the stock ones where nothing has to be
+    padded: of a gradient, whose layout makes no difference."""
+    pair = 1 if weight.dtype == torch.float32 else 2
+    neighbours, (rows, inputs) = _NEIGHBOURS[weight.dtype], weight.shape[-2:]
+    if rows % BLOCK or inputs % pair:
+        weight = F.pad(weight, (0, -inputs % pair, 0, -rows % BLOCK))
+    *leading, padded_rows, padded_inputs = weight.shape
+    blocks = weight.view(*leading, padded_rows // BLOCK, BLOCK, padded_inputs // neighbours, neighbours)
+    return blocks.transpose(-2, -3)
+
+
+class _Stored(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, data: Tensor, *stock: Tensor) -> Tensor:
+        ctx.dtype, ctx.size, ctx.count = stock[0].dtype, stock[0].shape[-2:], len(stock)
+        ctx.is_packed = data.dim() > stock[0].dim() + (len(stock) > 1)
+        ctx.set_materialize_grads(False)
+        return data.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> Any:
+        if grad is None:
+            return (None,) * (1 + ctx.count)
+        grad = (_unpacked(grad, *ctx.size) if ctx.is_packed else grad).to(ctx.dtype)
+        return (None, grad) if ctx.count == 1 else (None, *grad.unbind())
+
+
+def in_graph_of(data: Tensor, *stock: Tensor) -> Tensor:
+    """`data` with a gradient that autograd passes on to `stock`: the weights that it holds a copy of, packed or in
+    another dtype; several, if it stacks them. It shares the memory of `data`."""
+    stored: Tensor = _Stored.apply(data, *stock)  # type: ignore[no-untyped-call]
+    return stored
 
 
 def _linear_definition(x: Tensor, data: Tensor, bias: Tensor | None, rows: int, inputs: int) -> Tensor:
     return F.linear(x, _unpacked(data, rows, inputs), bias)
+
+
+def _linear_gradient(
+    backward: Backward, x: Tensor, data: Tensor, bias: Tensor | None, rows: int, inputs: int
+) -> Gradients:
+    grad = backward.grad.reshape(-1, rows)
+    to_x = to_data = to_bias = None
+    if backward.needs[0]:
+        to_x = (grad @ _unpacked(data, rows, inputs)).view(x.shape)
+    if backward.needs[1]:
+        to_data = packed_view(grad.T @ x.reshape(-1, inputs))
+    if backward.needs[2]:
+        to_bias = grad.sum(0)
+    return to_x, to_data, to_bias
 
 
 def check_id_dtype(ids: Tensor) -> None:
@@ -132,6 +195,10 @@ def assert_ids(ids: Tensor, rows: int) -> None:
 def _rows_definition(data: Tensor, ids: Tensor, rows: int, inputs: int) -> Tensor:
     check_ids(ids, rows)
     return data[ids // BLOCK, :, ids % BLOCK].flatten(-2)[..., :inputs]
+
+
+def _rows_gradient(backward: Backward, data: Tensor, ids: Tensor, rows: int, inputs: int) -> Gradients:
+    return (packed_view(torch.ops.aten.embedding_dense_backward(backward.grad, ids.long(), rows, -1, False)),)
 
 
 class LinearArguments(Structure):
@@ -199,6 +266,7 @@ _packed_linear: Operator[Tensor] = Operator(
     _linear_definition,
     lambda k, out, x, data, bias, *_: call_linear(k, x, FORMATS[data.dtype], [Product(out, data, bias)]),
     lambda x, data, bias, rows, inputs: x.new_empty((*x.shape[:-1], rows)),
+    gradient=_linear_gradient,
 )
 _packed_rows: Operator[Tensor] = Operator(
     "packed_rows(Tensor data, Tensor ids, int rows, int inputs) -> Tensor",
@@ -206,4 +274,5 @@ _packed_rows: Operator[Tensor] = Operator(
     lambda k, out, data, *rest: call_rows(k, out, FORMATS[data.dtype], data, *rest),
     lambda data, ids, rows, inputs: data.new_empty((*ids.shape, inputs)),
     check=lambda data, ids, rows, inputs: check_ids(ids, rows),
+    gradient=_rows_gradient,
 )

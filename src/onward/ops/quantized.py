@@ -18,7 +18,7 @@ from onward.native.interface import Format
 from onward.ops import quantized_layout as layout
 from onward.ops.formats import GROUPED_FORMATS
 from onward.ops.kernel_calls import DTYPES
-from onward.ops.operator import Operator, may_be_followed, shapes
+from onward.ops.operator import Backward, Gradients, Operator, may_be_followed, shapes
 from onward.ops.packed import Product, call_linear, call_rows, check_id_dtype, check_ids
 
 # The formats that Onward quantizes to, and all formats, those of quantized checkpoints included.
@@ -212,35 +212,21 @@ def _rows_definition(data: Tensor, ids: Tensor, format: str, rows: int, inputs: 
     return values.to(dtype).view(*ids.shape, inputs)
 
 
-class _StraightThrough(torch.autograd.Function):
-    """The op, with the gradient of the product with unrounded activations; it saves no float weights."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: Tensor, data: Tensor, bias: Tensor | None, format: str, rows: int) -> Tensor:
-        return _linear(x, data, bias, format, rows)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, data, bias, ctx.format, ctx.rows = inputs
-        ctx.save_for_backward(data)
-        ctx.inputs, ctx.x_dtype, ctx.bias_dtype = x.shape[-1], x.dtype, None if bias is None else bias.dtype
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (data,) = ctx.saved_tensors
-        flat = grad.reshape(grad.numel() // ctx.rows, ctx.rows).to(torch.float32)
-        to_x = flat.new_zeros((len(flat), ctx.inputs))
-        for run, values in _row_slices(data, ctx.format, ctx.rows, ctx.inputs):
-            to_x = to_x + flat[:, run] @ values
-        to_bias = None if ctx.bias_dtype is None else flat.sum(0).to(ctx.bias_dtype)
-        return to_x.to(ctx.x_dtype).view(*grad.shape[:-1], ctx.inputs), None, to_bias, None, None
-
-
-def _with_gradient(x: Tensor, data: Tensor, bias: Tensor | None, format: str, rows: int) -> Tensor:
-    out: Tensor = _StraightThrough.apply(x, data, bias, format, rows)  # type: ignore[no-untyped-call]
-    return out
+def _linear_gradient(
+    backward: Backward, x: Tensor, data: Tensor, bias: Tensor | None, format: str, rows: int
+) -> Gradients:
+    """That of the product with activations that were not rounded; it holds few float weights at a time."""
+    grad, inputs = backward.grad, x.shape[-1]
+    flat = grad.reshape(grad.numel() // rows, rows).to(torch.float32)
+    to_x = to_bias = None
+    if backward.needs[0]:
+        to_x = flat.new_zeros((len(flat), inputs))
+        for run, values in _row_slices(data, format, rows, inputs):
+            to_x.addmm_(flat[:, run], values)
+        to_x = to_x.to(x.dtype).view(x.shape)
+    if bias is not None and backward.needs[2]:
+        to_bias = flat.sum(0).to(bias.dtype)
+    return to_x, None, to_bias
 
 
 _linear: Operator[Tensor] = Operator(
@@ -248,7 +234,8 @@ _linear: Operator[Tensor] = Operator(
     _linear_definition,
     lambda k, out, x, data, bias, format, rows: call_linear(k, x, FORMATS[format], [Product(out, data, bias)]),
     lambda x, data, bias, format, rows: x.new_empty((*x.shape[:-1], rows)),
-    with_gradient=_with_gradient,
+    gradient=_linear_gradient,
+    lean=True,
 )
 _rows: Operator[Tensor] = Operator(
     "quantized_rows(Tensor data, Tensor ids, str format, int rows, int inputs, ScalarType dtype) -> Tensor",

@@ -8,7 +8,7 @@ from torch import Tensor
 from onward.errors import RequestError
 from onward.native.interface import Code, Int, Pointer, kernel
 from onward.ops.kernel_calls import DTYPES, KernelCalls, Operand
-from onward.ops.operator import Operator, like_first, shapes
+from onward.ops.operator import Backward, Gradients, Operator, like_first, shapes
 
 
 def rope(
@@ -147,9 +147,15 @@ def angles(k: KernelCalls, cos: Operand, sin: Operand) -> tuple[Any, Any, int, A
     return k.address(cos), k.address_at(sin, pairs), pairs, k.int64s(cos.stride()[:2])
 
 
+def _rotate_gradient(backward: Backward, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Gradients:
+    if backward.needs[1] or backward.needs[2]:
+        return backward.of(_rotate_definition, x, cos, sin, interleaved)
+    return (_rotate(backward.grad, cos, -sin, interleaved),)
+
+
 _rotate = Operator(
     "rotate(Tensor x, Tensor cos, Tensor sin, bool interleaved) -> Tensor",
-    _rotate_definition, _call_rotate, like_first,
+    _rotate_definition, _call_rotate, like_first, gradient=_rotate_gradient,
 )  # fmt: skip
 _angles: Operator[Tensor] = Operator(
     "rotary_angles(Tensor radians) -> Tensor",

@@ -83,12 +83,17 @@ def _definition(*arguments: Any) -> tuple[Tensor, Tensor]:
         values = scores if bias is None else scores + bias
         values = values if groups == 1 else _in_best_groups(values, groups, kept_groups, group_best)
     chosen = _best(values, count)
+    return chosen.to(torch.int32), _weights(logits, scores, chosen, score, normalize, scale)
+
+
+def _weights(logits: Tensor, scores: Tensor, chosen: Tensor, score: str, normalize: bool, scale: float) -> Tensor:
+    """The weights of chosen experts int64 [..., C], from float32 logits and their scores."""
     weights = scores.gather(-1, chosen)
     if score == "softmax_of_chosen":
         weights = logits.gather(-1, chosen).softmax(-1)
     if normalize:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-    return chosen.to(torch.int32), weights * scale
+    return weights * scale
 
 
 def _best(values: Tensor, count: int) -> Tensor:

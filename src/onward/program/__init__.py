@@ -2,10 +2,10 @@
 
 from onward.program.compiled import ProgramCache
 from onward.program.cuda_graph import CudaGraphExecutable
-from onward.program.executable import Executable, ForwardBatch, SamplingKernel, StepResult
 from onward.program.leaves import NamedDims
 from onward.program.program import BACKENDS, Missing, Program, Report, Row, compile
 from onward.program.recorder import TraceError
+from onward.program.step import Executable, ForwardBatch, SamplingKernel, StepResult, read_eagerly
 from onward.program.store import programs_of
 
 __all__ = [
@@ -24,4 +24,5 @@ __all__ = [
     "TraceError",
     "compile",
     "programs_of",
+    "read_eagerly",
 ]

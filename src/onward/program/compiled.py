@@ -13,11 +13,12 @@ from torch import Tensor
 from onward.errors import ProgramError
 from onward.native import Library
 from onward.program.encode import ProgramImage, encode
-from onward.program.executable import Arena, ForwardBatch, SamplingKernel, ShapeProgram, Signature, StepResult
+from onward.program.executable import Arena, ShapeProgram, Signature
 from onward.program.graph import Forward, KernelCall, Kind, PackedParams, TorchCall, contiguous_strides
 from onward.program.leaves import CacheLeaves, LeafCache, without_memory
 from onward.program.lower import INFER, is_whole, lower
 from onward.program.shapes import MAX_ROWS, MAX_TOKENS, Grid, Shape, TraceShape, make_grid
+from onward.program.step import ForwardBatch, SamplingKernel, StepResult
 from onward.program.trace import trace
 from onward.util.process import renew_in_forks, without_collections
 
@@ -113,12 +114,12 @@ class NativeExecutable:
         self._programs = ProgramCache() if programs is None else programs
 
     def step(self, batch: ForwardBatch, sampler: SamplingKernel | None = None) -> StepResult:
-        tokens, _, cache, logits_at = batch
+        tokens, _, cache, logits_at, taps = batch
         with self._programs.lock:
             if sampler is None:
                 self._programs.arena.calls += 1
             leaves = self._programs.leaves.of(cache)
-            program = self._program(tokens.shape[0], tokens.shape[1], cache, leaves, logits_at)
+            program = self._program(tokens.shape[0], tokens.shape[1], cache, leaves, logits_at, taps)
             return program.step(batch, leaves, sampler)
 
     def timed(self, batch: ForwardBatch, rounds: int) -> list[tuple[KernelCall | TorchCall, float]]:
@@ -126,7 +127,7 @@ class NativeExecutable:
         with self._programs.lock:
             leaves = self._programs.leaves.of(batch.cache)
             # Traced for exactly this shape: the calls of a grid's program have the sizes of its largest shape.
-            image, signature = self._traced(Shape(*batch.tokens.shape), None, batch.cache)
+            image, signature = self._traced(Shape(*batch.tokens.shape), None, (), batch.cache)
             program = ShapeProgram(image, signature, self._library, self._programs.arena)
             return program.timed(batch, leaves, rounds)
 
@@ -136,30 +137,38 @@ class NativeExecutable:
             return self._program(batch, tokens, cache, self._programs.leaves.of(cache))
 
     def _program(
-        self, batch: int, tokens: int, cache: Any, leaves: CacheLeaves, logits_at: Tensor | None = None
+        self,
+        batch: int,
+        tokens: int,
+        cache: Any,
+        leaves: CacheLeaves,
+        logits_at: Tensor | None = None,
+        taps: tuple[str, ...] = (),
     ) -> ShapeProgram:
         spec = None
         if logits_at is not None:
             rows, per_row = logits_at.shape
             spec = LogitsSpec(None if rows == batch else rows, per_row)
-        shape = batch, tokens, spec
+        shape = batch, tokens, spec, taps
 
         def create() -> ShapeProgram:
             with without_collections():
-                return self._create(Shape(batch, tokens), spec, cache, leaves)
+                return self._create(Shape(batch, tokens), spec, taps, cache, leaves)
 
         def by_shape() -> ShapeProgram:
             return _get_or_create(self._programs.by_shape, (*shape, leaves.signature), create)
 
         return _get_or_create(self._programs.recent, (leaves, shape), by_shape)
 
-    def _create(self, shape: Shape, spec: LogitsSpec | None, cache: Any, leaves: CacheLeaves) -> ShapeProgram:
+    def _create(
+        self, shape: Shape, spec: LogitsSpec | None, taps: tuple[str, ...], cache: Any, leaves: CacheLeaves
+    ) -> ShapeProgram:
         layouts = leaves.for_any_rows(shape.batch)
-        key = shape.batch > 1, shape.tokens > 1, spec, layouts
+        key = shape.batch > 1, shape.tokens > 1, spec, taps, layouts
         family = _get_or_create(self._programs.families, key, _Family)
 
         def trace_shape(shape: Shape) -> tuple[ProgramImage, Signature]:
-            return self._traced(shape, spec, without_memory(cache, layouts, shape.batch))
+            return self._traced(shape, spec, taps, without_memory(cache, layouts, shape.batch))
 
         grid = _covering_grid(family, shape, trace_shape)
         if grid is not None:
@@ -170,17 +179,19 @@ class NativeExecutable:
                 family.traced[shape] = image, signature
         return ShapeProgram(image, signature, self._library, self._programs.arena)
 
-    def _traced(self, shape: Shape, spec: LogitsSpec | None, cache: Any) -> tuple[ProgramImage, Signature]:
+    def _traced(
+        self, shape: Shape, spec: LogitsSpec | None, taps: tuple[str, ...], cache: Any
+    ) -> tuple[ProgramImage, Signature]:
         start = time.perf_counter()
         logits_at = None if spec is None else spec.shape(shape.batch)
-        traced = trace(self._forward, self._params, cache, *shape, logits_at, whole=is_whole, infer=INFER)
+        traced = trace(self._forward, self._params, cache, *shape, logits_at, whole=is_whole, infer=INFER, taps=taps)
         calls = lower(traced, self._programs.packed if self._frozen else None)
         missing = [call for call in calls if isinstance(call, TorchCall)]
         if missing and self._needs_kernels:
             names = "; ".join(f"{call.node.name} at {call.node.where} ({call.why})" for call in missing[:8])
             raise MissingKernelsError(f"no kernels for: {names}")
         assert traced.logits is not None
-        signature = Signature(traced.inputs, traced.cache, traced.logits.shape, traced.logits.dtype)
+        signature = Signature(traced.inputs, traced.cache, traced.logits.shape, traced.logits.dtype, traced.taps)
         image = encode(calls, traced.storages, self._library)
         seconds = time.perf_counter() - start
         _log.debug("created a program of %d calls for [%d, %d] tokens in %.3f s", len(calls), *shape, seconds)
@@ -221,7 +232,11 @@ def _resized(largest: Signature, shape: Shape, spec: LogitsSpec | None) -> Signa
         kind: replace(array, shape=tuple(sizes[kind]), strides=contiguous_strides(sizes[kind]))
         for kind, array in largest.inputs.items()
     }
-    return replace(largest, inputs=inputs, logits_shape=(*logits, largest.logits_shape[2]))
+    sized = {name: (*shape, *values.shape[2:]) for name, values in largest.taps.items()}
+    taps = {
+        name: replace(largest.taps[name], shape=size, strides=contiguous_strides(size)) for name, size in sized.items()
+    }
+    return replace(largest, inputs=inputs, logits_shape=(*logits, largest.logits_shape[2]), taps=taps)
 
 
 def _get_or_create(entries: OrderedDict[Hashable, T], key: Hashable, create: Callable[[], T]) -> T:

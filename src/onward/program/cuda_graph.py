@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from onward.errors import one_line
-from onward.program.executable import EagerExecutable, ForwardBatch, SamplingKernel, StepResult
 from onward.program.graph import Forward
 from onward.program.recorder import TraceError
+from onward.program.step import EagerExecutable, ForwardBatch, SamplingKernel, StepResult
 from onward.util.process import renew_in_forks
 
 _WARM_UP = 3
@@ -59,8 +59,8 @@ class CudaGraphExecutable:
 
     @torch.no_grad()
     def step(self, batch: ForwardBatch, sampler: SamplingKernel | None = None) -> StepResult:
-        tokens, offsets, cache, logits_at = batch
-        if tokens.shape[1] > _MAX_TOKENS:
+        tokens, offsets, cache, logits_at, taps = batch
+        if taps or tokens.shape[1] > _MAX_TOKENS:
             return self._eager.step(batch)
         leaves = [leaf for leaf in pytree.tree_leaves(cache) if isinstance(leaf, Tensor)]
         logits_shape = None if logits_at is None else logits_at.shape
@@ -83,7 +83,7 @@ class CudaGraphExecutable:
         own = ForwardBatch(batch.tokens.clone(), batch.offsets.clone(), batch.cache, logits_at)
 
         def step() -> Tensor:
-            logits, _, returned = self._eager.step(own)
+            logits, _, returned, _ = self._eager.step(own)
             before, after = pytree.tree_leaves(own.cache), pytree.tree_leaves(returned)
             if len(before) != len(after) or any(
                 isinstance(old, Tensor) and old.data_ptr() != new.data_ptr()

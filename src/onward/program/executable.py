@@ -1,5 +1,5 @@
-"""What runs a step of a forward (`Executable`); and a program of native kernels for one shape: its image, bound to the
-arena of temporaries and to tensors with other owners."""
+"""A program of native kernels for one shape: its image, bound to the arena of temporaries and to tensors with other
+owners."""
 
 import bisect
 import ctypes
@@ -7,8 +7,7 @@ import itertools
 import time
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -20,70 +19,11 @@ from onward.native import Library, advise_huge_pages
 from onward.native.interface import Status
 from onward.ops.kernel_calls import DTYPES
 from onward.program.encode import SAMPLING_WORDS, ProgramImage, Segment, arena_offsets
-from onward.program.graph import Array, Forward, KernelCall, Kind, Storage, TorchCall
+from onward.program.graph import Array, KernelCall, Kind, Storage, TorchCall
 from onward.program.leaves import CacheLeaves
+from onward.program.step import ForwardBatch, SamplingKernel, StepResult
 
 _PAGE = 4096
-
-
-class SamplingKernel(Protocol):
-    """A kernel that samples an id from each row of logits; a program may call it at its end.
-
-    kernel: its name. Its arguments are rows, columns, logits, their dtype and stride, the tensors that `operands`
-        returns for the offsets [B] of the tokens before the sampled ones, and the output ids int64 [B].
-    most_ids: the maximum length of a row.
-    """
-
-    kernel: str
-    most_ids: int
-
-    def operands(self, offsets: Tensor) -> tuple[Tensor, ...]: ...
-
-
-class ForwardBatch(NamedTuple):
-    """The arguments of a forward. tokens: int32 [B, T]. offsets: int32 [B]. logits_at: int64 [R, N]; None for all."""
-
-    tokens: Tensor
-    offsets: Tensor
-    cache: Any
-    logits_at: Tensor | None = None
-
-
-class StepResult(NamedTuple):
-    """The result of a step.
-
-    logits: float [B, T, V], or [R, N, V] at `logits_at`. ids: int64 [B], sampled from the logits in the same call; None
-    if the caller has to sample, or the logit of one is not finite. cache: the cache with the step's tokens.
-    """
-
-    logits: Tensor
-    ids: Tensor | None
-    cache: Any
-
-
-class Executable(Protocol):
-    """Processes batches with a forward and its params, in one of the ways to run it."""
-
-    def step(self, batch: ForwardBatch, sampler: SamplingKernel | None = None) -> StepResult:
-        """Process a batch, without gradients.
-
-        sampler: samples the ids at the positions `offsets + 1`, for T = 1 without `logits_at`. Only for sequences that
-        a step without one has started: memory newly assigned to the `data` of a param takes effect in the next step
-        without a sampler at the latest.
-        """
-
-
-class EagerExecutable:
-    """Calls the forward."""
-
-    def __init__(self, forward: Forward, params: Any) -> None:
-        self._forward, self._params = forward, params
-
-    @torch.no_grad()
-    def step(self, batch: ForwardBatch, sampler: SamplingKernel | None = None) -> StepResult:
-        options = {} if batch.logits_at is None else {"logits_at": batch.logits_at}
-        logits, cache = self._forward(*batch[:3], self._params, **options)
-        return StepResult(logits, None, cache)
 
 
 class Arena:
@@ -125,7 +65,7 @@ class Addresses:
         # The words of the tensors that are new in every step: Python numbers, not arrays, because they are few.
         self._places: dict[int, list[tuple[int, int]]] = {}
         for storage in image.storages:
-            if storage.kind in (Kind.TOKENS, Kind.OFFSETS, Kind.LOGITS_AT, Kind.LOGITS):
+            if storage.kind in (Kind.TOKENS, Kind.OFFSETS, Kind.LOGITS_AT, Kind.LOGITS, Kind.TAP):
                 uses = image.bases == image.base_of(storage)
                 words = zip(image.places[uses].tolist(), image.offsets[uses].tolist(), strict=True)
                 self._places[storage.index] = list(words)
@@ -233,13 +173,14 @@ def _aligned(nbytes: int) -> Tensor:
 class Signature:
     """The inputs and the result of a program.
 
-    inputs: tokens, offsets and optionally logits_at. cache: the tensors of the cache, in order.
+    inputs: tokens, offsets and optionally logits_at. cache: the tensors of the cache, in order. taps: by name.
     """
 
     inputs: dict[Kind, Array]
     cache: list[Array]
     logits_shape: tuple[int, ...]
     logits_dtype: torch.dtype
+    taps: dict[str, Array] = field(default_factory=dict)
 
 
 # The bits of a float as an integer, and those of its exponent; all of the latter are set in infinities and NaN.
@@ -275,7 +216,7 @@ class ShapeProgram:
 
     def step(self, batch: ForwardBatch, leaves: CacheLeaves, sampler: SamplingKernel | None = None) -> StepResult:
         """Run the program over a cache of its signature, with these leaves."""
-        tokens, offsets, cache, logits_at = batch
+        tokens, offsets, cache, logits_at, _ = batch
         signature, addresses = self.signature, self._addresses
         inputs = list(map(_as_input, self._inputs, (tokens, offsets, logits_at)))
         logits = torch.empty(signature.logits_shape, dtype=signature.logits_dtype)
@@ -284,9 +225,12 @@ class ShapeProgram:
         for array, tensor in zip(self._inputs, inputs, strict=True):
             addresses.point(array.storage, tensor)
         addresses.point(self._logits, logits)
+        taps = {name: torch.empty(array.shape, dtype=array.dtype) for name, array in signature.taps.items()}
+        for name, values in taps.items():
+            addresses.point(signature.taps[name].storage, values)
         if sampler is None or not 0 < self._sampled_ids <= sampler.most_ids:
             self._run(offsets)
-            return StepResult(logits, None, cache)
+            return StepResult(logits, None, cache, taps)
         rows, _, columns = signature.logits_shape
         ids, operands = torch.empty(rows, dtype=torch.int64), sampler.operands(offsets)
         args = [rows, columns, logits.data_ptr(), DTYPES[signature.logits_dtype], columns]
@@ -295,7 +239,7 @@ class ShapeProgram:
         assert len(words) <= SAMPLING_WORDS, f"{sampler.kernel} has too many arguments"
         addresses.words[self._end : self._end + len(words)] = words
         self._run(offsets, len(words))
-        return StepResult(logits, ids if self._are_finite(logits, ids.tolist()) else None, cache)
+        return StepResult(logits, ids if self._are_finite(logits, ids.tolist()) else None, cache, taps)
 
     def _are_finite(self, logits: Tensor, ids: list[int]) -> bool:
         """Whether all ids have finite logits. NaN wins every argmax, so this finds one anywhere in a row. Reading the

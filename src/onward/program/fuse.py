@@ -112,9 +112,9 @@ def live_nodes(trace: Trace, nodes: list[Node]) -> list[Node]:
 
 
 def _returned(trace: Trace) -> set[Storage]:
-    """The storages of the returned logits and cache."""
+    """The storages of the returned logits, taps and cache."""
     assert trace.logits is not None
-    return {array.storage for array in (trace.logits, *trace.returned_cache)}
+    return {array.storage for array in (trace.logits, *trace.taps.values(), *trace.returned_cache)}
 
 
 def fuse_linears(nodes: list[Node], uses: Uses) -> list[FuseItem]:

@@ -31,6 +31,7 @@ class Kind(Enum):
     PARAM = "param"
     CONSTANT = "constant"  # tensors that the forward makes from numbers alone
     LOGITS = "logits"
+    TAP = "tap"
     TEMPORARY = "temporary"  # operator results
 
 
@@ -159,6 +160,7 @@ class Node:
 class Trace:
     """A forward's nodes in order, all storages, and the forward's input and output arrays.
 
+    taps: the values at the taps that are read, by name.
     cache, returned_cache: an array for each tensor of the input cache and of the returned cache.
     """
 
@@ -166,6 +168,7 @@ class Trace:
     storages: list[Storage] = field(default_factory=list)
     inputs: dict[Kind, Array] = field(default_factory=dict)
     logits: Array | None = None
+    taps: dict[str, Array] = field(default_factory=dict)
     cache: list[Array] = field(default_factory=list)
     returned_cache: list[Array] = field(default_factory=list)
 

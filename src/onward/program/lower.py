@@ -26,7 +26,8 @@ def is_whole(op: OpOverload) -> bool:
 
 
 def lower(trace: Trace, packed: PackedParams | None = None) -> list[ProgramCall]:
-    """The calls of a traced forward, in order. The logits are contiguous in a storage of kind LOGITS.
+    """The calls of a traced forward, in order. The logits are contiguous in a storage of kind LOGITS,
+    the values of each tap in one of kind TAP.
 
     packed: packed copies of frozen params; None if params may change.
     """
@@ -34,7 +35,9 @@ def lower(trace: Trace, packed: PackedParams | None = None) -> list[ProgramCall]
     for item in rewrite(trace, packed):
         _lower(builder, item)
     _return_cache(builder)
-    _return_logits(builder)
+    assert trace.logits is not None
+    trace.logits = _return(builder, trace.logits, Kind.LOGITS)
+    trace.taps = {name: _return(builder, values, Kind.TAP) for name, values in trace.taps.items()}
     return builder.calls
 
 
@@ -72,14 +75,14 @@ def _return_cache(builder: Builder) -> None:
         builder.copy(copy, old)
 
 
-def _return_logits(builder: Builder) -> None:
-    logits = builder.trace.logits
-    assert logits is not None
-    storage = logits.storage
-    if storage.kind is not Kind.TEMPORARY or not logits.is_contiguous() or logits.nbytes != storage.nbytes:
-        builder.node = _return_node(logits)
-        builder.trace.logits = logits = builder.cast(logits, logits.dtype)
-    logits.storage.kind = Kind.LOGITS
+def _return(builder: Builder, result: Array, kind: Kind) -> Array:
+    """The result as a contiguous array in a storage of this kind."""
+    storage = result.storage
+    if storage.kind is not Kind.TEMPORARY or not result.is_contiguous() or result.nbytes != storage.nbytes:
+        builder.node = _return_node(result)
+        result = builder.cast(result, result.dtype)
+    result.storage.kind = kind
+    return result
 
 
 def _return_node(array: Array) -> Node:

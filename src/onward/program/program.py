@@ -14,9 +14,9 @@ from onward.native import last_level_cache_bytes
 from onward.ops.operator import usable_library
 from onward.program.compiled import MissingKernelsError, NativeExecutable, ProgramCache
 from onward.program.cuda_graph import CudaGraphExecutable
-from onward.program.executable import EagerExecutable, Executable, ForwardBatch
 from onward.program.graph import Forward, KernelCall, Kind, TorchCall
 from onward.program.leaves import NamedDims, leaves_of
+from onward.program.step import EagerExecutable, Executable, ForwardBatch
 from onward.util.option_names import checks_option_names
 from onward.util.text import described
 
@@ -144,8 +144,8 @@ class Program:
             ProgramError: a cache of another structure, tokens past the end of the cache, ids outside the vocabulary.
         """
         _check_inputs(tokens, offsets)
-        logits, _, cache = self.executable.step(ForwardBatch(tokens, offsets, cache, logits_at))
-        return logits, cache
+        result = self.executable.step(ForwardBatch(tokens, offsets, cache, logits_at))
+        return result.logits, result.cache
 
     def explain(self, cache: Any, batch: int = 1, tokens: int = 1, offset: int = 0) -> Report:
         """Report the calls for tokens [batch, tokens] over a cache of this shape, their times, and missing kernels.
@@ -247,7 +247,7 @@ def compile(
 
 
 def _inductor_program(forward: Forward, params: Any, fell_back: str = "") -> Program:
-    return Program("inductor", EagerExecutable(torch.compile(forward, fullgraph=True), params), fell_back)
+    return Program("inductor", EagerExecutable(torch.compile(forward, fullgraph=True), params, forward), fell_back)
 
 
 def _best_backend(params: Any) -> Backend:

@@ -9,6 +9,7 @@ from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
 from onward.errors import OnwardError, ProgramError, one_line
+from onward.ops.tap import check_taps, reading
 from onward.program.graph import Array, Infer, Kind, Trace
 from onward.program.recorder import Recorder, TraceError, line_of, run
 
@@ -23,6 +24,7 @@ def trace(
     *,
     whole: Callable[[OpOverload], bool],
     infer: Mapping[OpOverload, Infer],
+    taps: tuple[str, ...] = (),
 ) -> Trace:
     """Run `forward` on tensors without memory.
 
@@ -32,6 +34,7 @@ def trace(
         batch, tokens: B, T.
         logits_at: (R, N); the forward gets the keyword `logits_at`, int64 [R, N], and returns logits [R, N, V].
         whole, infer: as in `Recorder`.
+        taps: the taps to read (`onward.ops.tap`).
 
     Raises:
         TraceError: the forward reads values, closes over tensors, or breaks the contract of its return value.
@@ -48,7 +51,7 @@ def trace(
         options = {} if logits_at is None else {"logits_at": inputs[Kind.LOGITS_AT]}
         traced_params = _stand_ins(recorder, params, Kind.PARAM)
         traced_cache = _stand_ins(recorder, cache, Kind.CACHE)
-        with recorder:
+        with recorder, reading(taps) as values:
             try:
                 result = run(forward, inputs[Kind.TOKENS], inputs[Kind.OFFSETS], traced_cache, traced_params, **options)
             except TraceError:
@@ -64,6 +67,8 @@ def trace(
         traced.cache = _arrays(recorder, traced_cache)
         _check_result(result, traced_cache, (batch, tokens) if logits_at is None else logits_at)
         traced.logits = recorder.array(result[0])
+        check_taps(values, taps, (batch, tokens))
+        traced.taps = {name: recorder.array(values[name]) for name in taps}
         traced.returned_cache = _arrays(recorder, result[1])
     return traced
 

@@ -12,6 +12,7 @@ from onward.language_model import GenerateOptions, LanguageModel
 from onward.protocols.body import BodyError, Limits, Validation, error_fields, status_of, validated
 from onward.protocols.chat import ChatCompletions
 from onward.protocols.completions import Completions
+from onward.protocols.embeddings import EmbeddingsProtocol, RerankProtocol
 from onward.protocols.messages import Messages
 from onward.protocols.options import field_options
 from onward.protocols.protocol import (
@@ -43,7 +44,8 @@ __all__ = [
 
 # A protocol is one line here.
 PROTOCOLS: Mapping[str, Protocol] = {
-    each.path: each for each in (ChatCompletions(), Completions(), Responses(), Messages())
+    each.path: each
+    for each in (ChatCompletions(), Completions(), Responses(), Messages(), EmbeddingsProtocol(), RerankProtocol())
 }
 
 

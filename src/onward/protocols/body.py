@@ -112,7 +112,9 @@ class Limits:
     grammar_characters: int = option(500_000, low=1, help="Characters of `regex` and `grammar`.")
     choices: int = option(4096, low=1, help="Texts of `choice`.")
     stop_strings: int = option(64, low=1, help="Strings of `stop`.")
-    stop_characters: int = option(1024, low=1, help="Characters of a stop string, and of `reasoning_budget_message`.")
+    stop_characters: int = option(
+        1024, low=1, help="Characters of a stop string, `reasoning_budget_message` and `cache_salt`."
+    )
     bad_words: int = option(1024, low=1, help="Entries of `bad_words`.")
     bad_word_characters: int = option(256, low=1, help="Characters or ids of a bad word.")
     biases: int = option(4096, low=1, help="Entries of `logit_bias`, and ids of `eos` and `dry_sequence_breakers`.")

@@ -7,6 +7,7 @@ of a chunk is formatted once per choice.
 import json
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from json.encoder import encode_basestring
 from typing import Any, ClassVar, Literal
 
@@ -74,6 +75,13 @@ def _usage(completions: Sequence[Completion]) -> dict[str, Any]:
     return usage | ({"completion_tokens_details": details} if details else {})
 
 
+def _versions(text: Completion) -> list[int]:
+    """The version of the weights of each token."""
+    starts = [*(first for first, _ in text.weights_versions), len(text.token_ids)]
+    runs = zip(pairwise(starts), text.weights_versions, strict=True)
+    return [version for (first, end), (_, version) in runs for _ in range(first, end)]
+
+
 class ChoiceStream:
     """One choice as JSON, in parts. texts: of its tokens, if logprobs are asked for. with_ids: whether the parts have
     token ids."""
@@ -119,8 +127,9 @@ class ChoiceStream:
         """The parts for what was not sent as pieces."""
         content = self.unsent(completion)
         entries = [None] * len(completion.token_ids) if completion.logprobs is None else completion.logprobs
-        tokens = list(zip(completion.token_ids, entries, strict=True))[self._tokens :]
-        return self._parts(content, self._details([Piece("", *token) for token in tokens], is_last=True))
+        tokens = list(zip(completion.token_ids, entries, _versions(completion), strict=True))[self._tokens :]
+        pieces = [Piece("", id, entry, weights_version=version) for id, entry, version in tokens]
+        return self._parts(content, self._details(pieces, is_last=True))
 
     def finish(self, reason: str) -> str:
         return f'{{"index":{self._number},{self.empty},"logprobs":null,"finish_reason":"{reason}"}}'
@@ -157,6 +166,8 @@ class ChoiceStream:
             details["token_ids"] = ids
             if any(piece.drafted for piece in pieces):
                 details["drafted"] = [piece.drafted for piece in pieces]
+            if any(piece.weights_version for piece in pieces):
+                details["weights_versions"] = [piece.weights_version for piece in pieces]
         return details
 
 
@@ -247,6 +258,8 @@ class ChoicesProtocol(Protocol):
                 choice = {"index": len(choices), **self.choice(body, at, completion, text, tokenizer)}
                 if body.values.return_token_ids:
                     choice["token_ids"] = text.token_ids
+                    if any(versions := _versions(text)):
+                        choice["weights_versions"] = versions
                 choices.append(choice | {"finish_reason": self.finish_reason(body, text)})
         head = self.head(body, self.kind, completions[0].seed, version)
         return {**head, "choices": choices, "usage": _usage(completions)}

@@ -18,7 +18,7 @@ from onward.tokenizer.text_stream import TokenText, token_texts
 from onward.util.text import brief
 
 
-def _prompts(value: Any, info: ValidationInfo) -> list[Any]:
+def listed_prompts(value: Any, info: ValidationInfo) -> list[Any]:
     """One prompt, a text or token ids, or a list of them, as a list."""
     limits = validation_of(info).limits
     prompts = value if isinstance(value, list) and not _is_ids(value) else [value]
@@ -40,13 +40,13 @@ _PROMPT: list[JsonSchema] = [
     {"type": "string"},
     {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1},
 ]
-_PROMPTS: JsonSchema = {"anyOf": [*_PROMPT, {"type": "array", "items": {"anyOf": _PROMPT}, "minItems": 1}]}
+PROMPTS: JsonSchema = {"anyOf": [*_PROMPT, {"type": "array", "items": {"anyOf": _PROMPT}, "minItems": 1}]}
 
 
 class CompletionBody(CompletionsBody):
     """A body of /v1/completions."""
 
-    prompt: Annotated[list[str | list[int]], BeforeValidator(_prompts), WithJsonSchema(_PROMPTS)]
+    prompt: Annotated[list[str | list[int]], BeforeValidator(listed_prompts), WithJsonSchema(PROMPTS)]
     logprobs: LogprobCount = None
     echo: bool | None = None
     suffix: Annotated[str | None, AtMost("text_characters", "characters")] = None

@@ -30,7 +30,20 @@ from onward.util.text import brief
 from onward.util.text_input import TextError, parse_json
 
 # Options that are no fields of bodies, or that have other names and types there.
-_EXCLUDED = {"max_new_tokens", "logprobs", "draft", "stop_when", "cancel", "time_limit", "constraint", "adapter"}
+_EXCLUDED = {
+    *(
+        "max_new_tokens",
+        "logprobs",
+        "taps",
+        "steer",
+        "draft",
+        "stop_when",
+        "cancel",
+        "time_limit",
+        "constraint",
+        "adapter",
+    ),
+}
 
 
 def _logit_bias(value: Any) -> dict[int, Any]:
@@ -62,6 +75,7 @@ _GRAMMAR, _IDS = (AtMost("grammar_characters", "characters"),), (AtMost("biases"
 _LIMITS: Mapping[str, tuple[Marker, ...]] = {
     "bad_words": (AtMost("bad_words", "entries"), ShortTexts("bad_word_characters")),
     "beams": (AtMost("beams"),),
+    "cache_salt": (AtMost("stop_characters", "characters"),),
     "choice": (AtMost("choices", "texts"),),
     "dry_sequence_breakers": _IDS,
     "eos": _IDS,

@@ -50,15 +50,13 @@ def by_rows(compute: Callable[..., Tensor], logits: Tensor, *columns: Tensor) ->
 def relative_probability(scores: Tensor) -> Tensor:
     """e^scores for float32 scores of at most 0, within 2 units in the last place; scores below -40 count as -40."""
     scores = scores.clamp(min=_LOWEST)
-    n = (scores * _INVERSE_LN2).round()
-    f = scores - n * _LN2_HIGH - n * _LN2_LOW
+    n = (scores * _INVERSE_LN2).round_()
+    f = scores.sub_(n * _LN2_HIGH).sub_(n * _LN2_LOW)  # in place: new memory takes longer than the arithmetic
     total = torch.full_like(f, _EXP[0])
     for coefficient in _EXP[1:]:
-        # Two statements, for two roundings: a fused multiply-add has one.
-        total = total * f
-        total = total + coefficient
-    powers = torch.tensor([2.0**-i for i in range(59)], dtype=torch.float32, device=scores.device)
-    return total * powers[n.neg().nan_to_num(0.0).to(torch.int64)]
+        total.mul_(f).add_(coefficient)  # two roundings: a fused multiply-add has one
+    exponents = n.nan_to_num_(0.0).to(torch.int32).add_(127)  # 2^n by its bits
+    return total.mul_(exponents.bitwise_left_shift_(23).view(torch.float32))
 
 
 def units(probabilities: Tensor) -> Tensor:

@@ -21,8 +21,8 @@ from starlette.types import Receive, Scope, Send
 import onward.ops
 from onward import __version__
 from onward.engine import Engine
-from onward.engine.fingerprint import build_fingerprint
 from onward.errors import EngineError, OnwardError
+from onward.language_model.fingerprint import build_fingerprint
 from onward.protocols import BodyError, Limits
 from onward.protocols.body import documented
 from onward.server import generate, management, response_routes

@@ -180,6 +180,9 @@ _COUNTERS = (
     ("steps", "onward_engine_steps", "Engine steps."),
     ("tokens", "onward_engine_tokens", "Tokens generated, including those of running requests."),
     ("preemptions", "onward_preemptions", "Requests that were preempted and recomputed."),
+    ("restored_tokens", "onward_prefix_disk_tokens", "Prompt tokens read from the prefix cache on disk."),
+    ("blocks_written", "onward_prefix_disk_written_blocks", "Blocks given to the prefix cache on disk."),
+    ("blocks_dropped", "onward_prefix_disk_dropped_blocks", "Blocks that the prefix cache on disk could not take."),
 )
 
 

@@ -12,6 +12,7 @@ from onward.decoding.speculation.drafter import (
 from onward.decoding.speculation.lookup import PredictedOutput, PromptLookup, SuffixLookup
 from onward.decoding.speculation.model_drafter import ModelDrafter
 from onward.decoding.speculation.speculator import LOOKUPS, ModelHolder, Speculator, as_drafter
+from onward.decoding.speculation.speculator_cache import SpeculatorCache
 from onward.decoding.speculation.step import SpeculativeStep
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "Speculation",
     "SpeculativeStep",
     "Speculator",
+    "SpeculatorCache",
     "SuffixLookup",
     "TokenTable",
     "as_drafter",

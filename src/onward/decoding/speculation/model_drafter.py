@@ -186,7 +186,7 @@ class _FittedRun:
 
     def step(self, batch: ForwardBatch, sampler: SamplingKernel | None = None) -> StepResult:
         # The draft model never drafts an id that it lacks, so any other id may replace it in its input.
-        logits, _, cache = self._run.step(batch._replace(tokens=batch.tokens.clamp(max=self._own - 1)))
+        logits, _, cache, _ = self._run.step(batch._replace(tokens=batch.tokens.clamp(max=self._own - 1)))
         missing = self._target - self._own
         fitted = logits[..., : self._target]
         if missing > 0:

@@ -261,8 +261,9 @@ class SpeculativeStep:
     def _round(self, work: abc.Sequence[ScheduledSequence], drafts: Drafts, longest: int) -> Emitted:
         emitted: Emitted = [[] for _ in work]
         for group in self._slots.groups([sequence.slot for sequence, _ in work], 1 + longest):
-            items, group_drafts = [work[index] for index in group], [drafts[index] for index in group]
-            sequences = [sequence for sequence, _ in items]
+            group_drafts = [drafts[index] for index in group]
+            sequences = [work[index].sequence for index in group]
+            items = [ScheduledSequence(sequences[at], 1 + len(draft)) for at, draft in enumerate(group_drafts)]
             # Any valid id works as padding, because nothing past a sequence's own draft is read.
             ids = []
             for sequence, draft in zip(sequences, group_drafts, strict=True):
@@ -270,7 +271,7 @@ class SpeculativeStep:
                 ids.append([*pending, *draft, *pending * (longest - len(draft))])
             with self._slots.lock:
                 batch, view = inputs(items, self._slots, self._target.device, ids)
-                logits = view.select(forward(self._run, self._slots, batch, view).logits)
+                logits = view.select(forward(self._run, self._slots, batch, view, items).logits)
             steps = torch.arange(1, longest + 2, dtype=torch.int32, device=self._target.device)
             positions = view.select(batch.offsets).unsqueeze(1) + steps
             new_ids = verify(self._chooser, sequences, logits, positions, group_drafts)

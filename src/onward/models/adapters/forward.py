@@ -18,6 +18,7 @@ from onward.models.adapters.merge import (
     fitting_update,
     part_names,
 )
+from onward.models.adapters.steering import steering
 from onward.models.architecture import Architecture
 from onward.models.blocks.layer import LayerCache
 from onward.models.linear import Embedding, Linear, float_weight, is_marked
@@ -73,7 +74,8 @@ class AdaptedEmbedding(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class AdaptedForward:
-    """The forward of an architecture over params with updates; the cache has the adapter of each row."""
+    """The forward of an architecture over the tables of steering, by tap, and params with updates; the cache has the
+    adapter of each row."""
 
     architecture: Architecture
 
@@ -81,10 +83,16 @@ class AdaptedForward:
         self, tokens: Tensor, offsets: Tensor, cache: LayerCache, params: Any, *, logits_at: Tensor | None = None
     ) -> tuple[Tensor, Any]:
         (slots,) = cache.adapters
-        params = pytree.tree_map(
-            lambda part: part._replace(slots=slots) if _is_adapted(part) else part, params, is_leaf=_is_adapted
-        )
-        return self.architecture(tokens, offsets, cache, params, logits_at=logits_at)
+        tables, params = params
+        with steering(tables, slots):
+            return self.architecture(tokens, offsets, cache, with_slots(params, slots), logits_at=logits_at)
+
+
+def with_slots(params: Any, slots: Tensor) -> Any:
+    """Params with updates, for rows with the adapters in these slots, int32 [B]."""
+    return pytree.tree_map(
+        lambda part: part._replace(slots=slots) if _is_adapted(part) else part, params, is_leaf=_is_adapted
+    )
 
 
 def _is_adapted(part: Any) -> bool:

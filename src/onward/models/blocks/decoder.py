@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
+from onward import ops
 from onward.cache import LayerShape, StateShape
 from onward.models.architecture import WeightScope
 from onward.models.blocks.feed_forward import PerLayerEmbeddings, PerLayerEmbeddingsParams
@@ -19,6 +19,7 @@ from onward.models.blocks.norm import RMSNorm, rounded
 from onward.models.contract import take_positions
 from onward.models.linear import Embedding, Linear
 from onward.models.rope import RotarySchedule
+from onward.ops.tap import is_read, tap
 
 
 class DecoderParams(NamedTuple):
@@ -128,12 +129,24 @@ class Decoder:
         logits_at: Tensor | None = None,
     ) -> tuple[Tensor, LayerCache]:
         """The forward of `onward.models.model`."""
+        return self.logits(params, self.head_input(tokens, offsets, cache, params, logits_at)), cache
+
+    def head_input(
+        self, tokens: Tensor, offsets: Tensor, cache: LayerCache, params: DecoderParams, at: Tensor | None = None
+    ) -> Tensor:
+        """The head's input, float [B, T, D]; [R, N, D] at `at` int64 [R, N], as `logits_at`."""
         x_BTD, positions, embeddings = self.embedded(tokens, offsets, params)
-        for layer, layer_params, index, own in zip(self.layers, params.layers, self.places(), embeddings, strict=True):
-            x_BTD = layer(layer_params, x_BTD, positions, cache, index, own)
-        if logits_at is not None:
-            x_BTD = take_positions(x_BTD, logits_at)
-        return self.logits(params, self.norm(params.norm, x_BTD)), cache
+        each = zip(self.layers, params.layers, self.places(), embeddings, strict=True)
+        for number, (layer, layer_params, index, own) in enumerate(each):
+            x_BTD = tap(layer(layer_params, x_BTD, positions, cache, index, own), f"layers.{number}")
+        return self.normed(params, x_BTD, at)
+
+    def normed(self, params: DecoderParams, x_BTD: Tensor, logits_at: Tensor | None) -> Tensor:
+        """The final norm, float [B, T, D], or [R, N, D] at `logits_at`."""
+        if logits_at is not None and not is_read("norm"):
+            x_BTD, logits_at = take_positions(x_BTD, logits_at), None
+        normed = tap(self.norm(params.norm, x_BTD), "norm")
+        return normed if logits_at is None else take_positions(normed, logits_at)
 
     def embedded(
         self, tokens: Tensor, offsets: Tensor, params: DecoderParams
@@ -144,17 +157,21 @@ class Decoder:
         if self.embedding_multiplier != 1.0:
             factor = self.embedding_multiplier
             x_BTD = x_BTD * (rounded(factor, x_BTD.dtype) if self.rounds_multiplier else factor)
+        x_BTD = tap(x_BTD, "embedding")
         if self.layer_embeddings is None or params.layer_embeddings is None:
             return x_BTD, positions, [None] * len(self.layers)
         return x_BTD, positions, self.layer_embeddings(params.layer_embeddings, tokens, x_BTD).unbind(2)
 
     def logits(self, params: DecoderParams, normed: Tensor) -> Tensor:
         """float [..., D] after the final norm -> [..., V]."""
-        logits = params.lm_head(normed)
+        return self.scaled(params.lm_head(normed))
+
+    def scaled(self, logits: Tensor) -> Tensor:
+        """The logits, from the products of the head."""
         if self.logits_multiplier != 1.0:
             logits = logits * self.logits_multiplier
         if self.logits_softcap is not None:
-            logits = torch.tanh(logits / self.logits_softcap) * self.logits_softcap
+            logits = ops.tanh(logits / self.logits_softcap) * self.logits_softcap
         return logits
 
     def places(self) -> Iterator[int | tuple[int, int]]:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from onward import ops
-from onward.cache import KVCache, LayerShape, PagedKVCache, StateShape
+from onward.cache import KVCache, LayerShape, PagedKVCache, StateShape, WholeTexts
 from onward.models.architecture import WeightScope
 from onward.models.blocks.feed_forward import PerLayerInput, PerLayerInputParams
 from onward.models.blocks.norm import RMSNorm, multiplied, read_norm
@@ -44,7 +44,7 @@ class Positions:
         """Queries float [B, H, T, E], each multiplied by the factor of its position."""
         if growth not in self._factors:
             lengths = (self.every // growth.length).to(torch.float32)
-            self._factors[growth] = (1.0 + growth.beta * torch.log(1.0 + lengths)).unsqueeze(1).unsqueeze(-1)
+            self._factors[growth] = (1.0 + growth.beta * ops.log(1.0 + lengths)).unsqueeze(1).unsqueeze(-1)
         return q_BHTE * self._factors[growth].to(q_BHTE.dtype)
 
 
@@ -56,7 +56,7 @@ class AttentionAndState(NamedTuple):
 
 
 Cached = LayerShape | StateShape | AttentionAndState
-LayerCache = KVCache | PagedKVCache
+LayerCache = KVCache | PagedKVCache | WholeTexts
 
 
 class Mixer(Protocol):

@@ -117,14 +117,32 @@ _OF_MODEL_TYPES = dict.fromkeys(("internlm3", "iquestcoder"), "LlamaForCausalLM"
 _OF_MODEL_TYPES |= {model_type(name): name for name in FAMILIES}
 
 
+_CLASSIFIER = "ForSequenceClassification"
+# Encoders, by a part of their model_type; some have a causal form.
+_ENCODERS = re.compile("bert|electra|mpnet|deberta|luke|funnel|nomic|gte|jina|^new$|^t5|^mt5|^umt5")
+
+
+def refuse_encoder(config: Config) -> None:
+    """Raise `UnsupportedArchitectureError` for a model that attends in both directions: no cache of a prefix serves
+    it."""
+    name, kind = str((config.get("architectures") or [""])[0]), str(config.get("model_type"))
+    is_causal_form = name.endswith(("ForCausalLM", "LMHeadModel")) or config.get("is_decoder") is True
+    both_ways = config.get("is_causal") is False or config.get("use_bidirectional_attention") is True
+    if both_ways or (_ENCODERS.search(kind) is not None and not is_causal_form):
+        raise UnsupportedArchitectureError(
+            f"{name or kind} is an encoder: its tokens attend to later ones, and Onward runs decoders. For embeddings "
+            "use a causal model, such as Qwen/Qwen3-Embedding-0.6B, or run this one with sentence-transformers"
+        )
+
+
 def with_architecture(config: Config) -> dict[str, Any]:
-    """A config.json with the architecture of its model_type, where it names none or only the base model
-    ("LlamaModel"), as files saved without a head do."""
+    """A config.json with the architecture of its model_type, where it names none, only the base model ("LlamaModel"),
+    as files saved without a head do, or a classifier ("LlamaForSequenceClassification")."""
     kind = config.get("model_type")
     architecture = _OF_MODEL_TYPES.get(kind) if isinstance(kind, str) else None
     if architecture is None:
         return dict(config)
-    base = architecture.removesuffix("ForCausalLM").removesuffix("ForConditionalGeneration") + "Model"
-    if config.get("architectures") and config["architectures"] != [base]:
+    base = architecture.removesuffix("ForCausalLM").removesuffix("ForConditionalGeneration")
+    if config.get("architectures") and config["architectures"] not in ([f"{base}Model"], [f"{base}{_CLASSIFIER}"]):
         return dict(config)
     return {**config, "architectures": [architecture]}

@@ -12,6 +12,7 @@ from onward.cache import LayerShape
 from onward.models.blocks.layer import LayerCache
 from onward.models.linear import Embedding, Linear
 from onward.models.module import CacheLayer, transformers_cache
+from onward.models.module_taps import module_taps
 from onward.models.transformers.linears import CacheSurvey, Hosted, Step, UnsupportedModuleError, current_step, running
 from onward.util.process import renew_in_forks
 
@@ -197,7 +198,7 @@ class TransformersForward:
             # Padding after a row's last token may exceed the context; its logits are never read.
             positions = positions.clamp(max=first + self._max_seq_len - 1)
         past = transformers_cache(_Layer, [(step, index) for index in range(self._num_layers)])
-        with running(step):
+        with running(step), module_taps(self._module):
             output = self._module(input_ids=tokens.long(), position_ids=positions, past_key_values=past, use_cache=True)
         logits: Tensor = output.logits
         return logits

@@ -1,0 +1,142 @@
+"""The prefix cache on disk: the first token after a restart, and what writing behind costs.
+
+    python -m benchmarks.prefix_restart [--positions 4000 16000] [--rounds 6] [--quantize FORMAT] [--threads N]
+
+Random weights in the shape of Qwen3-0.6B. For each length one process computes a prompt, writes it and kills itself
+(SIGKILL); another one loads the model and generates a token of the same prompt. The page cache is warm. Then two models
+in one process take turns, with and without the disk: each computes a new prompt of 1,000 tokens and decodes, while the
+prompt is written. The first of a round changes from round to round. The last line is one JSON object.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+
+import torch
+
+import onward
+from benchmarks.checkpoints import random_checkpoint
+from benchmarks.machine import description
+
+NEW, SKIPPED, PROMPT = 96, 2, 1000
+
+
+def prompt_of(positions: int, seed: int = 0) -> list[int]:
+    return torch.randint(0, 150_000, (positions,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def load(positions: int, folder: str | None, arguments: argparse.Namespace) -> onward.LanguageModel:
+    return onward.load(
+        random_checkpoint(), quantize=arguments.quantize, max_seq_len=positions + 1024, prefix_cache_dir=folder
+    )
+
+
+def child(positions: int, folder: str, arguments: argparse.Namespace) -> None:
+    """Print the seconds of loading and of the first token, and how many positions were cached; write; and die."""
+    began = time.perf_counter()
+    lm = load(positions, folder, arguments)
+    loaded = time.perf_counter() - began
+    lm.generate([1, 2, 3], max_new_tokens=2, temperature=0)  # traces a decoding step
+    prompt = prompt_of(positions)
+    began = time.perf_counter()
+    completion = lm.generate(prompt, max_new_tokens=1, temperature=0)
+    first = time.perf_counter() - began
+    slots = lm._prefix_cache._shared.slots  # type: ignore[union-attr]
+    began = time.perf_counter()
+    while slots.disk is None:  # the weights are being hashed
+        time.sleep(0.05)
+        lm.generate([1, 2, 3], max_new_tokens=2, temperature=0)
+    assert slots.disk.flush(600)
+    row = {"load_s": loaded, "first_s": first, "cached": completion.cached_tokens, "token": completion.token_ids[0]}
+    print(json.dumps(row | {"flush_s": time.perf_counter() - began}), flush=True)
+    os.kill(os.getpid(), 9)
+
+
+def restarted(positions: int, folder: str, arguments: argparse.Namespace) -> list[dict[str, float]]:
+    command = [sys.executable, "-m", "benchmarks.prefix_restart", "--child", str(positions), "--folder", folder]
+    command += [] if arguments.quantize is None else ["--quantize", arguments.quantize]
+    command += [] if arguments.threads is None else ["--threads", str(arguments.threads)]
+    rows = []
+    for _ in range(3):
+        output = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False).stdout
+        rows.append(json.loads(output.splitlines()[-1]))
+    assert len({row["token"] for row in rows}) == 1, "a hit gives the token of a miss"
+    return rows
+
+
+def decoding(folder: str, arguments: argparse.Namespace) -> dict[str, float]:
+    """Milliseconds of a token without and with the disk, and the median of the ratios, round by round."""
+    lms = [load(PROMPT, place, arguments) for place in (None, folder)]
+    seconds: list[list[float]] = [[], []]
+    for lm in lms:
+        lm.generate(prompt_of(PROMPT, 1), max_new_tokens=4, temperature=0)
+    slots = lms[1]._prefix_cache._shared.slots  # type: ignore[union-attr]
+    while slots.disk is None:
+        time.sleep(0.05)
+        lms[1].generate([1, 2, 3], max_new_tokens=2, temperature=0)
+    written = slots.disk.counts.written
+    for number in range(arguments.rounds):
+        for at in (0, 1) if number % 2 else (1, 0):
+            prompt = prompt_of(PROMPT, 10 + number)
+            times = [time.perf_counter() for _ in lms[at].stream(prompt, max_new_tokens=NEW, temperature=0)]
+            gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
+            seconds[at].append(sum(gaps[SKIPPED:]) / len(gaps[SKIPPED:]))
+            if at:
+                written_while_decoding = slots.disk.counts.written - written
+                slots.disk.flush(600)
+                written = slots.disk.counts.written
+    without, with_disk = (1e3 * statistics.median(each) for each in seconds)
+    ratios = [disk / none for none, disk in zip(*seconds, strict=True)]
+    store, ids = slots.disk.current.store, prompt_of(4000, 99)
+    began = time.perf_counter()
+    for _ in range(100):
+        store.find("", ids)
+    return {
+        "without_ms": without,
+        "with_ms": with_disk,
+        "ratio": statistics.median(ratios),
+        "blocks_written_in_last_round": written_while_decoding,
+        "miss_us": 1e4 * (time.perf_counter() - began),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--positions", type=int, nargs="+", default=[4000, 16000])
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--quantize")
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--child", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.threads is not None:
+        onward.set_num_threads(arguments.threads)
+    if arguments.child is not None:
+        child(arguments.child, arguments.folder, arguments)
+    print(description())
+    results: dict[str, object] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for positions in arguments.positions:
+            computed, *hits = restarted(positions, f"{folder}/{positions}", arguments)
+            hit = min(hits, key=lambda row: row["first_s"])
+            print(
+                f"{positions:>6} positions: computed in {computed['first_s']:.2f} s, read in {hit['first_s']:.3f} s "
+                f"({hit['cached']} cached; loaded in {hit['load_s']:.1f} s; written in {computed['flush_s']:.1f} s)"
+            )
+            results[str(positions)] = {"computed": computed, "hits": hits}
+        results["decoding"] = row = decoding(f"{folder}/decoding", arguments)
+    print(
+        f"decoding: {row['without_ms']:.1f} ms without, {row['with_ms']:.1f} ms while it writes "
+        f"({row['ratio']:.3f}x); a miss costs {row['miss_us']:.0f} us"
+    )
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

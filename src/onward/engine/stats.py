@@ -1,0 +1,69 @@
+"""The statistics of an engine."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from onward.cache.disk import DiskCounts
+from onward.cache.manager import PagedCacheManager
+from onward.decoding import CacheManager
+
+
+@dataclass
+class Seconds:
+    """Seconds spent so far: schedule: planning steps; step: running the model and sampling; give_out: delivering
+    tokens."""
+
+    schedule: float = 0.0
+    step: float = 0.0
+    give_out: float = 0.0
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """The state of an engine, and its counts since it was created.
+
+    waiting, running: requests. sequences: the running sequences. waiting_tokens: prompt tokens in the queue.
+    blocks: all blocks of the cache; blocks_used: those of running sequences; blocks_cached: those of the prefix cache;
+        blocks_free: the others. A block has 64 positions; without paging it is a row, and for models with sliding or
+        recurrent layers it is a unit of memory.
+    hit_rate: the share of prompt ids that were found in the cache.
+    tokens_per_second, prompt_tokens_per_second: over the last half minute of work.
+    steps, tokens, preemptions: counts. seconds: for each part of a step.
+    restored_tokens: the tokens that were read from the prefix cache on disk. blocks_written, blocks_dropped: the blocks
+        that were given to it, and those that it could not take.
+    """
+
+    waiting: int
+    running: int
+    sequences: int
+    waiting_tokens: int
+    blocks: int
+    blocks_used: int
+    blocks_cached: int
+    blocks_free: int
+    hit_rate: float
+    tokens_per_second: float
+    prompt_tokens_per_second: float
+    steps: int
+    tokens: int
+    preemptions: int
+    seconds: Seconds = field(default_factory=Seconds)
+    restored_tokens: int = 0
+    blocks_written: int = 0
+    blocks_dropped: int = 0
+
+
+def block_counts(slots: CacheManager) -> dict[str, Any]:
+    """The fields of `EngineStats` that describe the cache."""
+    total, available, cached, hits, lookups = slots.stats()
+    disk = slots.disk_counts if isinstance(slots, PagedCacheManager) else DiskCounts()
+    return {
+        "restored_tokens": disk.restored,
+        "blocks_written": disk.written,
+        "blocks_dropped": disk.dropped,
+        "blocks": total,
+        "blocks_used": total - available,
+        "blocks_cached": cached,
+        "blocks_free": available - cached,
+        "hit_rate": hits / lookups if lookups else 0.0,
+    }

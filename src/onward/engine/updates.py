@@ -1,0 +1,129 @@
+"""New weights for a running engine: what happens to its requests, and when the update applies."""
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal, get_args
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from onward.decoding import CacheManager
+from onward.engine.request import EngineRequest
+from onward.engine.scheduler import Scheduler
+from onward.errors import EngineError, OptionError, RequestError, one_line
+from onward.language_model import LanguageModel
+from onward.language_model.new_weights import WeightsUpdate
+from onward.models import Run
+from onward.models.model import computation
+from onward.models.weights_lock import WeightsLock
+
+InFlight = Literal["finish", "recompute", "keep"]
+
+
+def checked_in_flight(in_flight: InFlight) -> InFlight:
+    if in_flight not in (names := get_args(InFlight)):
+        raise OptionError("in_flight", f"must be one of {', '.join(names)}; got {in_flight!r}")
+    return in_flight
+
+
+def served(lm: LanguageModel) -> LanguageModel:
+    """The model that an engine serves: of a trained one a copy of its packed weights, with its adapters, so that a step
+    of the optimizer changes no text halfway."""
+    model = lm.model
+    if model.trainable is None:
+        return lm
+    model.refresh()
+    copies: dict[int, Tensor] = {}  # by tensor: a tied weight stays one
+
+    def copy(leaf: object) -> object:
+        return copies.setdefault(id(leaf), leaf.clone()) if isinstance(leaf, Tensor) else leaf
+
+    with model.weights_lock as lock:
+        params = pytree.tree_map(copy, model.params)
+        own = replace(model, params=params, trainable=None, weights_lock=WeightsLock(lock.version))
+    copied = lm.with_model(own)
+    copied.source = lm.source
+    for name, loaded in lm.adapters.items():
+        if loaded.folder == Path():
+            raise RequestError(
+                f"an engine serves a copy of a trained model, and the adapter {name!r} is trained too: save it, and "
+                "load it in its place"
+            )
+        copied.load_adapter(name, loaded.folder)
+    return copied
+
+
+class PendingUpdate:
+    """An update that the engine's thread will apply. version: of its weights, once it has; error: why it has not."""
+
+    def __init__(self, update: WeightsUpdate, in_flight: InFlight) -> None:
+        self.update, self.in_flight = update, in_flight
+        self.version: int | None = None
+        self.error: EngineError | None = None
+        self.ended = threading.Event()
+
+    def result(self) -> int:
+        """Wait for the version."""
+        self.ended.wait()
+        if self.error is not None:
+            raise self.error
+        assert self.version is not None, "it was applied"
+        return self.version
+
+
+class Updates:
+    """The updates of an engine, in order. The engine's lock guards them; its thread applies them between two steps.
+
+    preempt: releases the slots of a request that the scheduler has preempted.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        slots: CacheManager,
+        scheduler: Scheduler[EngineRequest],
+        preempt: Callable[[EngineRequest], None],
+    ) -> None:
+        self._run, self._slots, self._scheduler, self._preempt = run, slots, scheduler, preempt
+        self._pending: deque[PendingUpdate] = deque()
+
+    def add(self, pending: PendingUpdate) -> None:
+        self._pending.append(pending)
+
+    def withdraw(self, pending: PendingUpdate) -> None:
+        """Forget an update for which nobody waits any more, unless it was applied."""
+        if pending in self._pending:
+            self._pending.remove(pending)
+
+    def apply(self, requests: Iterable[EngineRequest]) -> bool:
+        """Apply the updates that are due, and return whether another waits for requests that have started: until they
+        end, no others start. requests: all that have not ended."""
+        while self._pending:
+            pending = self._pending[0]
+            if pending.in_flight == "finish":
+                if any(request.generation.started is not None for request in requests):
+                    return True
+            else:
+                recomputed = [each for each in self._scheduler.running if pending.in_flight != "keep" or not each.keeps]
+                for request in self._scheduler.preempt_all(recomputed):
+                    self._preempt(request)
+            try:
+                pending.version = pending.update.apply()
+                self._slots.set_weights_version(computation(self._run.model))
+            except OptionError as error:  # another update has had the version
+                pending.error = EngineError(one_line(error))
+            self._pending.popleft()
+            pending.ended.set()
+        return False
+
+    def end(self, failure: BaseException | None) -> None:
+        """Fail the updates with the engine."""
+        for pending in self._pending:
+            reason = "was closed" if failure is None else f"has failed: {one_line(failure)}"
+            pending.error = EngineError(f"the engine {reason} before the update of its weights")
+            pending.error.__cause__ = failure
+            pending.ended.set()
+        self._pending.clear()

@@ -1,0 +1,91 @@
+"""Taps: named places in a forward, where a caller reads values or changes them."""
+
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from onward.errors import RequestError
+
+# (name, x) -> the value that replaces x
+TapUpdate = Callable[[str, Tensor], Tensor]
+
+
+class _Active(threading.local):
+    """What the running forward's caller asks for. names: the taps to read; None reads all. values: those read so far;
+    None if nobody reads. update: changes values."""
+
+    names: Collection[str] | None = ()
+    values: dict[str, Tensor] | None = None
+    update: TapUpdate | None = None
+
+
+_active = _Active()
+
+
+def tap(x: Tensor, name: str) -> Tensor:
+    """The identity, at a place that callers can name.
+
+        x = onward.tap(x, "layers.12")
+
+    A tap that no caller asks for costs nothing: it is not part of a program. `x` is float [B, T, ...], with the rows
+    and tokens of the forward; use the result in place of `x`, so that callers can also change it. The name is unique
+    in the forward.
+    """
+    if torch.compiler.is_compiling():
+        return x
+    if _active.update is not None:
+        x = _active.update(name, x)
+    values, names = _active.values, _active.names
+    if values is not None and (names is None or name in names):
+        if name in values:
+            raise RequestError(f"a forward has two taps with the name {name!r}: names must be unique")
+        values[name] = x.clone()  # the forward may change x in place later
+    return x
+
+
+def is_active() -> bool:
+    """Whether a caller reads or changes any tap in this thread."""
+    return _active.values is not None or _active.update is not None
+
+
+def is_read(name: str) -> bool:
+    """Whether the caller reads this tap. A forward that has fewer positions at the tap then computes all of them."""
+    if torch.compiler.is_compiling():
+        return False
+    return _active.values is not None and (_active.names is None or name in _active.names)
+
+
+@contextmanager
+def reading(names: Collection[str] | None) -> Iterator[dict[str, Tensor]]:
+    """Read taps of the forwards within the block, in this thread; None reads all."""
+    before = _active.names, _active.values
+    _active.names, _active.values = names, {}
+    try:
+        yield _active.values
+    finally:
+        _active.names, _active.values = before
+
+
+@contextmanager
+def updating(update: TapUpdate) -> Iterator[None]:
+    """Change values at taps of the forwards within the block, in this thread."""
+    before, _active.update = _active.update, update
+    try:
+        yield
+    finally:
+        _active.update = before
+
+
+def check_taps(values: Mapping[str, Tensor], names: Collection[str], shape: tuple[int, ...]) -> None:
+    """Raise `RequestError` unless the forward has these taps, each with values [B, T, ...]; shape: (B, T)."""
+    if missing := [name for name in names if name not in values]:
+        raise RequestError(f"the model's forward has no tap {missing[0]!r}: `Model.taps` has the names")
+    for name in names:
+        if tuple(values[name].shape[:2]) != tuple(shape):
+            raise RequestError(
+                f"the values at a tap must be [B, T, ...], here {[*shape, '...']}; got {list(values[name].shape)} at "
+                f"{name!r}"
+            )

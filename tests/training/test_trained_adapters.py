@@ -1,0 +1,133 @@
+"""LoRA adapters trained beside float and quantized weights: equal logprobs, exact gradients, files of peft."""
+
+import pytest
+import torch
+from families import PROMPTS, assert_equal, reported
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+import onward
+from onward.errors import RequestError
+from onward.testing import random_checkpoint
+
+BASES = {
+    "float32": {}, "bfloat16": {"dtype": "bfloat16"}, "int8": {"quantize": "int8"},
+    "bfloat16 in int8": {"dtype": "bfloat16", "quantize": "int8"}, "int4": {"quantize": "int4"},
+}  # fmt: skip
+OPTIONS = {"max_new_tokens": 20, "n": 2, "temperature": 1.0, "seed": 0, "logprobs": 0, "ignore_eos": True}
+
+
+def _samples(lm, **options):
+    return [text for each in lm.generate(PROMPTS, **OPTIONS, **options) for text in each.choices]
+
+
+def _step(lm, name, texts):
+    optimizer = torch.optim.AdamW(lm.parameters(name), lr=1e-2)
+    torch.cat(lm.logprobs(texts, adapter=name)).sum().neg().backward()
+    assert all(parameter.grad is not None for parameter in lm.parameters(name))
+    optimizer.step()
+
+
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
+def test_logprobs_are_those_that_were_sampled_over_steps(family, base, tmp_path):
+    lm = onward.load(random_checkpoint(tmp_path, family), trainable="poet", **BASES[base])
+    plain = _samples(lm)
+    assert_equal(plain, map(reported, _samples(lm, adapter="poet")))  # a new adapter changes nothing
+    with onward.Engine(lm, max_sequences=4) as engine:
+        for _ in range(3):
+            texts = _samples(lm, adapter="poet")
+            assert_equal(texts, lm.logprobs(texts, adapter="poet"))
+            assert_equal(texts[::-1], lm.logprobs(texts[::-1], adapter="poet"))
+            again = _samples(lm, adapter="poet", draft="lookup")
+            assert max(text.cached_tokens for text in again) > 0
+            assert_equal(again, map(reported, texts))
+            served = [engine.submit(prompt, adapter="poet", **OPTIONS) for prompt in PROMPTS]
+            assert_equal([text for each in served for text in each.result().choices], map(reported, texts))
+            _step(lm, "poet", texts)
+    assert not torch.equal(reported(_samples(lm, adapter="poet")[0]), reported(texts[0]))
+    assert_equal(_samples(lm), map(reported, plain))  # other rows keep their bits
+    folder = lm.save_adapter("poet", tmp_path / "saved")
+    lm.load_adapter("again", folder)
+    with torch.no_grad():
+        loaded, trained = (lm.logprobs(texts, adapter=name) for name in ("again", "poet"))
+    assert all(map(torch.equal, loaded, trained))
+    assert_equal(_samples(lm, adapter="poet"), map(reported, _samples(lm, adapter="again")))
+
+
+def test_gradients_are_those_of_peft_in_float64(tmp_path):
+    base = random_checkpoint(tmp_path / "base", "qwen3")
+    lm = onward.load(base)
+    lm.new_adapter("poet", rank=4, alpha=6.0, targets=["q_proj", "down_proj"], seed=3)
+    with torch.no_grad():
+        for index, parameter in enumerate(lm.parameters("poet")):
+            parameter += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(index))
+    ids = list(range(5, 60))
+    weights = torch.randn(len(ids) - 1, generator=torch.Generator().manual_seed(9))
+    (lm.logprobs(ids, adapter="poet") * weights).sum().backward()
+    folder = lm.save_adapter("poet", tmp_path / "poet")
+
+    def theirs(dtype):
+        module = PeftModel.from_pretrained(
+            AutoModelForCausalLM.from_pretrained(base, dtype=dtype),
+            folder,
+            is_trainable=True,
+            autocast_adapter_dtype=False,
+        )
+        module.to(dtype)
+        logits = module(torch.tensor([ids])).logits[0, :-1]
+        chosen = logits.log_softmax(-1).gather(1, torch.tensor(ids[1:]).unsqueeze(1)).squeeze(1)
+        (chosen * weights).sum().backward()
+        found = {n.replace(".default", ""): p.grad.double() for n, p in module.named_parameters() if "lora_" in n}
+        return {n.removeprefix("base_model.model."): gradient for n, gradient in found.items()}
+
+    exact, plain = theirs(torch.float64), theirs(torch.float32)
+    ours = {name: parameter.grad.double() for name, parameter in lm.named_parameters("poet")}
+    assert ours.keys() == exact.keys()
+
+    def error(found):
+        return sum(float((found[n] - g).square().sum()) for n, g in exact.items()) ** 0.5
+
+    assert error(ours) <= 2 * error(plain)
+
+
+def test_requests_that_run_keep_the_older_values():
+    lm = onward.load("demo", trainable="poet")
+    options = {"max_new_tokens": 12, "temperature": 0, "adapter": "poet", "ignore_eos": True}
+    before = lm.generate("Once", **options)
+    stream = lm.stream("Once", **options)
+    first = [next(stream).token_id for _ in range(4)]
+    with torch.no_grad():
+        for parameter in lm.parameters("poet"):
+            parameter += 0.5
+    changed = lm.generate("Once", **options)
+    assert changed.token_ids != before.token_ids
+    assert first + [piece.token_id for piece in stream] == before.token_ids
+
+
+def test_adapters_and_the_weights_are_trained_together():
+    lm = onward.load("demo", trainable=True)
+    lm.new_adapter("poet")
+    lm.logprobs([1, 2, 3, 4], adapter="poet").sum().backward()
+    assert all(p.grad is not None for p in lm.parameters())
+    assert all(p.grad is not None for p in lm.parameters("poet"))
+
+
+def test_bad_input(tmp_path):
+    lm = onward.load("demo", trainable="poet")
+    with pytest.raises(RequestError, match="'poet' is already loaded"):
+        lm.new_adapter("poet")
+    with pytest.raises(RequestError, match=r"no linear layers 'w1'.*it has .*q_proj"):
+        lm.new_adapter("other", targets=["w1"])
+    with pytest.raises(onward.OnwardError, match="rank"):
+        lm.new_adapter("other", rank=0)
+    with pytest.raises(RequestError, match="there is no adapter 'other'"):
+        lm.logprobs([1, 2], adapter="other")
+    lm.load_adapter("saved", lm.save_adapter("poet", tmp_path / "saved"))
+    with pytest.raises(RequestError, match="'saved' was loaded from a folder"):
+        lm.parameters("saved").__next__()
+    with pytest.raises(RequestError, match=r"trainable=True, or make an adapter"):
+        lm.parameters().__next__()
+    lm.drop_adapter("poet")
+    with pytest.raises(RequestError, match="there is no adapter 'poet'"):
+        lm.parameters("poet").__next__()

@@ -376,6 +376,7 @@ def test_every_verb_takes_an_adapter_and_refuses_one_that_is_not_loaded(loaded):
         "hidden_states": lambda **options: loaded.hidden_states(IDS, "norm", **options).tolist(),
         "embed": lambda **options: loaded.embed(IDS, **options).tolist(),
     }
+    verbs["replay"] = lambda **options: loaded.replay(IDS, IDS, temperature=0, logprobs=0, **options).logprobs
     for verb in verbs.values():
         assert verb(adapter="head and embedding") != verb()
         with pytest.raises(RequestError, match="nobody"):
@@ -387,4 +388,4 @@ def test_every_verb_takes_an_adapter_and_refuses_one_that_is_not_loaded(loaded):
         and {"text", "prompt", "ids", "messages", "context"} & set(inspect.signature(method).parameters)
     }
     chats = {"chat", "stream_chat", "chat_request", "chat_prompt"}  # they make requests; the model here has no template
-    assert runs_the_model - chats - {"encode", "decode"} == set(verbs)
+    assert runs_the_model - chats - {"encode", "decode", "receipt", "verify"} == set(verbs)

@@ -71,6 +71,7 @@ def test_eval_hands_the_first_to_the_harness(
     import onward.cli.evaluate as command
 
     monkeypatch.setattr(command, "_harness", lambda: SimpleNamespace(simple_evaluate=lambda model, **_: model))
+    monkeypatch.setattr(command, "version", lambda name: "1.0")
     harness = ModuleType("lm_eval")
     harness.evaluator = SimpleNamespace()
     monkeypatch.setitem(sys.modules, "lm_eval", harness)
@@ -81,12 +82,13 @@ def test_eval_hands_the_first_to_the_harness(
     integration.OnwardLM = lambda lm, **options: {
         "results": {"adapters": list(lm.adapters), **options},
         "n-shot": {},
+        "samples": {},
         "versions": {},
     }
     monkeypatch.setitem(sys.modules, "onward.integrations.lm_eval", integration)
     for flags, name in ((given(folders), "poet"), ([], None)):
         results = json.loads(cli("eval", "a task", "--json", *flags).out)["results"]
-        assert results == {"adapters": list(folders) if name else [], "batch_size": 8, "adapter": name}
+        assert results == {"adapters": list(folders) if name else [], "batch_size": 8, "adapter": name, "seed": 0}
 
 
 @pytest.mark.parametrize(

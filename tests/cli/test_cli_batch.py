@@ -143,7 +143,7 @@ def test_a_bad_line_is_an_error_and_the_others_go_on(cli: Cli, loaded: onward.La
         json.dumps(chat("first", seed=5)): "duplicate_custom_id",
         json.dumps(chat("") | {"custom_id": 5}): "missing_required_parameter",
         json.dumps(chat("get") | {"method": "GET"}): "invalid_method",
-        json.dumps(chat("url") | {"url": "/v1/embeddings"}): "invalid_url",
+        json.dumps(chat("url") | {"url": "/v1/images"}): "invalid_url",
         '{"custom_id": "empty", "method": "POST", "url": "/v1/completions"}': "missing_required_parameter",
     }
     source = tmp_path / "in.jsonl"

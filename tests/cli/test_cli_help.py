@@ -53,7 +53,7 @@ def test_the_list_of_commands_is_not_cut(cli: Cli) -> None:
 def test_an_option_of_several_commands_has_one_text() -> None:
     # These differ on purpose: what a file is read for, or what a default is for.
     exceptions = {"adapter", "dtype", "max_new_tokens", "model", "chat", "system", "file", "ids", "seed", "limit"}
-    exceptions |= {"max_step_ms", "overcommit", "as_json", "batch", "address", "replicas"}
+    exceptions |= {"max_step_ms", "overcommit", "as_json", "batch", "address", "replicas", "prompt", "output"}
     texts: dict[str, set[str]] = {}
     for command in COMMANDS.values():
         for param in command.params:

@@ -53,7 +53,7 @@ def python_options() -> set[str]:
 
 
 # Objects that a command makes itself.
-MADE_BY_COMMANDS = {"tokenizer", "chat_template", "defaults"}
+MADE_BY_COMMANDS = {"tokenizer", "chat_template", "defaults", "embedding"}
 
 
 @pytest.mark.parametrize("command", FLAGS)

@@ -105,6 +105,7 @@ def test_contradictions_are_one_line(cli: Cli, lm: onward.LanguageModel, flags: 
 def test_every_option_of_a_call_is_a_flag_or_for_code() -> None:
     flags = {field.name for group in (GenerateFlags, SamplingFlags) for field in dataclasses.fields(group)}
     for_code = {"early_stopping", "stop_when", "cancel", "logit_bias", "dry_sequence_breakers", "constraint"}
+    for_code |= {"taps", "cache_salt"}
     spoken_for = {"draft", "adapter"}  # flags of their own, for they load something
     assert flags | for_code == {field.name for field in dataclasses.fields(onward.GenerateOptions)} - spoken_for
     assert generate_options(SamplingFlags(), GenerateFlags()) == {}

@@ -298,7 +298,8 @@ def test_a_function_that_the_engine_calls_cannot_update_it(llama):
 @pytest.mark.parametrize("drain", [True, False])
 def test_closing_ends_the_wait_for_an_update(llama, drain):
     with CheckedEngine(onward.load(llama[0])) as engine:
-        running = engine.submit(PROMPTS[0], max_new_tokens=160, ignore_eos=True)
+        slow = {"stop_when": lambda text, token: time.sleep(0.01)}  # it outlasts the conversion of the weights
+        running = engine.submit(PROMPTS[0], max_new_tokens=160, ignore_eos=True, **slow)
         next(iter(running))
         outcomes = []
 

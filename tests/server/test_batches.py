@@ -131,7 +131,7 @@ INVALID: list[tuple[list[Any], list[tuple[int | None, str, str | None]]]] = [
     ([line(1), "[1]", line(1)], [(2, "invalid_json_line", None), (3, "duplicate_custom_id", "custom_id")]),
     ([{**line(1), "custom_id": 3}], [(1, "missing_required_parameter", "custom_id")]),
     ([{**line(1), "method": "GET"}], [(1, "invalid_method", "method")]),
-    ([line(1, url="/v1/embeddings")], [(1, "invalid_url", "url")]),
+    ([line(1, url="/v1/images")], [(1, "invalid_url", "url")]),
     ([line(1, {"messages": MESSAGES}, "/v1/chat/completions")], [(1, "invalid_url", "url")]),
     ([line(1), line(2, {"model": "other", "prompt": "A"})], [(2, "model_not_found", "body.model")]),
 ]
@@ -152,7 +152,7 @@ BAD: list[tuple[dict[str, Any], int, str]] = [
     ({"input_file_id": "file-1"}, 404, "input_file_id"),
     ({"input_file_id": "../lock"}, 404, "input_file_id"),
     ({"input_file_id": 1}, 400, "input_file_id"),
-    ({"endpoint": "/v1/embeddings"}, 400, "endpoint"),
+    ({"endpoint": "/v1/images"}, 400, "endpoint"),
     ({"endpoint": None}, 400, "endpoint"),
     ({"completion_window": "1s"}, 400, "completion_window"),
     ({"completion_window": "31d"}, 400, "completion_window"),

@@ -167,6 +167,8 @@ def test_every_body_is_in_the_log_where_that_is_asked_for(
         (RESPONSES, {"input": SECRET, "max_output_tokens": 1}),
         ("/v1/messages", {"messages": [{"role": "user", "content": SECRET}], "max_tokens": 1}),
         ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": SECRET}]}),
+        ("/v1/embeddings", {"input": SECRET}),
+        ("/v1/rerank", {"query": SECRET, "documents": [SECRET]}),
         ("/v1/tokenize", {"prompt": SECRET}),
         ("/v1/tokenize", {"prompt": SECRET, "nonsense": 1}),
         ("/v1/detokenize", {"tokens": lm.encode(SECRET)}),

@@ -157,8 +157,9 @@ class BlockKind(ABC):
         """Whether a sequence can continue after a node, block `at` of its text, with the block of this kind."""
         return True
 
-    def is_restorable(self, slot: Slot, stored: Sequence[Container[int]], end: int) -> bool:
-        """Whether a slot can continue after its first `end` blocks if a store has these kinds of each of them."""
+    def is_restorable(self, slot: Slot, stored: Sequence[Container[int]], first: int, end: int) -> bool:
+        """Whether a slot that has the first `first` blocks can continue after `end` blocks, if a store has these kinds
+        of each of them."""
         return True
 
     @abstractmethod

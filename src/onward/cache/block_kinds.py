@@ -122,11 +122,12 @@ class SlidingWindow(BlockKind):
     def is_usable(self, match: PrefixMatch) -> bool:
         return all(match.nodes[index].blocks[self.number] is not None for index in self.seen(match.positions))
 
-    def is_restorable(self, slot: Slot, stored: Sequence[Container[int]], end: int) -> bool:
-        return all(self.number in stored[at] for at in self.restored(slot, 0, end))
+    def is_restorable(self, slot: Slot, stored: Sequence[Container[int]], first: int, end: int) -> bool:
+        return all(self.number in stored[at] for at in self.restored(slot, first, end))
 
     def restored(self, slot: Slot, first: int, end: int) -> Sequence[int]:
-        return [at for at in self.seen(end * self.size) if at not in slot.windows]
+        # The slot may have a part of block `first`, or none of it.
+        return [at for at in self.seen(end * self.size) if at >= first]
 
     def block_of(self, slot: Slot, at: int) -> int:
         return slot.windows[at]
@@ -134,7 +135,8 @@ class SlidingWindow(BlockKind):
     def restore(self, slot: Slot, end: int, allocator: Allocator) -> None:
         """Allocate the window of a slot that continues after its first `end` blocks, in place of its present one."""
         self.pass_on(slot, end * self.size)
-        has_room = self.provide(slot, self.restored(slot, 0, end), allocator)
+        missing = [at for at in self.seen(end * self.size) if at not in slot.windows]
+        has_room = self.provide(slot, missing, allocator)
         assert has_room, "every slot has reserved a window"
 
     def _part(self, prefix: Prefix) -> int | None:
@@ -258,7 +260,7 @@ class RecurrentStates(BlockKind):
     def is_final(self, node: PrefixNode, at: int) -> bool:
         return node.state_end == (at + 1) * self.size
 
-    def is_restorable(self, slot: Slot, stored: Sequence[Container[int]], end: int) -> bool:
+    def is_restorable(self, slot: Slot, stored: Sequence[Container[int]], first: int, end: int) -> bool:
         return self.number in stored[end - 1]
 
     def restored(self, slot: Slot, first: int, end: int) -> Sequence[int]:

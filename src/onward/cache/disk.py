@@ -100,7 +100,7 @@ class DiskPrefixes:
         size = self.size
         first, found = positions // size, self.current.store.find(slot.root, ids[: limit // size * size])
         for end in range(len(found), first, -1):
-            if all(kind.is_restorable(slot, found, end) for kind in self.kinds):
+            if all(kind.is_restorable(slot, found, first, end) for kind in self.kinds):
                 return StoredPath(ids, first, found[:end], positions)
         return None
 

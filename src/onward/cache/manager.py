@@ -1,4 +1,4 @@
-"""The paged cache manager: slots, and their views for forwards."""
+"""The paged cache manager: slots, their views for forwards, and what becomes of their positions."""
 
 import operator
 from collections.abc import Sequence
@@ -7,7 +7,8 @@ from typing import Any
 from torch.utils._pytree import tree_leaves
 
 from onward.cache.block_kinds import SlidingWindow
-from onward.cache.slot import CacheView, Slot
+from onward.cache.disk import Restoration
+from onward.cache.slot import CacheView, Ids, Slot
 from onward.cache.slot_manager import SlotManager
 from onward.errors import ContextOverflowError, RequestError
 
@@ -16,6 +17,37 @@ class PagedCacheManager(SlotManager):
     """A `onward.decoding.CacheManager` over a pool of blocks. The caller of a forward over a `view` holds `lock`."""
 
     whole = False
+
+    def commit(self, slot: Slot, computed: int, ids: Ids) -> None:
+        """Mark the first `computed` positions as final, which adds full blocks to the prefix index. Call it after every
+        step: it returns immediately unless a block has become full."""
+        if computed < slot.note_at:  # another thread may change note_at; then this is done a block later
+            return
+        assert computed <= slot.length, (computed, slot.length)
+        with self._change(slot):
+            self._insert(slot, ids(0, computed))
+            for kind in self._windows:
+                kind.pass_on(slot, computed)
+            self._set_note_at(slot, computed // self.block)
+
+    def restoration(self, slot: Slot) -> Restoration | None:
+        """The reading of what only the store has of a new slot's text; None if it has no more. `finish` it."""
+        path, slot.stored = slot.stored, None
+        return None if path is None or self.disk is None else Restoration(self.disk, slot, path)
+
+    def finish(self, restoration: Restoration) -> int:
+        """Make the blocks final that were read. Returns the number of positions that the slot has then; 0 if none were
+        read."""
+        slot, end, path = restoration.slot, restoration.end, restoration.path
+        if end:
+            with self._change(slot):
+                for kind in self._windows:
+                    kind.restore(slot, end, self._allocator)
+                restoration.place()
+                self._hits += end * self.block - path.positions
+                self.disk_counts.restored += end * self.block - path.positions
+            self.commit(slot, end * self.block, lambda first, last: path.ids[first:last])
+        return end * self.block
 
     def view(self, slots: Sequence[Slot], firsts: Sequence[int], tokens: int) -> CacheView:
         """The cache of these rows, in order, for a forward of `tokens` tokens per row from each slot's first position

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from onward.cache.allocator import Allocator, Prefix
 from onward.cache.block_kinds import RecurrentStates, SlidingWindow, kinds_of
 from onward.cache.block_table import BlockTableTensors
-from onward.cache.disk import CurrentStore, DiskCounts, DiskPrefixes, Restoration
+from onward.cache.disk import CurrentStore, DiskCounts, DiskPrefixes
 from onward.cache.paged import KVPool
 from onward.cache.prefix_index import PrefixIndex
 from onward.cache.slot import (
@@ -20,7 +20,6 @@ from onward.cache.slot import (
     RELEASED,
     AdapterRef,
     CacheStats,
-    Ids,
     PrefixMatch,
     PrefixNode,
     Slot,
@@ -199,25 +198,6 @@ class SlotManager:
                 arguments = self._index, self._kinds, self._tables.views, self.disk_counts
                 self.disk = None if current is None else DiskPrefixes(current, *arguments)
 
-    def restoration(self, slot: Slot) -> Restoration | None:
-        """The reading of what only the store has of a new slot's text; None if it has no more. `finish` it."""
-        path, slot.stored = slot.stored, None
-        return None if path is None or self.disk is None else Restoration(self.disk, slot, path)
-
-    def finish(self, restoration: Restoration) -> int:
-        """Make the blocks final that were read. Returns the number of positions that the slot has then; 0 if none were
-        read."""
-        slot, end, path = restoration.slot, restoration.end, restoration.path
-        if end:
-            with self._change(slot):
-                for kind in self._windows:
-                    kind.restore(slot, end, self._allocator)
-                restoration.place()
-                self._hits += end * self.block - path.positions
-                self.disk_counts.restored += end * self.block - path.positions
-            self.commit(slot, end * self.block, lambda first, last: path.ids[first:last])
-        return end * self.block
-
     def fork(self, slot: Slot, positions: int, length: int) -> Slot | None:
         """Allocate a slot of `length` positions that starts with the first `positions` of another.
 
@@ -260,18 +240,6 @@ class SlotManager:
                 return False
             slot.length = max(slot.length, length)
             return True
-
-    def commit(self, slot: Slot, computed: int, ids: Ids) -> None:
-        """Mark the first `computed` positions as final, which adds full blocks to the prefix index. Call it after every
-        step: it returns immediately unless a block has become full."""
-        if computed < slot.note_at:  # another thread may change note_at; then this is done a block later
-            return
-        assert computed <= slot.length, (computed, slot.length)
-        with self._change(slot):
-            self._insert(slot, ids(0, computed))
-            for kind in self._windows:
-                kind.pass_on(slot, computed)
-            self._set_note_at(slot, computed // self.block)
 
     def _insert(self, slot: Slot, ids: Sequence[int]) -> None:
         """Add the slot's full blocks to the prefix index, and a copy of its states after the last one."""

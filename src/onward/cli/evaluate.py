@@ -142,12 +142,13 @@ def evaluate(
         "documents_sha256": documents_digest(evaluations[0]["samples"]),
         "versions": {"onward": onward.__version__, "lm_eval": version("lm_eval")},
     }
-    rows = _rows(results["results"])
     for each in others:
         results |= {"other": each, "paired": comparisons(*(evaluated["samples"] for evaluated in evaluations))}
-        rows = paired_table(results["paired"])
     text = json.dumps(results, default=str)
-    typer.echo(text if as_json else _table(rows))
+    if as_json:
+        typer.echo(text)
+    else:
+        typer.echo(_table(paired_table(results["paired"]) if others else _rows(results["results"])))
     if output is not None:
         write_json(output, text)
 

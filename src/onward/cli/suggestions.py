@@ -64,6 +64,7 @@ _NO_OPTIONS = {
 # Options without a flag, by the function that has them.
 PYTHON_ONLY = {
     "ageing": "Engine",
+    "cache_salt": "generate",
     "cancel": "generate",
     "constraint": "generate",
     "dry_sequence_breakers": "generate",
@@ -75,6 +76,7 @@ PYTHON_ONLY = {
     "progress": "load",
     "stop_when": "generate",
     "taps": "generate",
+    "trainable": "load",
     "via": "load",
 }
 

@@ -24,10 +24,11 @@ def verify(
     model: ModelFlags,
     adapting: AdapterFlags,
 ) -> None:
-    """Check that this model and build generate the text of a receipt.
+    """Check that this model and build generate a text.
 
-    One prefill computes which token the sampler draws at each position, and
-    the logprobs, and compares them with the receipt's.
+    The text is that of a receipt, which generate --receipt writes. One prefill
+    computes which token the sampler draws at each position, and the logprobs,
+    and compares them with the receipt's.
 
     Exit codes: 0, the text is verified. 1, another text: the first difference
     and its reason are shown. 3, the same text, but the receipt is of another

@@ -286,7 +286,7 @@ class EngineWorker:
         return self.slots.stats().available - sum(request.promised_blocks for request in self._scheduler.running)
 
     def _deliver(self, seconds: float) -> None:
-        began, now, tokens, version = time.perf_counter(), time.monotonic(), 0, self.run.model.weights_version
+        began, now, tokens, version = time.perf_counter(), time.monotonic(), 0, self.run.model.weights_lock.version
         for request in self._scheduler.running:
             try:
                 tokens += request.deliver(seconds, now, version)

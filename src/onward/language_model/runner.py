@@ -298,7 +298,7 @@ class Runner:
                 for sequence in sequences:
                     sequence.record_step(seconds)
                 for job in jobs:
-                    for piece in job.new_pieces(model.weights_version)[1]:
+                    for piece in job.new_pieces(model.weights_lock.version)[1]:
                         yield piece
                         if isinstance(cache, PinnedPrefix):
                             cache.check(job.sequences[0])

@@ -91,7 +91,7 @@ def with_random_prompts(model: Model) -> Model:
     return replace(model, forward=forward, params=(model.params, rows))
 
 
-def beside_peers(precision: str, rounds: int) -> dict[str, float]:
+def compared_with_peers(precision: str, rounds: int) -> dict[str, float]:
     """Tokens a second of each after a prompt of 4,000, and the least that Onward leads by: the median over turns of the
     ratio within a turn."""
     plan = Plan(rounds=rounds, tokens=8, threads=torch.get_num_threads())
@@ -208,7 +208,7 @@ def main() -> None:
         with torch.no_grad():
             result = divergences()
     elif options.peers:
-        result = beside_peers("bf16" if options.quantize == "none" else options.quantize, options.rounds)
+        result = compared_with_peers("bf16" if options.quantize == "none" else options.quantize, options.rounds)
     else:
         quantize = None if options.quantize == "none" else options.quantize
         result = speed(options.positions, quantize, options.rounds)

@@ -106,7 +106,7 @@ OUTSIDE = {
     "inferencer.py", "integrations", "loading.py", "prefix_store", "protocols", "quantization", "server", "testing",
     "util",
     *(f"distributed/{name}.py" for name in ("__init__", "__main__", "launchers", "links", "ranks")),
-    *(f"language_model/{name}.py" for name in ("__init__", "build", "completion", "embedder", "fingerprint")),
+    *(f"language_model/{name}.py" for name in ("__init__", "base", "build", "completion", "embedder", "fingerprint")),
     *(f"language_model/{name}.py" for name in ("generation_config", "language_model", "logprobs", "new_weights")),
     *(f"language_model/{name}.py" for name in ("options_dict", "prefix_disk", "quantize_model", "receipt")),
     *(f"language_model/{name}.py" for name in ("scoring", "session", "session_fingerprint", "training")),

@@ -74,7 +74,7 @@ def base() -> Qwen3Model:
 
 
 @torch.no_grad()
-def written_out(base: Qwen3Model, ids: list[int], pooling: str, skip: int = 0) -> torch.Tensor:
+def pooled_by_definition(base: Qwen3Model, ids: list[int], pooling: str, skip: int = 0) -> torch.Tensor:
     """The pooling of sentence-transformers, in double precision."""
     states = base(torch.tensor([ids])).last_hidden_state[0].double()
     weights = torch.arange(1, len(ids) + 1) if pooling == "weightedmean" else torch.ones(len(ids))
@@ -90,10 +90,10 @@ def test_pooling_prompts_and_dimensions_are_those_of_the_files(base, pooling, ol
     embeddings = lm.embed(TEXTS)
     assert embeddings.dtype == torch.float32
     assert embeddings.shape == (len(TEXTS), WIDTH)
-    want = torch.stack([written_out(base, lm.encode(text), pooling) for text in TEXTS])
+    want = torch.stack([pooled_by_definition(base, lm.encode(text), pooling) for text in TEXTS])
     torch.testing.assert_close(embeddings, want, rtol=0, atol=TOLERANCE)
     asked = lm.embed(TEXTS, prompt_name="query")
-    want = torch.stack([written_out(base, lm.encode(QUERY + text), pooling) for text in TEXTS])
+    want = torch.stack([pooled_by_definition(base, lm.encode(QUERY + text), pooling) for text in TEXTS])
     torch.testing.assert_close(asked, want, rtol=0, atol=TOLERANCE)
     assert torch.equal(asked, lm.embed(TEXTS, prompt=QUERY))
     assert torch.equal(
@@ -109,7 +109,7 @@ def test_pooling_prompts_and_dimensions_are_those_of_the_files(base, pooling, ol
 def test_a_prompt_that_does_not_count_is_left_out_of_the_mean(base, pooling, tmp_path):
     lm = onward.load(save(tmp_path, base, **layout(pooling, include_prompt=False, default="query")))
     skip = len(lm.encode(QUERY))
-    want = torch.stack([written_out(base, lm.encode(QUERY + text), pooling, skip) for text in TEXTS])
+    want = torch.stack([pooled_by_definition(base, lm.encode(QUERY + text), pooling, skip) for text in TEXTS])
     torch.testing.assert_close(lm.embed(TEXTS), want, rtol=0, atol=TOLERANCE)  # with the default prompt
 
 

@@ -17,7 +17,7 @@ from onward.prefix_store.segment import key_of, read_header, read_part
 OTHER = [*TEXT[: 2 * BLOCK], *range(7, 15)]  # shares two blocks
 
 
-def written(*, syncs: bool = True, max_bytes: int = 2**30) -> tuple[SimulatedDisk, list[tuple[int, int]]]:
+def disk_after_writes(*, syncs: bool = True, max_bytes: int = 2**30) -> tuple[SimulatedDisk, list[tuple[int, int]]]:
     """A disk to which a store has written four times, and how many calls each `flush` had made."""
     disk, flushes = SimulatedDisk(syncs=syncs), []
     store = opened("/simulated", system=disk, max_bytes=max_bytes)
@@ -53,7 +53,7 @@ def blocks_found(disk: SimulatedDisk) -> tuple[int, int]:
 
 @pytest.mark.parametrize("max_bytes", [2**30, 12_000], ids=["all fit", "some are evicted"])
 def test_after_a_power_loss_every_file_is_whole_or_not_there(max_bytes: int) -> None:
-    disk, flushes = written(max_bytes=max_bytes)
+    disk, flushes = disk_after_writes(max_bytes=max_bytes)
     durable = [(0, 0), (2, 2), (6, 2), (6, 4), (6, 4)]
     states = 0
     rng = random.Random(0)
@@ -71,7 +71,7 @@ def test_after_a_power_loss_every_file_is_whole_or_not_there(max_bytes: int) -> 
 
 
 def test_a_disk_that_ignores_syncs_loses_blocks_but_gives_no_wrong_ones() -> None:
-    disk, _ = written(syncs=False)
+    disk, _ = disk_after_writes(syncs=False)
     rng, broken = random.Random(1), 0
     for calls in range(len(disk.log) + 1):
         for files in after_power_loss(disk.log[:calls], rng, samples=4):

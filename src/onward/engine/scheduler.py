@@ -160,7 +160,7 @@ class Scheduler(Generic[ItemT]):
         return late
 
     def admit(self, reserve: Callable[[ItemT, int], bool], *, new: bool = True) -> list[ItemT]:
-        """Admit requests from the queue, in order. new: also those that have not run before.
+        """Admit requests from the queue, in order. new: whether requests that have not run before may start.
 
         reserve(item, new_tokens): take the blocks for its `prompt_tokens` and for `new_tokens` of each of its
             sequences, and return True; or take none and return False. The caller frees them when the request ends or is

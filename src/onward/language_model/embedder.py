@@ -1,6 +1,5 @@
 """What a language model says about texts without new tokens: hidden states, embeddings and relevance."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TypeAlias, TypeVar, overload
 
@@ -8,10 +7,11 @@ import torch
 from torch import Tensor
 
 from onward.checkpoint import EmbeddingFormat
+from onward.language_model.base import LanguageModelPart
 from onward.language_model.embedding import EmbeddingReader
 from onward.language_model.options import GenerateOptions
-from onward.language_model.request import Ids, Prompt, Request, RequestReader, as_list, checked_ids
-from onward.language_model.runner import Runner, drained
+from onward.language_model.request import Ids, Prompt, Request, as_list, checked_ids
+from onward.language_model.runner import drained
 from onward.language_model.scoring import logits_of
 from onward.language_model.tapped import HiddenAt, check_names, checked_at, in_groups, weighted_mean
 from onward.util.option_names import checks_option_names
@@ -20,18 +20,10 @@ _Text = TypeVar("_Text", bound=Prompt)
 _Texts: TypeAlias = list[_Text] | tuple[_Text, ...]
 
 
-class Embedder(ABC):
+class Embedder(LanguageModelPart):
     """The verbs of a `LanguageModel` that generate nothing. embedding: how the checkpoint embeds."""
 
     embedding: EmbeddingFormat
-
-    @property
-    @abstractmethod
-    def _reader(self) -> RequestReader: ...
-
-    @property
-    @abstractmethod
-    def _runner(self) -> Runner: ...
 
     @checks_option_names
     def logits(self, ids: Ids, *, adapter: str | None = None) -> Tensor:

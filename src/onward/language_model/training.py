@@ -1,7 +1,6 @@
 """The methods of a language model that is trained: its parameters, and logprobs with a gradient."""
 
 import os
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -15,12 +14,13 @@ from onward.checkpoint.convert import write_folder
 from onward.checkpoint.peft import write_adapter
 from onward.decoding.prompt import check_context_length
 from onward.errors import RequestError, UnsupportedArchitectureError
+from onward.language_model.base import LanguageModelPart
 from onward.language_model.completion import Completion
 from onward.language_model.logprobs import ScoredText, logprobs_of
 from onward.language_model.new_weights import NewWeights, WeightsUpdate
-from onward.language_model.request import Ids, RequestReader, as_list, checked_ids
-from onward.models import Model, architecture_of, parameter_shapes, read_config
-from onward.models.adapters import LORA_TARGETS, Adapters, TrainedAdapter
+from onward.language_model.request import Ids, as_list, checked_ids
+from onward.models import architecture_of, parameter_shapes, read_config
+from onward.models.adapters import LORA_TARGETS, TrainedAdapter
 from onward.models.architecture import build_trainable_model, weight_dtypes
 from onward.tokenizer import Tokenizer
 from onward.util.checks import check_whole, plain_items
@@ -28,22 +28,10 @@ from onward.util.files import appears, check_destination
 from onward.util.option_names import checks_option_names
 
 
-class Trained(ABC):
+class Trained(LanguageModelPart):
     """Methods of `LanguageModel`. source: the folder or file that the model was loaded from, if any."""
 
     source: Path | None = None
-
-    @property
-    @abstractmethod
-    def model(self) -> Model: ...
-
-    @property
-    @abstractmethod
-    def adapters(self) -> Adapters: ...
-
-    @property
-    @abstractmethod
-    def _reader(self) -> RequestReader: ...
 
     @classmethod
     def from_module(

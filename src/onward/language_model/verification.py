@@ -1,21 +1,18 @@
 """Replays of known ids, and the verification of receipts."""
 
 import itertools
-from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, Unpack
 
 from onward.decoding.sequence import FinishReason
 from onward.errors import OptionError, RequestError
+from onward.language_model.base import LanguageModelPart
 from onward.language_model.completion import Completion
 from onward.language_model.fingerprint import bits_fingerprint, parts_that_differ
 from onward.language_model.options_dict import GenerateOptionsDict
 from onward.language_model.receipt import Receipt, digest
-from onward.language_model.request import Ids, Prompt, Request, RequestReader, one_prompt
-from onward.language_model.runner import Runner
-from onward.models import Model
-from onward.models.adapters import Adapters
+from onward.language_model.request import Ids, Prompt, Request, one_prompt
 from onward.sampling import TokenLogprobs
 from onward.util.checks import plain_items
 
@@ -92,24 +89,8 @@ class Verification:
         return f"this model and build do not generate this text: {self.reason}"
 
 
-class Verifier(ABC):
+class Verifier(LanguageModelPart):
     """Methods of `LanguageModel`."""
-
-    @property
-    @abstractmethod
-    def model(self) -> Model: ...
-
-    @property
-    @abstractmethod
-    def adapters(self) -> Adapters: ...
-
-    @property
-    @abstractmethod
-    def _reader(self) -> RequestReader: ...
-
-    @property
-    @abstractmethod
-    def _runner(self) -> Runner: ...
 
     def replay(
         self,

@@ -34,13 +34,13 @@ def forecast(city: str, days: int = 3, unit: Unit | None = None, *, details: lis
 
 def test_tools_are_given_to_the_template_in_openais_shape() -> None:
     use = read_tool_use(TOOLS)
-    assert [tool.given for tool in use.tools] == TOOLS
+    assert [tool.function for tool in use.tools] == TOOLS
     assert [tool.parameters["type"] for tool in use.tools] == ["object", "object"], "no parameters are none"
 
 
 def test_a_function_is_a_tool() -> None:
     (tool,) = read_tool_use([forecast]).tools
-    assert tool.given["function"] == {
+    assert tool.function["function"] == {
         "name": "forecast",
         "description": "The weather of the next days.",
         "parameters": {
@@ -59,7 +59,7 @@ def test_a_function_is_a_tool() -> None:
     def others(a: dict[str, float], b: bool, c: Annotated[tuple[int, ...], "three"], d, e: list) -> None: ...  # type: ignore[no-untyped-def, type-arg]
 
     (tool,) = read_tool_use([others]).tools
-    assert "description" not in tool.given["function"]
+    assert "description" not in tool.function["function"]
     assert tool.parameters["properties"] == {
         "a": {"type": "object", "additionalProperties": {"type": "number"}},
         "b": {"type": "boolean"},

@@ -99,14 +99,14 @@ class Tool:
     """A function that a model may call, or a custom tool, which takes a text.
 
     parameters: the JSON schema of its arguments, an object. strict: whether calls are constrained to it.
-    given: the tool as a function in OpenAI's format, for chat templates. place: of the schema or the grammar in the
+    function: the tool as a function in OpenAI's format, for chat templates. place: of the schema or the grammar in the
     request, for errors. input: of a custom tool.
     """
 
     name: str
     parameters: Mapping[str, Any]
     strict: bool
-    given: Mapping[str, Any]
+    function: Mapping[str, Any]
     place: str = "parameters"
     input: InputFormat | None = None
 
@@ -172,9 +172,9 @@ def _read_custom(tool: Mapping[str, Any], at: str) -> Tool:
     name, description, format = _described(tool["custom"], _CUSTOM_KEYS, f"{at}.custom")
     input = _read_input(format, f"{at}.custom.format")
     function = {"name": name, "description": description or "", "parameters": input.parameters}
-    given = {"type": "function", "function": function}
+    in_openai_format = {"type": "function", "function": function}
     place = f"{at}.custom.format.grammar.definition"
-    return Tool(name, input.parameters, input.syntax != "text", given, place, input)
+    return Tool(name, input.parameters, input.syntax != "text", in_openai_format, place, input)
 
 
 def _read_input(format: Any, at: str) -> InputFormat:

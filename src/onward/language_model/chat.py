@@ -111,7 +111,7 @@ class ChatReader:
             if self.template is not None and "tools" not in self.template.variables:
                 problem = "cannot be passed to this model: its chat template does not read tools; write a message"
                 raise OptionError("tools", problem)
-            rest["tools"] = [tool.given for tool in use.tools]
+            rest["tools"] = [tool.function for tool in use.tools]
         variables, others = split_chat_options(self.template, rest)
         variables |= endings
         text = self.text(messages, variables, now)

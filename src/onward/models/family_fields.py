@@ -125,13 +125,13 @@ def grouped_experts(config: Config, experts: Experts, default: tuple[int, int] =
     """Experts in DeepSeek's groups. default: the number of groups, and of groups per token."""
     count, chosen = experts.num_experts, experts.num_chosen
     groups = positive_int(config, "n_group", default[0], most=count)
-    kept = positive_int(config, "topk_group", default[1], most=groups)
-    if count % groups or (groups > 1 and count == groups) or chosen > count // groups * kept:
+    best_groups = positive_int(config, "topk_group", default[1], most=groups)
+    if count % groups or (groups > 1 and count == groups) or chosen > count // groups * best_groups:
         raise ConfigError(
             f"config.json: n_group ({groups}) must divide {count} experts into equal groups of two or more, of which "
-            f"topk_group ({kept}) must contain the {chosen} experts of a token (num_experts_per_tok)"
+            f"topk_group ({best_groups}) must contain the {chosen} experts of a token (num_experts_per_tok)"
         )
-    return replace(experts, groups=groups, kept_groups=kept)
+    return replace(experts, groups=groups, kept_groups=best_groups)
 
 
 def num_dense_layers(config: Config, default: int, name: str = "first_k_dense_replace") -> int:

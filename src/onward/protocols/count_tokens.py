@@ -39,7 +39,7 @@ def _prompt(reader: BodyReader, body: CountBody) -> list[int]:
     variables = {**context.variables, **template_variables(lm, body.chat_template_kwargs or {})}
     use = read_tool_use(*(options.pop(name, None) for name in ("tools", "tool_choice", "parallel_tool_calls")))
     if use.tools and use.choice != "none":
-        variables = {"tools": [tool.given for tool in use.tools], **variables}
+        variables = {"tools": [tool.function for tool in use.tools], **variables}
     return lm.chat_prompt(body.conversation, {**variables, **options}, context.now)  # how the prompt ends is left
 
 

@@ -60,8 +60,8 @@ def template_form(messages: Sequence[Message]) -> list[dict[str, Any]]:
     clients, become those of tools."""
     result: list[dict[str, Any]] = []
     last = ""  # the id of the last call of a function
-    for at, given in enumerate(messages):
-        message = {**given, "content": given.get("content")}
+    for at, fields in enumerate(messages):
+        message = {**fields, "content": fields.get("content")}
         if message["role"] == "function":
             message |= {"role": "tool", "tool_call_id": last}
         elif (called := message.pop("function_call", None)) is not None:

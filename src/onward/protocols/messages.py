@@ -110,10 +110,10 @@ class ToolChoice(Body):
 def _context_management(value: Any) -> Any:
     """Edits of the prompt; only one that keeps all of it is served."""
     edits = value.get("edits") if isinstance(value, dict) and not set(value) - {"edits"} else None
-    kept = ("clear_thinking_20251015", "all")
+    supported = ("clear_thinking_20251015", "all")
     for at, edit in enumerate(edits if isinstance(edits, list) else [None] if value is not None else ()):
-        if not isinstance(edit, dict) or (edit.get("type"), edit.get("keep")) != kept:
-            problem = f"supports only {{'type': {kept[0]!r}, 'keep': {kept[1]!r}}}; got {brief(edit)}"
+        if not isinstance(edit, dict) or (edit.get("type"), edit.get("keep")) != supported:
+            problem = f"supports only {{'type': {supported[0]!r}, 'keep': {supported[1]!r}}}; got {brief(edit)}"
             raise FieldError(problem, "unsupported_value", f".edits[{at}]")
     return value
 

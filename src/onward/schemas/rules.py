@@ -258,16 +258,16 @@ class _Rules:
         branches = schema[keyword]
         if keyword == "oneOf" and not are_disjoint(branches, self._document.root):
             _refuse(at, "oneOf, unless its cases have different types or values,")
-        beside = {key: value for key, value in schema.items() if key != keyword}
+        others = {key: value for key, value in schema.items() if key != keyword}
         for number, branch in enumerate(branches):
             place = f"{at}.{keyword}[{number}]"
-            if not beside or branch is False:
+            if not others or branch is False:
                 yield self.symbol(branch, place)
                 continue
             branch = {} if branch is True else branch
-            if not set(beside) <= NUMERIC | _TEXT | {"type"} or set(branch) & (_IN_PLACE | set(beside)):
-                _refuse(at, f"{keyword} beside {min(beside)}")
-            yield self._derived({**branch, **beside}, place, large=True)
+            if not set(others) <= NUMERIC | _TEXT | {"type"} or set(branch) & (_IN_PLACE | set(others)):
+                _refuse(at, f"{keyword} beside {min(others)}")
+            yield self._derived({**branch, **others}, place, large=True)
 
     def _object(self, schema: Mapping[str, Any], at: str) -> str | None:
         """Properties in the schema's order, then others."""

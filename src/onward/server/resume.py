@@ -34,19 +34,19 @@ from onward.server.client import api_key_of
 
 
 class StreamPosition(NamedTuple):
-    """A position in the events of one text. pieces: that are complete. beside: events since then that complete none."""
+    """A position in the events of one text. pieces: complete ones. partial: events since then."""
 
     pieces: int = 0
-    beside: int = 0
+    partial: int = 0
 
     def __str__(self) -> str:
-        return f"{self.pieces}+{self.beside}" if self.beside else str(self.pieces)
+        return f"{self.pieces}+{self.partial}" if self.partial else str(self.pieces)
 
     @classmethod
     def parse(cls, event_id: str, prefix: str) -> Self:
         """The position in an event id. prefix: of the stream's ids; "" if it has none. Raises `BodyError`: the id
         belongs to another body or another engine."""
-        *ids, pieces, beside = _parts_of(event_id)
+        *ids, pieces, partial = _parts_of(event_id)
         if not prefix or prefix.split(".")[1] != ids[1]:
             message = "Last-Event-ID belongs to another body, or to a server with other defaults: send the same body"
             raise BodyError(f"{message}, or remove the header", code="last_event_id_mismatch", status=422)
@@ -54,7 +54,7 @@ class StreamPosition(NamedTuple):
             message = "Last-Event-ID belongs to a stream of another model, build or processor, which this server cannot"
             message += " continue with identical text: remove the header to get a new response"
             raise BodyError(message, code="fingerprint_mismatch", status=409)
-        return cls(int(pieces), int(beside or 0))
+        return cls(int(pieces), int(partial or 0))
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,9 @@ class EventWriter:
         for count, event in events:
             now = self._now[text]
             is_complete = count > now.pieces
-            self._now[text] = now = StreamPosition(count) if is_complete else StreamPosition(now.pieces, now.beside + 1)
+            self._now[text] = now = (
+                StreamPosition(count) if is_complete else StreamPosition(now.pieces, now.partial + 1)
+            )
             if now > self._sent[text]:
                 new.append(f"id: {self._prefix}{now}\n{event}" if self._prefix else event)
         return new

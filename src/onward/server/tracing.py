@@ -144,8 +144,8 @@ class RequestSpan:
         """Headers with this span's context in place of the client's, for a replica."""
         carrier: dict[str, str] = {}
         self._tracing.propagator.inject(carrier, self._context)
-        kept = [(name, value) for name, value in headers if name not in _CONTEXT_HEADERS]
-        return kept + [(name.encode(), value.encode("latin-1")) for name, value in carrier.items()]
+        others = [(name, value) for name, value in headers if name not in _CONTEXT_HEADERS]
+        return others + [(name.encode(), value.encode("latin-1")) for name, value in carrier.items()]
 
     def add(self, generations: Sequence[Generation]) -> None:
         """Add the children of the generations that it waited for, and the options of the first."""

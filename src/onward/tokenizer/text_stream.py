@@ -164,12 +164,12 @@ class StopStrings:
         self._characters += len(text)
         ready = self._admit(text)
         if token_id in self._special:
-            written = self._special[token_id]
+            mark_text = self._special[token_id]
             mark = None
             if token_id in self._marks:
-                mark = SpecialTokenMark(self._characters, self._tokens, written)
-                self._mark_characters += len(written)
-            ready += self._admit_broken(written) + self._admit(written, _Hidden(0, len(written), mark))
+                mark = SpecialTokenMark(self._characters, self._tokens, mark_text)
+                self._mark_characters += len(mark_text)
+            ready += self._admit_broken(mark_text) + self._admit(mark_text, _Hidden(0, len(mark_text), mark))
         self._tokens += 1
         if self._notes_ends:
             self.ends.append(self._characters + self._mark_characters)
@@ -178,8 +178,8 @@ class StopStrings:
     def flush(self, eos: int | None = None) -> str:
         text = self._admit(self._detokenizer.flush())
         if eos is not None and eos in self._special:
-            written = self._special[eos]
-            text += self._admit(written, _Hidden(0, len(written), None))
+            mark_text = self._special[eos]
+            text += self._admit(mark_text, _Hidden(0, len(mark_text), None))
         return text + self._release(len(self._pending))
 
     def fork(self) -> Self:

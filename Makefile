@@ -15,7 +15,7 @@ CLIENTS := tests/server/clients
 PEERS := llama.cpp llama-server transformers openvino onnxruntime
 
 .DEFAULT_GOAL := help
-.PHONY: help demo docs test test-full lint types contracts structure generated unit soak fuzz clients agents eval-test test-cluster browser page sanitize bench peers compare demo-model clean \
+.PHONY: arm cross help demo docs test test-full lint types contracts structure generated unit soak fuzz clients agents eval-test test-cluster browser page sanitize bench peers compare demo-model clean \
 	wheel wheel-test workflows lint-deploy
 
 help: ## what there is
@@ -70,7 +70,7 @@ clients: $(VENV)/.installed-dev $(VENV)/.installed-clients build/clients/openai2
 agents: $(VENV)/.installed-dev $(CLIENTS)/command_lines/node_modules ## Codex and Claude Code against the server; 660 MB of npm packages
 	@$(BIN)/pytest -rs $(CLIENTS)/test_agents.py
 
-eval-test: $(VENV)/.installed-dev $(VENV)/.installed-eval ## the numbers of lm-evaluation-harness, beside its own class
+eval-test: $(VENV)/.installed-dev $(VENV)/.installed-eval $(VENV)/.installed-trl ## the numbers of lm-evaluation-harness, beside its own class; TRL
 	@$(BIN)/pytest tests/integrations tests/docs/test_evaluating_page.py
 
 test-cluster: $(VENV)/.installed-dev $(VENV)/.installed-cluster ## replicas on Ray, killed and stopped in the middle of texts
@@ -89,11 +89,20 @@ page: browser $(VENV)/.installed-dev $(VENV)/.installed-browser ## the page of `
 # past sys.stderr: pytest may not capture that.
 sanitize: $(VENV)/.installed-dev ## the kernel tests over AddressSanitizer and UBSan builds; wants g++
 	@$(BIN)/cmake -S native -B build/sanitize -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
-		-DCMAKE_CXX_COMPILER=g++ -DONWARD_SANITIZE=ON --log-level=WARNING
+		-DCMAKE_CXX_COMPILER=g++ -DONWARD_SANITIZE=ON -DONWARD_PORTABLE_PLATFORM=ON --log-level=WARNING
 	@$(PROGRESS) "building build/sanitize" $(BIN)/cmake --build build/sanitize --parallel $$(nproc)
 	@ONWARD_NATIVE_DIR=$(CURDIR)/build/sanitize ASAN_OPTIONS=detect_leaks=0 \
 		LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
 		$(BIN)/python -m pytest --capture=sys --numprocesses auto --maxprocesses 8 --dist worksteal tests/native
+
+arm: $(VENV)/.installed-dev ## the kernels for 64-bit ARM under qemu, and a wheel with them; wants g++ and apt-get
+	@PYTHON=$(PYTHON) BIN=$(BIN) .ci/arm
+
+# PyTorch has no builds for Macs with processors of Intel.
+cross: $(VENV)/.installed-dev $(VENV)/.installed-cross ## compile the kernels for macOS on Apple silicon; nothing runs
+	@$(BIN)/cmake -S native -B build/cross -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja --log-level=WARNING \
+		--toolchain $(CURDIR)/native/zig.cmake -DONWARD_TARGET=aarch64-macos -DONWARD_PYTHON=$(CURDIR)/$(BIN)/python
+	@$(PROGRESS) "compiling for macOS" $(BIN)/cmake --build build/cross --parallel $$(nproc)
 
 docs: $(VENV)/.installed-docs ## the site of docs/ and README.md into build/site; a link that leads nowhere fails it
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

@@ -67,7 +67,11 @@ def loss_of(logprobs: Sequence[Tensor], old: Sequence[Tensor], advantage: Sequen
     return total / (len(logprobs) * NEW_TOKENS)
 
 
-def train(lm: onward.LanguageModel, steps: int, rate: float, seed: int, *, prompts: int = 6, group: int = 8) -> None:
+def train(
+    lm: onward.LanguageModel, steps: int, rate: float, seed: int, *, prompts: int = 6, group: int = 8
+) -> list[float]:
+    """Train, and return the share of right texts in each step."""
+    shares = []
     optimizer = torch.optim.AdamW(lm.parameters(), lr=rate, weight_decay=0.0)
     draws, began = random.Random(seed), time.monotonic()
     for step in range(steps):
@@ -85,7 +89,9 @@ def train(lm: onward.LanguageModel, steps: int, rate: float, seed: int, *, promp
         optimizer.step()
 
         right = float((rewards == 1.0).float().mean())
+        shares.append(right)
         print(f"step {step + 1:3}: {right:4.0%} right, reward {rewards.mean():.2f}, {time.monotonic() - began:.0f} s")
+    return shares
 
 
 def main() -> None:

@@ -19,6 +19,9 @@ from tests.selection import selected
 
 FULL = os.environ.get("ONWARD_TESTS") == "full"
 
+# Copies of packed weights would outlive the suite.
+os.environ["ONWARD_CACHE_DIR"] = ""
+
 # Tests are of tiny models, on which a second thread is only overhead.
 torch.set_num_threads(1)
 

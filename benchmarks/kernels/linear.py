@@ -1,10 +1,10 @@
 """How far packed `linear` is from the machine's limits, over the matrices of a Qwen3-0.6B-shaped model.
 
-    python -m benchmarks.kernels.linear [--repeats 9] [--formats bf16,int8,int4,iq4_nl]
+    python -m benchmarks.kernels.linear [--repeats 9] [--formats bf16,int8,int4,iq4_nl] [--isas avx512vnni,avx2]
 
 One pass over all 113 matrices for each number of rows T, beside a plain read of the same memory; then one
 layer at T = 512 beside torch's bf16 `linear` and the peak of the arithmetic units. What is compared is run
-in turns, and medians are printed; the last line is JSON.
+in turns, also the instruction sets, and medians are printed; the last line is JSON.
 """
 
 import json
@@ -46,17 +46,19 @@ class Weights:
         self.memory.fill_(0x11)
         self.addresses = [first + sum(sizes[:i]) for i in range(len(sizes))]
 
-    def read(self, pieces: int) -> Run:
+    def read(self, pieces: int, isa: str | None = None) -> Run:
         """Reads all of it, cut into so many pieces for the threads."""
         count = self.bytes // 256 * 256
-        return lambda: self.library.onward_probe_read(self.addresses[0], count, -(-count // pieces))
+        library = self.library if isa is None else library_of(isa)
+        return in_isa(isa, lambda: library.onward_probe_read(self.addresses[0], count, -(-count // pieces)))
 
-    def linear(self, rows: int) -> Run:
-        """One pass of bf16 activations through all matrices."""
+    def linear(self, rows: int, isa: str | None = None) -> Run:
+        """One pass of bf16 activations through all matrices; isa: of the kernels, if not the present one."""
+        library = self.library if isa is None else library_of(isa)
         widest = max(inputs for _, inputs in self.shapes)
         x = torch.randn(rows, widest).bfloat16()
         out = torch.empty(rows, max(outputs for outputs, _ in self.shapes), dtype=torch.bfloat16)
-        bf16, function = DType.BF16, self.library.onward_linear_many
+        bf16, function = DType.BF16, library.onward_linear_many
         calls = [
             (
                 LinearArguments(n=outputs, packed=address, out=out.data_ptr(), out_stride=outputs, out_dtype=bf16),
@@ -69,49 +71,80 @@ class Weights:
             for call in calls:
                 function(*call)
 
-        return run
+        return in_isa(isa, run)
 
 
-def streams(library: native.Library, fmt: Format, repeats: int) -> dict[str, float]:
+def library_of(isa: str) -> native.Library:
+    native.select_isa(isa)
+    library = native.library()
+    assert library is not None
+    return library
+
+
+def in_isa(isa: str | None, run: Run) -> Run:
+    """The same with the threads of the library of `isa`, which the first of two calls wakes."""
+
+    def there() -> None:
+        if isa is not None and native.isa() != isa:
+            native.select_isa(isa)
+        run()
+
+    return there
+
+
+def streams(isas: Sequence[str], fmt: Format, repeats: int) -> dict[str, dict[str, float]]:
     """T of a few: the passes against the time it takes to read the weights."""
-    weights = Weights(library, fmt, MODEL)
-    reads = [weights.read(pieces) for pieces in (native.num_threads(), 1024)]
-    read, chunked, *passes = medians([*reads, *(weights.linear(rows) for rows in ROWS)], repeats)
-    limit = weights.bytes / min(read, chunked)
-    row = {"read_gb_s": limit / 1e9, "fraction": weights.bytes / passes[0] / limit}
-    row |= {f"ms_{t}": seconds * 1e3 for t, seconds in zip(ROWS, passes, strict=True)}
-    row |= {f"ratio_{t}": seconds / passes[0] for t, seconds in zip(ROWS, passes, strict=True)}
-    print(
-        f"{fmt.name.lower():>5}  read {limit / 1e9:5.1f} GB/s | T=1 {passes[0] * 1e3:6.2f} ms, "
-        f"{weights.bytes / passes[0] / 1e9:5.1f} GB/s = {row['fraction']:.2f} | "
-        + "  ".join(f"T={t} {row[f'ratio_{t}']:.2f}x" for t in ROWS[1:]),
-        flush=True,
-    )
-    return row
+    weights = Weights(library_of(isas[0]), fmt, MODEL)
+    reads = [weights.read(pieces, isa) for isa in isas for pieces in (native.num_threads(), 1024)]
+    passes = [weights.linear(rows, isa) for rows in ROWS for isa in isas]
+    times = medians([*reads, *passes], repeats)
+    limit = weights.bytes / min(times[: len(reads)])
+    rows = {}
+    for i, isa in enumerate(isas):
+        seconds = times[len(reads) + i :: len(isas)]
+        rows[isa] = row = {"read_gb_s": limit / 1e9, "fraction": weights.bytes / seconds[0] / limit}
+        row |= {f"ms_{t}": each * 1e3 for t, each in zip(ROWS, seconds, strict=True)}
+        row |= {f"ratio_{t}": each / seconds[0] for t, each in zip(ROWS, seconds, strict=True)}
+        print(
+            f"{fmt.name.lower():>5} {isa:>10}  read {limit / 1e9:5.1f} GB/s | T=1 {seconds[0] * 1e3:6.2f} ms, "
+            f"{weights.bytes / seconds[0] / 1e9:5.1f} GB/s = {row['fraction']:.2f} | "
+            + "  ".join(f"T={t} {row[f'ratio_{t}']:.2f}x" for t in ROWS[1:]),
+            flush=True,
+        )
+    return rows
 
 
-def prefill(library: native.Library, formats: Sequence[Format], repeats: int) -> dict[str, dict[str, float]]:
+def prefill(isas: Sequence[str], formats: Sequence[Format], repeats: int) -> dict[str, dict[str, float]]:
     """T = 512 through one layer."""
     operations = sum(2 * PREFILL * outputs * inputs for outputs, inputs in LAYER)
     pairs = [(torch.randn(PREFILL, k).bfloat16(), torch.randn(n, k).bfloat16()) for n, k in LAYER]
     steps = 2_000_000
-    kinds = sorted({ARITHMETIC[fmt][0] for fmt in formats})
-    peaks: list[Run] = [lambda kind=kind: library.onward_probe_arithmetic(kind, steps) for kind in kinds]
     torch_run: Run = lambda: [torch.nn.functional.linear(x, w) for x, w in pairs]  # noqa: E731
-    runs = [torch_run, *(Weights(library, fmt, LAYER).linear(PREFILL) for fmt in formats), *peaks]
-    torch_s, *rest = medians(runs, repeats)
-    taken, peak_s = rest[: len(formats)], rest[len(formats) :]
+    weights = {fmt: Weights(library_of(isas[0]), fmt, LAYER) for fmt in formats}
+    runs, peaks = {}, {}
+    for isa in isas:
+        library = library_of(isa)
+        runs |= {(fmt, isa): weights[fmt].linear(PREFILL, isa) for fmt in formats}
+        for kind in sorted({ARITHMETIC[fmt][0] for fmt in formats}):
+            probe: Run = lambda library=library, kind=kind: library.onward_probe_arithmetic(kind, steps)  # noqa: E731
+            peaks[kind, isa] = in_isa(isa, probe)
+    torch_s, *rest = medians([torch_run, *runs.values(), *peaks.values()], repeats)
+    taken = dict(zip(runs, rest[: len(runs)], strict=True))
+    peak_s = dict(zip(peaks, rest[len(runs) :], strict=True))
     per_lane = dict(ARITHMETIC.values())
     count = steps * 24 * native.num_threads()  # steps of all threads, see probe.cpp
-    peak = {kind: count * per_lane[kind] / s for kind, s in zip(kinds, peak_s, strict=True)}
     print(f"T={PREFILL}  torch bf16 {operations / torch_s / 1e12:.2f} TFLOP/s")
     rows = {}
-    for fmt, seconds in zip(formats, taken, strict=True):
-        rate, limit = operations / seconds, peak[ARITHMETIC[fmt][0]]
-        rows[fmt.name.lower()] = {"tflop_s": rate / 1e12, "peak": limit / 1e12, "over_torch": torch_s / seconds}
+    for fmt, isa in runs:
+        kind = ARITHMETIC[fmt][0]
+        seconds, limit = taken[fmt, isa], count * per_lane[kind] / peak_s[kind, isa]
+        rate = operations / seconds
+        rows[f"{fmt.name.lower()} {isa}"] = {
+            "tflop_s": rate / 1e12, "peak": limit / 1e12, "over_torch": torch_s / seconds,
+        }  # fmt: skip
         print(
-            f"{fmt.name.lower():>5}  {rate / 1e12:.2f} T(FL)OP/s of {limit / 1e12:.2f} = {rate / limit:.2f} | "
-            f"{torch_s / seconds:.2f}x torch's bf16"
+            f"{fmt.name.lower():>5} {isa:>10}  {rate / 1e12:.2f} T(FL)OP/s of {limit / 1e12:.2f} = {rate / limit:.2f}"
+            f" | {torch_s / seconds:.2f}x torch's bf16"
         )
     return rows
 
@@ -125,11 +158,12 @@ def rounded(value: object) -> object:
 def main() -> None:
     parser = argument_parser(__doc__, repeats=7)
     parser.add_argument("--formats", default="bf16,int8,int4", help="of f32, bf16, f16, int8, int4")
+    parser.add_argument("--isas", default=native.isa(), help="instruction sets, in turns")
     options = parser.parse_args()
-    formats = [Format[name.upper()] for name in options.formats.split(",")]
-    library, result = begin()
-    result["streams"] = {fmt.name.lower(): streams(library, fmt, options.repeats) for fmt in formats}
-    result["prefill"] = prefill(library, formats, options.repeats)
+    formats, isas = [Format[name.upper()] for name in options.formats.split(",")], options.isas.split(",")
+    _, result = begin()
+    result["streams"] = {fmt.name.lower(): streams(isas, fmt, options.repeats) for fmt in formats}
+    result["prefill"] = prefill(isas, formats, options.repeats)
     print(json.dumps(rounded(result)))
 
 

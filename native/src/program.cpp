@@ -4,8 +4,7 @@
 // arguments, and the arguments in the kernel's own order.
 #include "program.h"
 
-#include <time.h>
-
+#include "platform.h"
 #include "team.h"
 
 namespace onward {
@@ -13,12 +12,6 @@ namespace onward {
 Instruction* instructions = nullptr;
 
 namespace {
-
-int64_t now_in_nanoseconds() {
-  timespec now;
-  clock_gettime(CLOCK_MONOTONIC, &now);
-  return int64_t(now.tv_sec) * 1'000'000'000 + now.tv_nsec;
-}
 
 // Whether the instruction at `at` has its arguments.
 bool fits(const Instruction& instruction, const int64_t* code, int64_t at, int64_t words) {

@@ -2,6 +2,8 @@
 
 #include <cstdlib>
 
+#include "platform.h"
+
 namespace onward {
 namespace {
 
@@ -23,7 +25,7 @@ void* scratch(ScratchSlot slot, int64_t bytes) {
     const int64_t wanted = (bytes + bytes / 2 + 4095) / 4096 * 4096;
     std::free(buffers.data[slot]);
     buffers.bytes[slot] = 0;
-    buffers.data[slot] = std::aligned_alloc(4096, static_cast<size_t>(wanted));
+    buffers.data[slot] = allocate(wanted);
     if (buffers.data[slot] != nullptr) buffers.bytes[slot] = wanted;
   }
   return buffers.data[slot];

@@ -1,6 +1,7 @@
 // Vectors of 16 floats or 16 int32, the width of a weight block, on every instruction set.
 //
-// The three headers below offer the same names:
+// An instruction set is a header isa/NAME.h and a line of CMakeLists.txt, which defines ONWARD_ISA_HEADER for its
+// library. Kernels ask for no set by name. Every header offers these names:
 //   f32x16, i32x16             the vectors
 //   splat(float), splat(int32_t), zero_f32(), zero_i32()
 //   load(const T*) -> f32x16   T one of float, Bf16, F16; store(T*, f32x16) rounds to nearest even
@@ -13,7 +14,17 @@
 //   load_bytes(const uint8_t* or int8_t*) -> i32x16, look_up   a table of 16 bytes
 //   dot_bf16, dot_i8, dot_i16, low_nibbles, high_nibbles   steps of the low precision dot products, see there
 //   widen_i8, widen_first_i8, store_low_words   pairs of 16-bit integers
-//   factors_of, times_power, broken_lanes, with_nan   products with powers of two, see simd_avx512.h
+//   factors_of, times_power, broken_lanes, with_nan   products with powers of two, see isa/x86_512.h
+//   load_first_words, pair_words   of words of 16 bits
+//   kDotsBf16, kDotsBytes      whether dot_bf16 and dot_i8 are one instruction: else products of floats and of words of 16
+//                              bits are cheaper (linear/kernels.h), and attention over bf16 takes floats
+//   ByteWords                  whether (kUsed) and how dot products of bytes are summed in words of 16 bits, as long as
+//                              no sum leaves them: step adds products to words, sums adds the words in pairs
+//   mask16 and its operations, round, times_power_of_two, highest   see simd_math.h
+//   sum_lanes_of(const V (&)[N], float*)   of several vectors at once, where that is cheaper than below
+//   transpose(f32x16 (&)[16])
+//   bits, complement_24, UnitSums, PhiloxLanes   see sampling/lanes.h
+//   shapes                     of the tiles of each kernel that keeps its sums in registers
 // fma rounds once, except in the portable library, where it rounds twice; either way it does the same
 // in every kernel of one library.
 #pragma once
@@ -21,26 +32,23 @@
 
 #include "api.h"
 
-#if defined(__AVX512F__)
-#include "simd_avx512.h"
-#elif defined(__AVX2__)
-#include "simd_avx2.h"
-#else
-#include "simd_portable.h"
-#endif
+namespace onward {
+
+// Relative probabilities are counted in these units: as integers, so that their sums are exact and
+// depend on no order.
+constexpr float kUnits = 0x1p40f;
+
+}  // namespace onward
+
+#include ONWARD_ISA_HEADER
 
 namespace onward {
 
-#if !defined(__AVX512F__)
-// Of simd_avx512.h. Elsewhere a product with a power of two is a product, and nothing has to be kept in
-// mind.
-using LaneMask = int;
-struct Factors { f32x16 v; };
-inline Factors factors_of(f32x16 a) { return {a}; }
-inline f32x16 times_power(const Factors& a, const float* power) { return mul(a.v, splat(*power)); }
-inline LaneMask broken_lanes(f32x16) { return 0; }
-inline f32x16 with_nan(f32x16 a, LaneMask) { return a; }
-#endif
+// The sums of the lanes of several vectors as floats, with the bits of sum_lanes.
+template <class V, int N>
+__attribute__((always_inline)) inline void sum_lanes_of(const V (&v)[N], float* sums) {
+  _Pragma("GCC unroll 32") for (int i = 0; i < N; ++i) sums[i] = float(sum_lanes(v[i]));
+}
 
 // The first n of 16 elements; the others are 0. n in 0 … 16.
 template <class T>

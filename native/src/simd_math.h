@@ -1,4 +1,4 @@
-// Comparisons and elementary functions of 16 floats, over simd.h.
+// Elementary functions of 16 floats, over simd.h and the comparisons of the instruction set:
 //
 //   less(a, b), is_nan(a) -> mask16      select(m, a, b): a where m, else b      any(m)
 //   lanes_of(bits) -> mask16             the lanes whose bits, from the lowest on, are set
@@ -10,98 +10,6 @@
 #include "simd.h"
 
 namespace onward {
-
-#if defined(__AVX512F__)
-
-struct mask16 { __mmask16 v; };
-inline mask16 less(f32x16 a, f32x16 b) { return {_mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ)}; }
-inline mask16 is_nan(f32x16 a) { return {_mm512_cmp_ps_mask(a.v, a.v, _CMP_UNORD_Q)}; }
-inline mask16 either(mask16 a, mask16 b) { return {__mmask16(a.v | b.v)}; }
-inline bool any(mask16 m) { return m.v != 0; }
-inline mask16 lanes_of(uint32_t bits) { return {__mmask16(bits)}; }
-inline f32x16 select(mask16 m, f32x16 a, f32x16 b) { return {_mm512_mask_blend_ps(m.v, b.v, a.v)}; }
-inline f32x16 round(f32x16 a) {
-  return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
-}
-inline f32x16 times_power_of_two(f32x16 a, f32x16 n) { return {_mm512_scalef_ps(a.v, n.v)}; }
-inline float highest(f32x16 a) { return _mm512_reduce_max_ps(a.v); }
-
-#elif defined(__AVX2__)
-
-struct mask16 { __m256 lo, hi; };
-inline mask16 less(f32x16 a, f32x16 b) {
-  return {_mm256_cmp_ps(a.lo, b.lo, _CMP_LT_OQ), _mm256_cmp_ps(a.hi, b.hi, _CMP_LT_OQ)};
-}
-inline mask16 is_nan(f32x16 a) {
-  return {_mm256_cmp_ps(a.lo, a.lo, _CMP_UNORD_Q), _mm256_cmp_ps(a.hi, a.hi, _CMP_UNORD_Q)};
-}
-inline mask16 either(mask16 a, mask16 b) {
-  return {_mm256_or_ps(a.lo, b.lo), _mm256_or_ps(a.hi, b.hi)};
-}
-inline bool any(mask16 m) { return _mm256_movemask_ps(_mm256_or_ps(m.lo, m.hi)) != 0; }
-inline mask16 lanes_of(uint32_t bits) {
-  const auto eight = [](uint32_t of) {
-    const __m256i powers = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
-    const __m256i found = _mm256_and_si256(_mm256_set1_epi32(int32_t(of)), powers);
-    return _mm256_castsi256_ps(_mm256_cmpeq_epi32(found, powers));
-  };
-  return {eight(bits), eight(bits >> 8)};
-}
-inline f32x16 select(mask16 m, f32x16 a, f32x16 b) {
-  return {_mm256_blendv_ps(b.lo, a.lo, m.lo), _mm256_blendv_ps(b.hi, a.hi, m.hi)};
-}
-inline f32x16 round(f32x16 a) {
-  constexpr int kNearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
-  return {_mm256_round_ps(a.lo, kNearest), _mm256_round_ps(a.hi, kNearest)};
-}
-// In two factors, because 2^n alone may be no float.
-inline f32x16 times_power_of_two(f32x16 a, f32x16 n) {
-  const auto scale = [](__m256 value, __m256 power) {
-    const __m256i whole = _mm256_cvtps_epi32(power);
-    const __m256i half = _mm256_srai_epi32(whole, 1);
-    const auto factor = [](__m256i exponent) {
-      return _mm256_castsi256_ps(
-          _mm256_slli_epi32(_mm256_add_epi32(exponent, _mm256_set1_epi32(127)), 23));
-    };
-    return _mm256_mul_ps(_mm256_mul_ps(value, factor(half)),
-                         factor(_mm256_sub_epi32(whole, half)));
-  };
-  return {scale(a.lo, n.lo), scale(a.hi, n.hi)};
-}
-inline float highest(f32x16 a) {
-  const __m256 eight = _mm256_max_ps(a.lo, a.hi);
-  __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
-  four = _mm_max_ps(four, _mm_movehl_ps(four, four));
-  return _mm_cvtss_f32(_mm_max_ss(four, _mm_movehdup_ps(four)));
-}
-
-#else
-
-struct mask16 { i32x16 v; };
-inline mask16 less(f32x16 a, f32x16 b) { return {(i32x16)(a < b)}; }
-inline mask16 is_nan(f32x16 a) { return {(i32x16)(a != a)}; }
-inline mask16 either(mask16 a, mask16 b) { return {a.v | b.v}; }
-inline bool any(mask16 m) {
-  int32_t all = 0;
-  for (int i = 0; i < 16; ++i) all |= m.v[i];
-  return all != 0;
-}
-inline mask16 lanes_of(uint32_t bits) {
-  i32x16 lanes;
-  for (int i = 0; i < 16; ++i) lanes[i] = bits >> i & 1 ? -1 : 0;
-  return {lanes};
-}
-inline f32x16 select(mask16 m, f32x16 a, f32x16 b) { return m.v ? a : b; }
-// Adding 1.5 * 2^23 leaves no bits for a fraction.
-inline f32x16 round(f32x16 a) { return (a + 0x1.8p23f) - 0x1.8p23f; }
-// In two factors, because 2^n alone may be no float.
-inline f32x16 times_power_of_two(f32x16 a, f32x16 n) {
-  const i32x16 whole = to_i32(n), half = whole >> 1;
-  return a * (f32x16)((half + 127) << 23) * (f32x16)((whole - half + 127) << 23);
-}
-inline float highest(f32x16 a) { return max_lanes(a); }
-
-#endif
 
 // x = n ln 2 + f with |f| <= ln 2 / 2, and e^f = 1 + f + f^2 sum; the polynomial is fitted to 3e-9.
 struct Reduced { f32x16 n, f, sum; };

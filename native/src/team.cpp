@@ -1,15 +1,11 @@
 #include "team.h"
 
-#include <pthread.h>
-#include <sched.h>
-#include <time.h>
-#include <unistd.h>
-
 #include <atomic>
 #include <new>
 
 #include "ahead.h"
 #include "api.h"
+#include "platform.h"
 
 namespace onward {
 namespace {
@@ -19,30 +15,6 @@ constexpr int kMaxThreads = 256;
 constexpr int64_t kSpinNanoseconds = 50'000;
 // The same while a program runs, whose next loop is sure to come.
 constexpr int64_t kProgramSpinNanoseconds = 5'000'000;
-
-inline void relax() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
-
-// The cores that this process may run on; 0 where the system does not say.
-int allowed_cores() {
-#if defined(__linux__)
-  cpu_set_t allowed;
-  return sched_getaffinity(0, sizeof allowed, &allowed) == 0 ? CPU_COUNT(&allowed) : 0;
-#else
-  return int(sysconf(_SC_NPROCESSORS_ONLN));
-#endif
-}
-
-int64_t nanoseconds() {
-  timespec now;
-  clock_gettime(CLOCK_MONOTONIC, &now);
-  return int64_t(now.tv_sec) * 1'000'000'000 + now.tv_nsec;
-}
 
 // After so long a thread that is waited for has probably lost its core to another program: the waiting one offers its
 // own. Nothing else is to run on an idle machine, and yielding then costs half a microsecond of waiting.
@@ -54,24 +26,18 @@ template <class Limit, class Idle, class Ready>
 bool spin_until(Limit&& limit, Idle&& idle, Ready&& ready) {
   if (ready()) return true;
   if (limit() <= 0) return false;
-  const int64_t began = nanoseconds();
+  const int64_t began = now_in_nanoseconds();
   int64_t waited;
   do {
     for (int i = 0; i < 32; ++i) {
       if (ready()) return true;
       idle();
     }
-    waited = nanoseconds() - began;
-    if (waited > kPatienceNanoseconds) sched_yield();
+    waited = now_in_nanoseconds() - began;
+    if (waited > kPatienceNanoseconds) yield_core();
   } while (waited < limit());
   return false;
 }
-
-struct Lock {
-  explicit Lock(pthread_mutex_t& m) : mutex(m) { pthread_mutex_lock(&mutex); }
-  ~Lock() { pthread_mutex_unlock(&mutex); }
-  pthread_mutex_t& mutex;
-};
 
 // A loop is cut into chunks, and every thread owns a contiguous share of them, which it takes from the
 // front; whoever is done helps from the back of the others' shares. So a thread walks memory in one
@@ -143,8 +109,8 @@ class Team {
     is_staged_ = false;  // what it named may be gone when the next loop begins
   }
 
-  void hold() { pthread_mutex_lock(&turn_); }
-  void release() { pthread_mutex_unlock(&turn_); }
+  void hold() { turn_.lock(); }
+  void release() { turn_.unlock(); }
 
  private:
   // Hands out the chunks and calls the workers.
@@ -160,7 +126,7 @@ class Team {
     generation_.store(generation);
     if (sleepers_.load() > 0) {
       Lock lock(sleep_);
-      pthread_cond_broadcast(&wake_);
+      wake_.wake_all();
     }
   }
 
@@ -181,7 +147,7 @@ class Team {
     }
     if (done > 0 && unfinished_.fetch_sub(done) == done && caller_sleeps_.load()) {
       Lock lock(sleep_);
-      pthread_cond_signal(&finished_);
+      finished_.wake_one();
     }
   }
 
@@ -190,7 +156,7 @@ class Team {
     if (spin(0, own_ahead_, finished)) return;
     Lock lock(sleep_);
     caller_sleeps_.store(true);
-    while (!finished()) pthread_cond_wait(&finished_, &sleep_);
+    while (!finished()) finished_.wait(sleep_);
     caller_sleeps_.store(false);
   }
 
@@ -216,7 +182,7 @@ class Team {
       if (spin(me, ahead, changed)) continue;
       Lock lock(sleep_);
       sleepers_.fetch_add(1);
-      while (!changed()) pthread_cond_wait(&wake_, &sleep_);
+      while (!changed()) wake_.wait(sleep_);
       sleepers_.fetch_sub(1);
     }
   }
@@ -235,14 +201,14 @@ class Team {
       };
       // No more threads to be had: those that are there do all the work.
       Worker& worker = workers_[started_];
-      if (pthread_create(&worker.thread, nullptr, entry, &worker) != 0) break;
+      if (!worker.thread.start(entry, &worker)) break;
     }
   }
 
   void stop_workers() {
     stopping_.store(true);
     publish(0);
-    for (int i = 0; i < started_; ++i) pthread_join(workers_[i].thread, nullptr);
+    for (int i = 0; i < started_; ++i) workers_[i].thread.join();
     stopping_.store(false);
     started_ = -1;
   }
@@ -257,7 +223,7 @@ class Team {
   struct Worker {
     Team* team;
     int index;  // of its share
-    pthread_t thread;
+    Thread thread;
   };
 
   alignas(128) std::atomic<uint32_t> generation_{0};
@@ -274,10 +240,9 @@ class Team {
   int started_ = -1;  // workers running; -1 before the first loop, after a fork or a resize
   std::atomic<bool> stopping_{false};
   std::atomic<int> sleepers_{0};
-  pthread_mutex_t turn_ = PTHREAD_MUTEX_INITIALIZER;   // one loop at a time
-  pthread_mutex_t sleep_ = PTHREAD_MUTEX_INITIALIZER;  // guards the two conditions
-  pthread_cond_t wake_ = PTHREAD_COND_INITIALIZER;
-  pthread_cond_t finished_ = PTHREAD_COND_INITIALIZER;
+  Mutex turn_;   // one loop at a time
+  Mutex sleep_;  // guards the two conditions
+  Condition wake_, finished_;
   Share shares_[kMaxThreads];
   Worker workers_[kMaxThreads];
 };
@@ -288,15 +253,14 @@ thread_local bool Team::is_staged_ = false;
 
 // The team is never destroyed: its workers may still be asleep in it when the process ends.
 alignas(Team) unsigned char storage[sizeof(Team)];
-pthread_once_t once = PTHREAD_ONCE_INIT;
+Once once;
 
 Team& team() {
-  pthread_once(&once, [] {
+  once.call([] {
     new (storage) Team(1);
     // Fork between two loops. The child has none of the workers: it gets a fresh team of the same
     // size, whose threads start with its first loop.
-    pthread_atfork([] { team().hold(); }, [] { team().release(); },
-                   [] { new (storage) Team(team().size()); });
+    at_forks([] { team().hold(); }, [] { team().release(); }, [] { new (storage) Team(team().size()); });
   });
   return *reinterpret_cast<Team*>(storage);
 }

@@ -24,6 +24,7 @@ _MODULES = {
     "errors": "EngineBusyError EngineError OnwardError",
     "language_model": "ChatOptionsDict Completion GenerateOptions GenerateOptionsDict LanguageModel Piece "
     "Receipt Replay Request Score Session Timing Verification quantize",
+    "language_model.steering": "read_control_vector",
     "loading": "load",
     "models": "Model",
     "models.adapters": "Steer",
@@ -49,7 +50,10 @@ def __getattr__(name: str) -> Any:
         return import_module(f"onward.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'onward' has no attribute {name!r}")
-    value = getattr(import_module(_HOMES[name]), name)
+    from onward.util.process import without_collections
+
+    with without_collections(long_lived=True):  # a tenth of the time that the imports take
+        value = getattr(import_module(_HOMES[name]), name)
     globals()[name] = value  # so that the next look-up is a plain one
     return value
 

@@ -49,6 +49,7 @@ from onward.language_model import Session as Session
 from onward.language_model import Timing as Timing
 from onward.language_model import Verification as Verification
 from onward.language_model import quantize as quantize
+from onward.language_model.steering import read_control_vector as read_control_vector
 from onward.loading import load as load
 from onward.models import Model as Model
 from onward.models.adapters import Steer as Steer

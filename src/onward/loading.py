@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -28,15 +28,25 @@ from onward.checkpoint.formats import methods_of
 from onward.checkpoint.quantized_folder import read_manifest
 from onward.checkpoint.source import checked_source
 from onward.checkpoint.weights import is_known, read_module, read_parameters
-from onward.decoding.speculation import LOOKUPS
+from onward.decoding.speculation import HeadDrafter
 from onward.distributed import Settings, load_ranks
 from onward.errors import OptionError, RequestError, UnsupportedArchitectureError, warn
 from onward.language_model import Draft, LanguageModel, generation_defaults, within_vocabulary
+from onward.language_model.draft_head import find_head, is_draft_source, read_draft_head
 from onward.language_model.prefix_disk import checkpoint_identity
+from onward.language_model.quantized_copy import QuantizedCopy
 from onward.language_model.weights import LayersInPlace, WeightsReader
-from onward.models import Architecture, Model, build_model, check_backend, pack_params, read_config
+from onward.models import (
+    Architecture,
+    Model,
+    build_model,
+    check_backend,
+    pack_params,
+    read_config,
+)
 from onward.models.adapters import grown
 from onward.models.architecture import build_trainable_model
+from onward.models.blocks import Decoder
 from onward.models.families import refuse_encoder
 from onward.models.transformers import host
 from onward.native import isa, num_threads
@@ -69,6 +79,7 @@ def load(
     message_format: str | MessageFormat | None = None,
     merge: str | os.PathLike[str] | None = None,
     adapters: Mapping[str, str | os.PathLike[str]] | None = None,
+    control_vectors: Mapping[str, str | os.PathLike[str]] | None = None,
     via: str = "auto",
     prefix_cache_dir: str | os.PathLike[str] | None = None,
     prefix_cache_disk: int | None = None,
@@ -79,7 +90,8 @@ def load(
     """Load a model with its tokenizer, chat template and default options.
 
     Weights are mapped from their files. On a CPU each matrix is then packed for the kernels, and the file's pages are
-    released, so that memory holds the weights once.
+    released, so that memory holds the weights once. Quantized weights are stored in the cache folder for the next load
+    (docs/environment.md).
 
     Args:
         source: a folder in the Hugging Face layout or one that torch.distributed.checkpoint wrote, with a config.json
@@ -97,13 +109,16 @@ def load(
         name_map: maps other names of weights to Hugging Face's: a JSON file or a mapping (docs/training.md). The
             default for a torch.distributed.checkpoint folder is its name_map.json, if any.
         compile: the backend: "auto", "native", "cuda", "inductor" or "eager" (docs/programs.md).
-        draft: drafts the next tokens (docs/speculation.md): "lookup", "suffix", or a smaller model with the same
-            vocabulary, loaded or as a source ("demo-draft" for "demo") with the same dtype, device and quantization.
+        draft: drafts the next tokens (docs/speculation.md): "lookup", "suffix"; a smaller model with the same
+            vocabulary, loaded or as a source ("demo-draft" for "demo") with the same dtype, device and quantization;
+            the source of an EAGLE-3 head of this model; or "mtp", the MTP layer of its checkpoint.
         message_format: how the model writes reasoning and tool calls, if the chat template does not tell: a name in
             `onward.chat.FORMATS` or a `MessageFormat` (docs/chat.md).
         merge: an adapter, a folder written by peft or a hub id of one, to merge into the weights before quantization
             (docs/adapters.md).
         adapters: folders written by peft, or hub ids, by the names that requests use (`LanguageModel.load_adapter`).
+        control_vectors: GGUF files, by the names that requests to a server use
+            (`LanguageModel.load_control_vector`).
         via: the forward to run: "onward" (a built-in family), "transformers" (its own, with Onward's weights, attention
             and caches, docs/transformers.md), or "auto": the family, or else transformers if it is installed.
         prefix_cache_dir: a folder for a prefix cache on disk, which other processes and later runs share
@@ -131,8 +146,9 @@ def load(
     if via not in _VIA:
         raise OptionError("via", f"must be one of {', '.join(_VIA)}; got {via!r}")
     checked_format(message_format)
-    if not isinstance(adapters, Mapping | None):
-        raise OptionError("adapters", f"must be sources by name, such as {{'poet': 'my-adapter'}}; got {adapters!r}")
+    for option, named in (("adapters", adapters), ("control_vectors", control_vectors)):
+        if not isinstance(named, Mapping | None):
+            raise OptionError(option, f"must be sources by name, such as {{'poet': 'my-adapter'}}; got {named!r}")
     if not isinstance(trainable, bool | str):
         raise OptionError("trainable", f"must be True, or the name of an adapter to train; got {trainable!r}")
     adapter_sources = {name: checked_source(each) for name, each in (adapters or {}).items()}
@@ -156,8 +172,10 @@ def load(
     )
     refuse_encoder(folder.config)
     config = _family(folder, via)
+    head = find_head(draft, folder, config, show)
     if pipeline > 1:
         others = {"merge": merge, "adapters": adapters, "name_map": name_map, "prefix_cache_dir": prefix_cache_dir}
+        others |= {"control_vectors": control_vectors} | ({} if head is None else {"draft": str(draft)})
         _check_ranks(torch_device, hosted=config is None, **others)
     if trainable is True:
         others = {"quantize": quantize, "cache_format": cache_format, "merge": merge, "adapters": adapters}
@@ -170,6 +188,9 @@ def load(
     else:
         context = _context(config, max_seq_len)
         merged_config = config if adapter is None else grown(config, adapter)
+        if head is not None:
+            assert isinstance(merged_config, Decoder), "checked with the head"
+            merged_config = replace(merged_config, cached_taps=head[0].taps)
         if merged is not None and merged_config is not config:
             adapter_folder = CheckpointFolder(merged)
             tokenizer, template = adapter_folder.tokenizer or tokenizer, adapter_folder.chat_template or template
@@ -190,11 +211,14 @@ def load(
         elif trainable is True:
             assert isinstance(folder, CheckpointFolder)
             parameters, own_dtype = read_parameters(folder, config, name_map)
-            model = build_trainable_model(config, parameters, torch_dtype or own_dtype, context)
+            model = build_trainable_model(merged_config, parameters, torch_dtype or own_dtype, context)
         else:
+            copy = None
+            if quantize and torch_device.type == "cpu" and adapter is None and _is_in_floats(folder):
+                copy = QuantizedCopy.of(path, places, torch_dtype, quantize, name_map)
             with in_place(len(config.layers)) as layers:
                 reader = WeightsReader(
-                    folder, config, torch_dtype, torch_device, quantize, name_map, adapter, layers, kv_format
+                    folder, config, torch_dtype, torch_device, quantize, name_map, adapter, layers, kv_format, copy
                 )
                 model = build_model(merged_config, reader.read(), context, kv_format)
     defaults = within_vocabulary(defaults, model.vocab_size, path)
@@ -211,13 +235,18 @@ def load(
     lm.source = path
     if lm._disk is not None:
         unchanged = identity == checkpoint_identity(places, *how)
-        name = " ".join([path.name, *(each for each in (quantize, cache_format and f"{cache_format} cache") if each)])
-        lm._disk.read_from(model, identity if unchanged else None, name)
+        name = Path(source).name or path.name  # not a snapshot's of a hub id, which is a hash
+        facts = [name, *(each for each in (quantize, cache_format and f"{cache_format} cache") if each)]
+        lm._disk.read_from(model, identity if unchanged else None, " ".join(facts))
     for name, adapter_source in adapter_sources.items():
         lm.load_adapter(name, adapter_source)
+    for name, vector_source in (control_vectors or {}).items():
+        lm.load_control_vector(name, vector_source)
     if isinstance(trainable, str):
         lm.new_adapter(trainable)
-    if isinstance(draft, os.PathLike) or (isinstance(draft, str) and draft not in LOOKUPS):
+    if head is not None:
+        lm.draft = HeadDrafter(head[0], read_draft_head(*head, model, quantize), compile)
+    elif is_draft_source(draft):
         lm.draft = load(
             draft,
             dtype=dtype,
@@ -228,7 +257,7 @@ def load(
             progress=progress,
         )
     else:
-        lm.draft = draft
+        lm.draft = cast("Draft | None", draft)
     _log.info("loaded %s in %.2f s: %s; kernels %s", path, time.perf_counter() - started, lm, isa())
     return lm
 
@@ -264,11 +293,18 @@ def _check_trainable(folder: Checkpoint, config: Architecture | None, device: to
             f"trainable= needs a folder of safetensors, and {folder.path} is not one: convert it with "
             "`onward convert --to safetensors`"
         )
-    if methods_of(folder.config) is not None or read_manifest(folder.path, folder.config) is not None:
+    if not _is_in_floats(folder):
         raise RequestError(
             f"the weights of {folder.path} are quantized, and quantized weights have no gradient: load the checkpoint "
             "in floats, or convert it with `onward convert --to safetensors`"
         )
+
+
+def _is_in_floats(folder: Checkpoint) -> bool:
+    """Whether this is a folder of weights that are not quantized."""
+    config = folder.config
+    is_folder = isinstance(folder, CheckpointFolder)
+    return is_folder and methods_of(config) is None and read_manifest(folder.path, config) is None
 
 
 def _check_ranks(device: torch.device, *, hosted: bool, **options: object) -> None:

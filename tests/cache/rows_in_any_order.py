@@ -177,6 +177,31 @@ class RowsInAnyOrder(RuleBasedStateMachine):
         if row is not None and is_whole:
             assert len(row.written) >= self.least_reused(pin, pinned)
 
+    @precondition(lambda self: self.pins)
+    @rule(data=st.data(), part=st.floats(0, 1) | st.just(1.0), own=st.lists(st.integers(0, 1), min_size=1, max_size=4))
+    def next_turn_fails(self, data, part, own):
+        """A copy for a turn fails: nobody has more or less than before, unless the end of the pin has made room."""
+        pin, slots = data.draw(st.sampled_from(self.pins)), self.slots
+        ids = [*pin.ids[: round(part * len(pin.ids))], *own]
+        memory = data.draw(
+            st.sampled_from([each for each in (self.memory, self.memory.windows, self.memory.states) if each])
+        )
+        match = slots._index.match(ids, len(ids) - 1, pin.slot.root)
+        has_room = slots._allocator.fits(slots._allocator.prefix(match), -(-(len(ids) + 2) // slots.block))
+        before, stats = list(slots._slots), slots.stats()
+        memory.fails = True
+        try:
+            self.acquired(ids, 2, True, pin)
+        except MemoryError:
+            after = slots.stats()
+            pinned = slots.pinned(pin.slot)
+            assert (after.hits, after.lookups) == (stats.hits, stats.lookups)
+            assert pinned == pin.pinned if has_room else pinned <= pin.pinned
+            assert after.available == stats.available if pinned == pin.pinned else after.available > stats.available
+            assert list(slots._slots) == before
+            pin.pinned = pinned
+        memory.fails = False
+
     def least_reused(self, pin, pinned):
         """The least positions that the next turn of a pin reuses: there may be other rows' blocks for the same text."""
         return 0

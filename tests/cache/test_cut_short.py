@@ -155,14 +155,30 @@ def test_a_copy_that_fails_changes_no_slot(change, at):
     with pytest.raises(MemoryError):
         COPIES[change](house)
     after = house.slots.stats()
-    if change == "turn":
-        assert house.slots.pinned(house.pin) == 0
-        house.slots.release(house.pin)
-    else:
-        assert after.available == before.available
-        assert after.cached <= before.cached
+    assert house.slots.pinned(house.pin) == 6
+    assert after.available == before.available
+    assert after.cached <= before.cached
     assert (after.hits, after.lookups) == (before.hits, before.lookups)
-    house.check(house.pin)
+    house.check()
+
+
+@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize(("length", "left"), [(8, 6), (24, 6), (28, 4)])
+def test_a_pinned_prefix_keeps_what_is_left_when_a_copy_fails(window, length, left):
+    """All of it if the new slot has other room; its first block if the second one is needed."""
+    house, ids = House(window), [5, 5, 5, 5, 5, 8, 8]
+    slots, pin = house.slots, house.pin
+    house.memory.fails = True
+    with pytest.raises(MemoryError):
+        slots.acquire(ids, length, pin=pin)
+    check_accounts(slots)
+    assert slots.pinned(pin) == left
+    assert house.memory.read(pin, left) == text([5] * left)
+    house.check_window(pin, [5] * left)
+    slot, reused = slots.acquire(ids, length, pin=pin)
+    assert reused == min(left, 5)
+    assert house.memory.read(slot, reused) == text(ids)[:reused]
+    house.check_window(slot, ids[:reused])
 
 
 class Interrupts:

@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 from rows_in_any_order import MAX_LEN, RowsInAnyOrder
-from written_blocks import WrittenBlocks
+from written_blocks import WrittenBlocks, fail
 
 from onward.cache.manager import PagedCacheManager
 
@@ -24,11 +24,14 @@ class WrittenStates:
     def __init__(self, count, nbytes):
         self.count, self.nbytes, self.block_nbytes = count, nbytes, 1
         self.pages = [[(0, None, [])] * 2 for _ in range(count)]
+        self.fails = False
 
     def clear(self, slot):
+        fail(self)
         self.pages[slot] = [(0, None, [])] * 2
 
     def copy(self, source, to):
+        fail(self)
         assert source != to
         self.pages[to] = [(number, before, list(texts)) for number, before, texts in self.pages[source]]
 

@@ -5,6 +5,13 @@ import pickle
 import torch
 
 
+def fail(memory):
+    """Fail if the next copy is to fail."""
+    if memory.fails:
+        memory.fails = False
+        raise MemoryError("a copy that fails")
+
+
 class WrittenBlocks:
     """A double of the memory that slots lie in.
 
@@ -25,9 +32,7 @@ class WrittenBlocks:
         return (table, *more) if more else table
 
     def copy(self, source, to, positions):
-        if self.fails:
-            self.fails = False
-            raise MemoryError("a copy that fails")
+        fail(self)
         assert source != to
         assert 0 < positions < self.size
         self.copies.append((source, to, positions))

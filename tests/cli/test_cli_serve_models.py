@@ -80,6 +80,7 @@ def test_models_on_demand_share_it_too(
         (["--models-dir", ".", "--models-ttl", "nan"], "--models-ttl must be a number of 0 or more; got nan"),
         (["--models-max", "2"], "--models-max, --models-ttl and --models-memory need --models-dir"),
         (["--adapters-dir", "none"], "adapters_dir must be a folder; got 'none'"),
+        (["--weights-dir", "none"], "weights_dir must be a folder; got 'none'"),
     ],
 )
 def test_options_of_models_on_demand_are_checked(cli: Cli, arguments: list[str], message: str) -> None:

@@ -83,12 +83,33 @@ def in_a_new_python(code: str) -> str:
     return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=True, timeout=120).stdout
 
 
-def test_help_imports_nothing_heavy() -> None:
-    loaded = in_a_new_python(
-        "import sys; from onward.cli.main import run; run(['--help']); run(['chat', '--help']); print(*sys.modules)"
-    ).split()
-    assert "typer" in loaded
-    assert not {"torch", "prompt_toolkit", "huggingface_hub", "tokenizers", "transformers", "numpy"} & set(loaded)
+HEAVY = {"torch", "prompt_toolkit", "huggingface_hub", "tokenizers", "transformers", "numpy", "jinja2", "llguidance"}
+
+
+def loaded_by(*arguments: str) -> set[str]:
+    """The modules that a process has imported after a command line."""
+    program = f"import sys; from onward.cli.main import run; run({list(arguments)}); print(); print(*sys.modules)"
+    return set(in_a_new_python(program).splitlines()[-1].split())
+
+
+def test_the_list_of_commands_imports_none_of_them() -> None:
+    for arguments in (["--help"], ["--version"]):
+        loaded = loaded_by(*arguments)
+        assert "typer" in loaded
+        assert not (HEAVY | {"pydantic", "rich", "asyncio"}) & loaded
+    own = {name for name in loaded_by("--help") if name.startswith("onward.")}
+    assert own == {"onward.cli", "onward.cli.main", "onward.cli.terminal", "onward.errors"}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_help_of_a_command_imports_nothing_heavy_and_no_other_command(command: str) -> None:
+    loaded = loaded_by(command, "--help")
+    assert not HEAVY & loaded
+    module = {"deploy": "serve", "score": "evaluate", "eval": "evaluate", "quantize": "convert"}.get(command, command)
+    modules = {"batch", "bench", "chat", "convert", "embed", "evaluate", "generate", "prefix_cache", "serve", "verify"}
+    others = {f"onward.cli.{name}" for name in modules - {module}}
+    assert f"onward.cli.{module}" in loaded
+    assert not others & loaded
 
 
 def test_importing_onward_is_quick_and_its_names_are_there() -> None:
@@ -107,3 +128,25 @@ def test_importing_onward_is_quick_and_its_names_are_there() -> None:
 def test_a_name_that_is_not_there() -> None:
     with pytest.raises(AttributeError, match="no attribute 'lode'"):
         _ = onward.lode
+
+
+def test_what_is_imported_is_old_and_the_collector_goes_on() -> None:
+    in_a_new_python(
+        "import gc, onward\n"
+        "load = onward.load\n"
+        "assert gc.isenabled()\n"
+        "old = {id(each) for each in gc.get_objects(generation=2)}\n"
+        "assert id(onward.loading.__dict__) in old and id(load) in old\n"
+        "assert gc.get_freeze_count() == 0\n"
+        "assert gc.get_stats()[2]['collections'] == 0\n"
+    )
+
+
+def test_what_the_program_has_frozen_stays_frozen() -> None:
+    in_a_new_python(
+        "import gc, onward\n"
+        "gc.freeze()\n"
+        "count = gc.get_freeze_count()\n"
+        "assert onward.errors.OnwardError and onward.OnwardError\n"
+        "assert gc.get_freeze_count() >= count and gc.isenabled()\n"
+    )

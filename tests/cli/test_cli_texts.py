@@ -52,6 +52,14 @@ def test_json_holds_logprobs_as_objects(cli: Cli, loaded: onward.LanguageModel) 
     assert [token["logprob"] for token in said["prompt"]] == logprobs
 
 
+def test_json_holds_the_logprobs_of_the_sampling(cli: Cli, loaded: onward.LanguageModel) -> None:
+    found = loaded.generate(PROMPT, logprobs=0, sampling_logprobs=True, **OPTIONS)
+    said = json.loads(cli("generate", PROMPT, *SAMPLED, "--logprobs", "0", "--sampling-logprobs", "--json").out)
+    pairs = [(token["sampling_logprob"], token["support"]) for token in said["choices"][0]["tokens"]]
+    assert pairs == [(token.sampling, token.support) for token in found.logprobs or []]
+    assert len({support for _, support in pairs}) > 1
+
+
 def test_an_impossible_token_is_null_in_json() -> None:
     from onward.cli.generate import json_fields
     from onward.sampling import TokenLogprobs
@@ -91,6 +99,7 @@ def test_a_time_limit_ends_a_text(cli: Cli, lm: onward.LanguageModel) -> None:
         (("--beams", "2", "--samples", "3"), "--samples is 3, but 2 beams find 2 texts"),
         (("--length-penalty", "2"), "would change nothing without a beam search"),
         (("--logprobs", "2"), "--logprobs and --prompt-logprobs need --json: add it"),
+        (("--sampling-logprobs", "--json"), "--sampling-logprobs would change nothing without logprobs"),
         (("--time-limit", "0"), "--time-limit must be a number of seconds above 0"),
     ],
     ids=str,
@@ -105,7 +114,7 @@ def test_contradictions_are_one_line(cli: Cli, lm: onward.LanguageModel, flags: 
 def test_every_option_of_a_call_is_a_flag_or_for_code() -> None:
     flags = {field.name for group in (GenerateFlags, SamplingFlags) for field in dataclasses.fields(group)}
     for_code = {"early_stopping", "stop_when", "cancel", "logit_bias", "dry_sequence_breakers", "constraint"}
-    for_code |= {"taps", "cache_salt"}
+    for_code |= {"taps", "prompt_embeds", "cache_salt"}
     spoken_for = {"draft", "adapter"}  # flags of their own, for they load something
     assert flags | for_code == {field.name for field in dataclasses.fields(onward.GenerateOptions)} - spoken_for
     assert generate_options(SamplingFlags(), GenerateFlags()) == {}

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import onward
 from onward import Speculator
 from onward.constraints import JsonSchema
-from onward.decoding.speculation.step import paying_length
+from onward.decoding.speculation.pace import paying_length
 from onward.sampling import mask_of
 from onward.testing import ByteTokenizer, scripted_model, tiny_model
 

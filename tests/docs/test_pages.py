@@ -64,6 +64,7 @@ def folder(tmp_path, monkeypatch):
     shutil.copytree(DEMO, work / "my-model")
     demo_adapter(work / "my-adapter", seed=1)
     shutil.copytree(work / "my-model", work / "models" / "my-model")
+    shutil.copytree(work / "my-model", work / "checkpoints" / "step-400")
     shutil.copytree(work / "my-adapter", work / "adapters" / "my-adapter")
     monkeypatch.chdir(work)
     return work

@@ -83,7 +83,7 @@ def test_adapters_count_for_those_who_ask_for_them(tmp_path):
         assert len({plain, one, two}) == 3
         assert engine.resume("Once", emitted=[], adapter="one", fingerprint=one, **options).result(60)
         for wrong in (plain, two):
-            with pytest.raises(RequestError, match="another fingerprint \\(different: the adapter\\): resume it where"):
+            with pytest.raises(RequestError, match=r"different: the adapter or the steering\): resume it where"):
                 engine.resume("Once", emitted=[], adapter="one", fingerprint=wrong, **options)
         with pytest.raises(RequestError, match="three"):
             engine.fingerprint_with("three")
@@ -107,6 +107,7 @@ OUTSIDE = {
     "util",
     *(f"distributed/{name}.py" for name in ("__init__", "__main__", "launchers", "links", "ranks")),
     *(f"language_model/{name}.py" for name in ("__init__", "base", "build", "completion", "embedder", "fingerprint")),
+    *(f"language_model/{name}.py" for name in ("draft_head", "lens", "quantized_copy")),
     *(f"language_model/{name}.py" for name in ("generation_config", "language_model", "logprobs", "new_weights")),
     *(f"language_model/{name}.py" for name in ("options_dict", "prefix_disk", "quantize_model", "receipt")),
     *(f"language_model/{name}.py" for name in ("scoring", "session", "session_fingerprint", "training")),
@@ -130,7 +131,7 @@ def test_sources_that_compute_count_and_others_do_not(tmp_path, monkeypatch):
 
     def source_hash():
         build._hash_of.cache_clear()
-        return build._sources(package)
+        return build._sources.__wrapped__(package)
 
     before = source_hash()
     for name in (*COMPUTING, *sorted(OUTSIDE - {"demo"})):

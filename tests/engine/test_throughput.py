@@ -76,6 +76,30 @@ def test_rows_that_were_measured_too_slow_are_corrected_by_the_next_step_and_mea
     assert predicted(pace, 8, (0, 64)) == pytest.approx(AS_ASSUMED.seconds(8, [(0, 64)]), rel=0.5)
 
 
+def test_the_first_step_of_rows_alone_replaces_their_estimate():
+    """Whatever it was made of: steps with chunks, or other rows where a row costs more than assumed."""
+    pace, machine = StepTimeModel(), Machine(step=0.006, decoding_row=0.0024, chunk=0.004, token=0.0025)
+    for _ in range(20):
+        run(pace, machine, 8)
+    for _ in range(20):
+        run(pace, machine, 3, (0, 12))
+    assert pace.decode(3) > 1.2 * machine.decode(3)
+    run(pace, machine, 3)
+    assert pace.decode(3) == pytest.approx(machine.decode(3))
+
+
+def test_rows_are_measured_again_if_their_first_step_may_have_made_a_program():
+    pace = StepTimeModel()
+    run(pace, AS_ASSUMED, 1)
+    before = pace.decode(8)
+    run(pace, AS_ASSUMED, 8, slower=2.5)
+    assert pace.decode(8) == before
+    assert pace.is_stale(8)
+    run(pace, AS_ASSUMED, 8, slower=1.5)
+    assert pace.decode(8) == pytest.approx(1.5 * AS_ASSUMED.decode(8))
+    assert not pace.is_stale(8)
+
+
 def test_rows_are_due_for_a_step_of_their_own_before_the_first_and_after_sixteen_others():
     pace = StepTimeModel()
     run(pace, AS_ASSUMED, 1)

@@ -13,3 +13,5 @@ from pathlib import Path
 HERE = Path(__file__).parent
 DEMO = HERE / "demo"
 RECORD = HERE / "record"
+# The instruction sets with the bits of another one, which has the record (docs/decisions/0025).
+BITS = {"avx512vnni": "avx2", "neon": "avx2", "neon_i8mm": "avx2"}

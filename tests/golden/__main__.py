@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.golden import RECORD, __doc__, bits, cache, http, programs
+from tests.golden import BITS, RECORD, __doc__, bits, cache, http, programs
 
 from onward import native
 
@@ -36,10 +36,11 @@ def _records() -> dict[str, Any]:
     """What this tree computes, by the name of its file."""
     with http.server() as port:
         streams, statuses = http.all_streams(port), http.all_statuses(port)
+    record = BITS.get(native.isa(), native.isa())
     return {
-        f"bits-{native.isa()}": bits.all_bits(),
+        f"bits-{record}": bits.all_bits(),
         "programs": programs.all_programs(),
-        f"streams-{native.isa()}": streams,
+        f"streams-{record}": streams,
         "statuses": statuses,
         "cache": cache.all_counts(),
     }

@@ -133,6 +133,9 @@ _EVERYWHERE: list[dict[str, Any]] = [
     {"beams": 2, "temperature": 0},
     {"reasoning_effort": "low"},
     {"chat_template_kwargs": 5},
+    {"receipt": True},
+    {"receipt": "yes"},
+    {"receipt": True, "beams": 2, "temperature": 0},
 ]
 _SINGLE: list[tuple[str, Any]] = [
     (CHAT, None),
@@ -160,6 +163,7 @@ _SINGLE: list[tuple[str, Any]] = [
     ("/detokenize", {"tokens": [5, 6]}),
     ("/detokenize", {"tokens": [-1]}),
     ("/v1/embeddings", {"input": "x"}),
+    ("/v1/models/weights", {"model": "demo", "weights_path": "x"}),
 ]
 
 

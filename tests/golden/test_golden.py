@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from tests.golden import RECORD, bits, cache, programs
+from tests.golden import BITS, RECORD, bits, cache, programs
 
 from onward import native
 
@@ -22,7 +22,8 @@ def recorded(name: str) -> dict:
 @pytest.mark.parametrize("name", ["demo", *FAMILIES])
 def test_bits_and_programs_are_the_recorded_ones(name: str) -> None:
     key = f"{name} bfloat16"
-    assert bits.bits(bits.language_model(name, torch.bfloat16)) == recorded(f"bits-{native.isa()}")[key]
+    record = recorded(f"bits-{BITS.get(native.isa(), native.isa())}")
+    assert bits.bits(bits.language_model(name, torch.bfloat16)) == record[key]
     assert programs.program_hashes(bits.language_model(name, torch.bfloat16)) == recorded("programs")[key]
 
 

@@ -125,7 +125,8 @@ def test_each_field_with_each_hostile_value(fuzzed: Fuzzed) -> None:
     least = {"messages": chat(), "prompt": text(), "input": respond(), "tokens": {"tokens": [1]}}
     least |= {"items": {"items": [{"role": "user", "content": "x"}]}}
     least |= {"input_file_id": {"input_file_id": "x", "endpoint": "/v1/completions", "completion_window": "24h"}}
-    least |= {"lora_name": {"lora_name": "x", "lora_path": "x"}, "metadata": {"metadata": {}}, "model": {}}
+    least |= {"lora_name": {"lora_name": "x", "lora_path": "x"}, "metadata": {"metadata": {}}}
+    least |= {"weights_path": {"weights_path": "x"}, "model": {}}
     pairs = [
         (operation, field, value)
         for operation in fuzzed.operations

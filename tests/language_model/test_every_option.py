@@ -81,8 +81,10 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
     "early_stopping": (BEAMS, True),
     "logprobs": (DRAWN, 2),
     "prompt_logprobs": (DRAWN, 2),
+    "sampling_logprobs": (DRAWN | {"logprobs": 0}, True),
     "taps": (DRAWN, {"norm": "last"}),
     "steer": (DRAWN, {"layers.2": torch.full((192,), 2.0)}),
+    "prompt_embeds": (DRAWN, {1: torch.full((2, 192), 2.0)}),
     "draft": (DRAWN, "lookup"),
     "adapter": (DRAWN, "other"),
     "json_schema": (DRAWN, {"type": "integer"}),
@@ -98,7 +100,7 @@ BEAMS_ALONE = {"length_penalty", "early_stopping"}
 BUDGETS = {"reasoning_budget", "reasoning_budget_message"}
 ONE_TEXT = {"n", "beams", *BEAMS_ALONE}
 # What JSON cannot say, or what a body says otherwise: an adapter as its model.
-NO_FIELDS = {"time_limit", "stop_when", "cancel", "draft", "adapter", "constraint", "taps", "steer"}
+NO_FIELDS = {"time_limit", "stop_when", "cancel", "draft", "adapter", "constraint", "taps", "steer", "prompt_embeds"}
 
 
 @pytest.fixture(scope="module")
@@ -201,7 +203,7 @@ VERBS: dict[str, tuple[Verb, set[str]]] = {
     "batch line": (lambda lm, engine, options: batch_line(engine, options), NO_FIELDS | BUDGETS),
     "responses": (
         lambda lm, engine, options: response(lm, options),
-        NO_FIELDS | {"stop", "logprobs", "prompt_logprobs", *ONE_TEXT},
+        NO_FIELDS | {"stop", "logprobs", "prompt_logprobs", "sampling_logprobs", *ONE_TEXT},
     ),
 }
 SCORING = {"score", "score_continuations", "logits"}
@@ -219,7 +221,7 @@ def test_an_option_changes_the_answer_or_is_refused_by_its_name(
 ) -> None:
     run, refused = VERBS[verb]
     base, value = CASES[name]
-    if verb in SCORING or (name in refused and name in BEAMS_ALONE | BUDGETS):
+    if verb in SCORING or (name in refused and name in {*BEAMS_ALONE, *BUDGETS, "sampling_logprobs"}):
         base = {}
     if name in refused:
         with pytest.raises(RequestError, match=rf"\b{name}\b"):

@@ -19,6 +19,7 @@ from onward import LanguageModel, Session
 from onward.errors import OnwardWarning, OptionError, RequestError
 from onward.language_model.prefix_disk import checkpoint_identity
 from onward.models import pack_params
+from onward.prefix_store.folder import contents
 from onward.testing import ByteTokenizer, random_checkpoint, tiny_model
 
 PROMPT = [number * 37 % 251 for number in range(200)]
@@ -80,6 +81,14 @@ def test_a_hit_gives_the_bits_of_a_miss(name, tmp_path):
     write(first)
     hit = of(LOADED[name](tmp_path))
     assert (content(hit), hit.cached_tokens) == (content(alone), FULL)
+
+
+@pytest.mark.parametrize("options", [{}, {"quantize": "int8", "cache_format": "int8"}], ids=["plain", "int8"])
+def test_the_files_have_the_name_of_their_model(options, tmp_path):
+    of(lm := demo(tmp_path, **options))
+    write(lm)
+    (group,) = contents(str(tmp_path))
+    assert group.model == ("demo int8 int8 cache" if options else "demo")
 
 
 @everyone

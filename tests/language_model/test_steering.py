@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 import onward
 from demo_adapters import demo_adapter
@@ -14,7 +15,7 @@ from onward.errors import CheckpointError, RequestError
 from onward.models import Run
 from onward.ops.tap import updating
 from onward.program import ForwardBatch
-from onward.testing import tiny_model
+from onward.testing import random_checkpoint, tiny_model
 
 PROMPT = "Once upon a time there was a little dog who"
 GREEDY: dict[str, Any] = {"max_new_tokens": 16, "temperature": 0, "ignore_eos": True}
@@ -92,19 +93,127 @@ def test_patching_a_run_with_its_own_values_changes_no_bit(dtype):
 
     plain = forward()
     for name in model.taps:
-        with updating(lambda at, x, name=name: plain.taps[name] if at == name else x):
+        with updating({name: lambda x, name=name: plain.taps[name]}):
             patched = forward()
         assert torch.equal(patched.logits, plain.logits)
     lm = LanguageModel(model)
-    for name, state in lm.hidden_states([5], list(model.taps), at="last").items():
-        one = lm.generate([5], max_new_tokens=1, temperature=0, logprobs=3, taps={"norm": "last"})
-        patched = lm.generate(
-            [5], max_new_tokens=1, temperature=0, logprobs=3, taps={"norm": "last"},
-            steer={name: Steer(state, replace=True)},
-        )  # fmt: skip
-        assert patched.token_ids == one.token_ids
-        assert patched.logprobs == one.logprobs
-        assert torch.equal(patched.taps["norm"], one.taps["norm"])
+    options: dict[str, Any] = {"max_new_tokens": 4, "temperature": 0, "logprobs": 3, "taps": {"norm": "all"}}
+    one = lm.generate(ids, **options)
+    for name, states in lm.hidden_states(ids, list(model.taps)).items():
+        for rows, at in ((range(23), "prompt"), (range(4, 9), slice(4, 9)), ((7, 2, 22), [7, 2, 22])):
+            patched = lm.generate(ids, steer={name: Steer(states[list(rows)], replace=True, at=at)}, **options)
+            assert patched.token_ids == one.token_ids
+            assert patched.logprobs == one.logprobs
+            assert torch.equal(patched.taps["norm"], one.taps["norm"])
+
+
+def placed_steers(vector: torch.Tensor, count: int) -> list[dict[str, Any] | None]:
+    """A different set of positions each. count: the number of ids of the prompt."""
+    rows = vector * torch.linspace(0.5, 1.5, count).unsqueeze(1)
+    return [
+        {"layers.2": Steer(vector, at="prompt")},
+        {"layers.2": Steer(vector, at="new"), "norm": Steer(vector, at=slice(count, None))},
+        None,
+        {"layers.2": Steer(rows, at="prompt"), "layers.4": Steer(rows[:3], replace=True, at=[1, 6, 2])},
+        {"layers.2": Steer(vector, at=range(0, count + 9, 2))},
+        {"norm": Steer(vector, at=slice(count + 2, count + 4))},
+    ]
+
+
+def test_positions_are_steered_alone_in_batches_chunks_engines_and_eagerly(lm, vector):
+    count = len(lm.encode(PROMPT))
+    each = placed_steers(vector, count)
+    alone = [lm.generate(PROMPT, steer=steer, **GREEDY).token_ids for steer in each]
+    assert len({tuple(ids) for ids in alone}) == len(alone)
+    assert alone[5][:2] == alone[2][:2]  # the later positions alone are steered
+    for chunk, compile in ((3, "auto"), (1, "auto"), (512, "eager")):
+        other = LanguageModel(lm.model, lm.tokenizer, compile=compile, prefill_chunk=chunk)
+        together = other.generate([PROMPT] * len(each), per_prompt=[{"steer": steer} for steer in each], **GREEDY)
+        assert [one.token_ids for one in together] == alone
+    with Engine(lm, max_sequences=8) as engine:
+        for draft in (None, "lookup"):
+            handles = [engine.submit(PROMPT, steer=steer, draft=draft, **GREEDY) for steer in each]
+            assert [handle.result().token_ids for handle in handles] == alone
+
+
+def test_the_values_that_change_are_those_of_the_positions(lm, vector):
+    count = len(lm.encode(PROMPT))
+    plain = lm.generate(PROMPT, taps={"layers.2": "all"}, **GREEDY).taps["layers.2"][:count]
+    dtype = plain.dtype
+    for at, rows in (("prompt", range(count)), (slice(3, 5), (3, 4)), ([8, 1], (8, 1)), ("new", (count - 1,))):
+        steered = lm.generate(
+            PROMPT, steer={"layers.2": Steer(vector, at=at)}, taps={"layers.2": "all"}, **GREEDY
+        ).taps["layers.2"]
+        want = plain.clone()
+        want[list(rows)] = plain[list(rows)] + vector.to(dtype)
+        assert torch.equal(steered[:count], want)
+
+
+def test_other_positions_and_vectors_find_no_cached_prefix(lm, vector):
+    lm = LanguageModel(lm.model, lm.tokenizer)
+    text = PROMPT * 20  # several blocks
+
+    def cached(**options: Any) -> int:
+        return lm.generate(text, max_new_tokens=1, **options).cached_tokens
+
+    count = len(lm.encode(text))
+    options: list[dict[str, Any]] = [
+        {},
+        {"steer": {"layers.2": vector}},
+        {"steer": {"layers.2": Steer(vector, at="prompt")}},
+        {"steer": {"layers.2": Steer(vector, at=slice(5, 9))}},
+        {"steer": {"layers.2": Steer(vector, at=slice(5, 8))}},
+        {"steer": {"layers.2": Steer(vector * 2, at=slice(5, 9))}},
+        {"prompt_embeds": {5: vector[None]}},
+        {"prompt_embeds": {6: vector[None]}},
+        {"prompt_embeds": {6: vector[None] * 2}},
+    ]
+    assert [cached(**each) for each in options] == [0] * len(options)
+    assert all(cached(**each) == count - 1 for each in options)
+
+
+def test_prompt_embeds_are_the_embeddings_of_ids_in_batches_chunks_and_engines(lm):
+    ids = lm.encode(PROMPT)
+    table = lm.hidden_states(ids, "embedding")
+    plain = lm.generate(ids, logprobs=2, **GREEDY)
+    hidden = [7] * len(ids)
+    some = [*ids[:3], 7, 7, *ids[5:9], 7, *ids[10:]]
+    cases: list[tuple[list[int], dict[int, torch.Tensor] | None]] = [
+        (hidden, {0: table}),
+        (some, {3: table[3:5], 9: table[9:10]}),
+        (ids, None),
+        (hidden, {0: table.flip(0).contiguous()}),
+        (some, None),
+    ]
+    alone = [lm.generate(prompt, prompt_embeds=embeds, logprobs=2, **GREEDY) for prompt, embeds in cases]
+    for same in alone[:3]:
+        assert same.token_ids == plain.token_ids
+        assert same.logprobs == plain.logprobs
+    assert len({repr(each.logprobs) for each in alone}) == 3
+    prompts, options = [prompt for prompt, _ in cases], [{"prompt_embeds": embeds} for _, embeds in cases]
+    for chunk in (512, 2):
+        other = LanguageModel(lm.model, lm.tokenizer, prefill_chunk=chunk)
+        together = other.generate(prompts, per_prompt=options, logprobs=2, **GREEDY)
+        assert [each.logprobs for each in together] == [each.logprobs for each in alone]
+    with Engine(lm, max_sequences=8) as engine:
+        handles = [
+            engine.submit(prompt, logprobs=2, **own, **GREEDY) for prompt, own in zip(prompts, options, strict=True)
+        ]
+        assert [handle.result().logprobs for handle in handles] == [each.logprobs for each in alone]
+
+
+def test_prompt_embeds_are_those_of_transformers(tmp_path):
+    model = random_checkpoint(tmp_path, "qwen3", seed=3)
+    module = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager")
+    embeds = torch.randn(1, 9, module.config.hidden_size, generator=torch.Generator().manual_seed(1)) * 0.05
+    with torch.no_grad():
+        want = module(inputs_embeds=embeds).logits[0, -1].log_softmax(-1)
+    ours = onward.load(model).generate(
+        [0] * 9, prompt_embeds={0: embeds[0]}, max_new_tokens=1, logprobs=258, temperature=0
+    )
+    top = ours.logprobs[0].top
+    got = torch.tensor([dict(top)[token] for token in range(len(want))])
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-4)  # as of all families
 
 
 def test_a_steered_forward_is_a_program_and_leaves_other_rows_as_they_are(lm, vector):
@@ -138,6 +247,31 @@ def test_a_steer_beside_adapters_and_after_many_others(lm, tmp_path):
     assert lm.adapters._stacks.capacity.slots == 16
 
 
+def test_a_steer_together_with_an_adapter(lm, vector, tmp_path):
+    """The result is that of the model with the adapter merged into it, of which a steered row has the bits alone."""
+    lm = LanguageModel(lm.model, lm.tokenizer)
+    lm.load_adapter("other", demo_adapter(tmp_path / "other", 3))
+    options: list[dict[str, Any]] = [
+        {"adapter": adapter, "steer": steer}
+        for adapter in (None, "other")
+        for steer in (None, {"layers.2": vector}, {"layers.2": Steer(vector, at="new")})
+    ]
+    alone = [lm.generate(PROMPT, **each, **GREEDY).token_ids for each in options]
+    assert len({tuple(ids) for ids in alone}) == len(alone)
+    together = lm.generate([PROMPT] * len(options), per_prompt=options, **GREEDY)
+    assert [each.token_ids for each in together] == alone
+    with Engine(lm, max_sequences=8) as engine:
+        handles = [engine.submit(PROMPT, **each, **GREEDY) for each in options]
+        assert [handle.result().token_ids for handle in handles] == alone
+    zero = {"layers.2": torch.zeros_like(vector)}
+    assert lm.generate(PROMPT, adapter="other", steer=zero, **GREEDY).token_ids == alone[3]
+    taps = {"layers.2": "all"}
+    adapted = lm.generate(PROMPT, adapter="other", taps=taps, **GREEDY).taps["layers.2"]
+    both = lm.generate(PROMPT, adapter="other", taps=taps, steer={"layers.2": vector}, **GREEDY).taps["layers.2"]
+    count = len(lm.encode(PROMPT))
+    assert torch.equal(both[:count], adapted[:count] + vector.to(adapted.dtype))
+
+
 def control_vector(path: Path, vectors: dict[int, np.ndarray], kind: str = "controlvector") -> Path:
     gguf = pytest.importorskip("gguf")
     writer = gguf.GGUFWriter(path, kind)
@@ -158,8 +292,12 @@ def test_a_control_vector_file_steers_its_layers(lm, vector, tmp_path):
     want = lm.generate(PROMPT, steer={"layers.2": vector, "layers.3": torch.tensor(other)}, **GREEDY)
     for given in (path, str(path)):
         assert lm.generate(PROMPT, steer=given, **GREEDY).token_ids == want.token_ids
+    scaled = onward.read_control_vector(path, scale=0.5, at="new")
+    want = {name: Steer(each, 0.5, at="new") for name, each in (("layers.2", vector), ("layers.3", vector * 0.5))}
+    ids = lm.generate(PROMPT, steer=want, **GREEDY).token_ids
+    assert lm.generate(PROMPT, steer=scaled, **GREEDY).token_ids == ids
     wrong = control_vector(tmp_path / "model.gguf", {2: other}, kind="llama")
-    with pytest.raises(RequestError, match=r"needs a control vector, and .*model\.gguf is a GGUF file of 'llama'"):
+    with pytest.raises(RequestError, match=r"model\.gguf is no control vector: it is a GGUF file of 'llama'"):
         lm.generate(PROMPT, steer=wrong)
 
 
@@ -168,19 +306,40 @@ def test_bad_input_is_one_clear_error(lm, vector, tmp_path):
     own = LanguageModel(onward.Model(lambda t, o, c, p: (p[t.long()], c), torch.eye(9), lambda b, n: torch.zeros(b), 9))
     for steer, problem in (
         ({"layers.99": vector}, r"steer names 'layers.99', .* it has embedding, layers.0, .*norm"),
-        ({"norm": vector[:5]}, r"steer needs a vector of \[192\] for 'norm'; got \[5\]"),
-        ({"norm": vector[None]}, r"steer needs a vector \[D\] for 'norm'; got a tensor \[1, 192\]"),
+        ({"norm": vector[:5]}, r"steer needs vectors of width \[192\] for 'norm'; got \[5\]"),
+        ({"norm": vector[None]}, "steer has 1 vectors for 'norm', but at='all' has an open end"),
+        ({"norm": vector[None, None]}, r"needs a vector \[D\] or \[N, D\] for 'norm'; got a tensor \[1, 1, 192\]"),
+        ({"norm": Steer(vector[None], at=[1, 2])}, r"1 vectors for 'norm', but at=\[1, 2\] has 2 positions"),
+        ({"norm": Steer(vector, at=[1, 99])}, "changes 'norm' at position 99, but there are only 27 positions"),
+        ({"norm": Steer(vector, at=[1, 1])}, "each once and from 0 on"),
+        ({"norm": Steer(vector, at=slice(-3, None))}, r'needs for \'norm\' at="all", "prompt", "new", a slice'),
+        ({"norm": Steer(vector, at="last")}, "got 'last'"),
         ({"norm": "happy"}, "needs a vector .* got str"),
         ({"norm": vector * float("nan")}, "numbers that are not finite"),
         ({"norm": Steer(vector, scale=float("inf"))}, "needs a finite scale"),
         ({}, "must map names of taps to vectors"),
-        ("nothing.gguf", "names no file: 'nothing.gguf'"),
+        ("nothing.gguf", "there is no file 'nothing.gguf': a control vector is a GGUF file"),
         (tmp_path / "text.gguf", "is not a GGUF file"),
     ):
         with pytest.raises((RequestError, CheckpointError), match=problem):
-            lm.generate(PROMPT, steer=steer)
-    lm.load_adapter("poet", demo_adapter(tmp_path / "poet", 3))
-    with pytest.raises(RequestError, match="steer does not work with an adapter yet"):
-        lm.generate(PROMPT, steer={"norm": vector}, adapter="poet")
-    with pytest.raises(RequestError, match="the model's forward does not have; it has none"):
+            lm.generate(PROMPT, steer=steer, max_new_tokens=16)
+    for embeds, problem in (
+        ({}, "prompt_embeds must map first positions to tensors"),
+        ({-1: vector[None]}, "whole numbers from 0 on; got -1"),
+        ({0: vector}, r"prompt_embeds needs a vector \[N, D\] for position 0; got a tensor \[192\]"),
+        ({0: vector[None, :5]}, r"prompt_embeds needs vectors of width \[192\] for 'embedding'; got \[1, 5\]"),
+        ({0: vector[None] / 0}, "position 0 with numbers that are not finite"),
+        ({0: vector.repeat(3, 1), 2: vector[None]}, "two vectors for position 2"),
+        ({99: vector[None]}, "changes 'embedding' at position 99, but there are only 11 positions"),
+    ):
+        with pytest.raises(RequestError, match=problem):
+            lm.generate(PROMPT, prompt_embeds=embeds)
+    with pytest.raises(RequestError, match="prompt_embeds and a steer of 'embedding' exclude each other"):
+        lm.generate(PROMPT, prompt_embeds={0: vector[None]}, steer={"embedding": vector})
+    with pytest.raises(RequestError, match="steer needs a model of a built-in family in one process"):
         own.generate([1], steer={"norm": vector}, max_new_tokens=1)
+    with pytest.raises(RequestError, match="prompt_embeds needs a model of a built-in family in one process"):
+        own.generate([1], prompt_embeds={0: vector[None]}, max_new_tokens=1)
+    completion = lm.generate(PROMPT, steer={"norm": vector}, max_new_tokens=1)
+    with pytest.raises(RequestError, match=r"a receipt cannot have the vectors .*: leave out steer"):
+        onward.Receipt.of(completion, "")

@@ -43,10 +43,9 @@ def test_without_libraries_everything_imports_and_says_so(tmp_path: Path) -> Non
 
 
 def test_an_isa_that_the_machine_lacks_is_refused(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loader, "available_isas", lambda: ["portable"])
-    monkeypatch.setattr(loader, "built_isas", lambda: list(native.ISAS))
-    with pytest.raises(NativeUnavailableError, match="'avx512' cannot be used: this processor cannot run it"):
-        native.select_isa("avx512")
+    monkeypatch.setattr(loader, "available_isas", list)
+    with pytest.raises(NativeUnavailableError, match=f"'{isa}' cannot be used: this processor cannot run it"):
+        native.select_isa(isa)
     assert native.isa() == isa
 
 

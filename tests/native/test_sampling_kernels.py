@@ -1,4 +1,5 @@
-"""The drawing kernel gives the ids of the definition: none may differ, whatever the logits, options and threads."""
+"""The kernels of sampling give the ids and the sums of their definitions, bit for bit, whatever the logits, options and
+threads."""
 
 import math
 
@@ -11,6 +12,7 @@ from test_elementwise_kernels import per_isa, seeds, spread
 from onward import native, ops
 from onward.errors import NativeError
 from onward.sampling.draw import GumbelSampler
+from onward.sampling.logprobs import _normaliser, _normalisers
 
 INF = math.inf
 ROWS = 6
@@ -115,6 +117,37 @@ def test_a_broken_row_gives_the_place_of_its_mark(isa, seed, chosen, mark, place
     assert torch.equal(got, draw.definition(logits, positions))
     if places and mark != -INF:
         assert (got == min(places)).all()
+
+
+def same_bits(got: torch.Tensor, want: torch.Tensor) -> bool:
+    return torch.equal(got.nan_to_num(7.0), want.nan_to_num(7.0)) and torch.equal(got.isnan(), want.isnan())
+
+
+@given(
+    seed=seeds,
+    kind=st.sampled_from(("normal", "ties", "plateaus", "peaks", "impossible", "merged", "huge", "tiny")),
+    columns=st.sampled_from((1, 2, 15, 63, 64, 65, 300, 4099)),
+    dtype=st.sampled_from((torch.float32, torch.bfloat16, torch.float16)),
+    threads=st.integers(1, 3),
+    mark=st.sampled_from((None, None, math.nan, INF, -INF)),
+)
+@settings(parent=per_isa, max_examples=80)
+def test_the_sums_of_logprobs_are_those_of_the_definition(isa, seed, kind, columns, dtype, threads, mark):
+    native.set_num_threads(threads)
+    logits = logits_of(kind, seed, columns).to(dtype)
+    if mark is not None:
+        logits[1], logits[2, seed % columns] = mark, mark
+    assert same_bits(_normalisers(spread(logits)), _normaliser(logits))
+
+
+def test_the_sums_of_a_large_vocabulary_over_several_threads(isa):
+    scale = torch.tensor([0.0, 0.3, 1.0, 3.0, 9.0, 40.0]).unsqueeze(1)
+    logits = torch.randn(ROWS, 151_936, generator=torch.Generator().manual_seed(3)) * scale
+    want = _normaliser(logits)
+    for threads in (1, 3):
+        native.set_num_threads(threads)
+        assert torch.equal(_normalisers(logits), want)
+        assert torch.equal(torch.cat([_normalisers(row.unsqueeze(0)) for row in logits]), want)
 
 
 def test_a_large_vocabulary_over_several_threads(isa):

@@ -288,6 +288,23 @@ def test_an_echo_is_the_prompt_with_its_logprobs(reader: BodyReader) -> None:
         assert choice["text"][at : at + len(token)] == token
 
 
+def test_logprobs_of_the_sampling_stand_beside_the_others(reader: BodyReader) -> None:
+    asked: dict[str, Any] = {"temperature": 1, "top_p": 0.9, "seed": 3, "sampling_logprobs": True}
+    alone = reader.lm.generate("The fox", max_new_tokens=4, logprobs=0, **asked)
+    pairs = [(entry.sampling, entry.support) for entry in alone.logprobs or ()]
+    (text,) = answered(reader, TEXT, prompt="The fox", max_tokens=4, logprobs=0, echo=True, **asked)["choices"]
+    columns = text["logprobs"]["sampling_logprobs"], text["logprobs"]["support"]
+    assert [*zip(*columns, strict=True)][-4:] == pairs
+    assert columns[0][:-4] == [None] * (len(columns[0]) - 4)
+    chat = reader.lm.chat(MESSAGES, max_new_tokens=4, logprobs=0, **asked)
+    (answer,) = answered(reader, CHAT, max_tokens=4, logprobs=True, **asked)["choices"]
+    entries = answer["logprobs"]["content"]
+    assert [(entry["sampling_logprob"], entry["support"]) for entry in entries] == [
+        (entry.sampling, entry.support) for entry in chat.logprobs or ()
+    ]
+    assert refusal(reader, CHAT, of(CHAT, sampling_logprobs=True)).param == "sampling_logprobs"
+
+
 def test_an_echo_of_no_tokens_scores_the_prompt(reader: BodyReader) -> None:
     (choice,) = answered(reader, TEXT, max_tokens=0, logprobs=0, echo=True, prompt="The fox")["choices"]
     score = reader.lm.score("The fox")
@@ -303,7 +320,7 @@ OPTIONS: dict[str, Any] = dict(  # noqa: C408 (names are shorter)
     temperature=0.5, bad_words=["x"], logit_bias={"5": 1.0}, xtc_threshold=0.3, length_penalty=0.5, early_stopping=True,
     json_schema={"type": "object"}, regex="a+", grammar='start: "a"', choice=["a", "b"],
     dry_base=2.0, dry_allowed_length=3, dry_sequence_breakers=[5],
-    reasoning_budget=5, reasoning_budget_message="x", cache_salt="a",
+    reasoning_budget=5, reasoning_budget_message="x", cache_salt="a", sampling_logprobs=True,
 )  # fmt: skip
 
 
@@ -313,6 +330,7 @@ NEEDED_BY: dict[str, dict[str, Any]] = {
     **{name: {"dry_multiplier": 1} for name in ("dry_base", "dry_allowed_length", "dry_sequence_breakers")},
     "xtc_threshold": {"xtc_probability": 0.5},
     "reasoning_budget_message": {"reasoning_budget": 5},
+    "sampling_logprobs": {"logprobs": 1},
 }
 
 
@@ -339,7 +357,7 @@ def test_every_option_of_generate_is_a_field_or_a_documented_exception(reader: B
         return
     (request,) = reader.read(TEXT, of(TEXT, **given)).requests
     assert getattr(request.options, name) != default or given[name] == default
-    if name == "logprobs":
+    if "logprobs" in given:
         given |= {"logprobs": True, "top_logprobs": 1}
     (chat,) = reader.read(CHAT, of(CHAT, **given)).requests
     if name not in ("regex", "grammar", "choice", "json_schema"):

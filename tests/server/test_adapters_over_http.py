@@ -1,9 +1,10 @@
-"""Adapters by the name of a model, over HTTP."""
+"""Adapters by the name of a model, and control vectors by theirs, over HTTP."""
 
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from live_server import LiveServer
 
 import onward
@@ -59,3 +60,58 @@ def test_of_several_models_the_one_that_has_it_is_called(
     refused = server.post(TEXT, {"prompt": "x", "model": "b"})
     assert refused.status_code == 400
     assert "the adapter name 'b' is ambiguous: 'one' and 'two' each have one" in refused.json()["error"]["message"]
+
+
+def test_a_request_names_a_control_vector_of_the_server(
+    start: Callable[..., LiveServer], adapted: onward.LanguageModel, tmp_path: Path
+) -> None:
+    gguf = pytest.importorskip("gguf")
+    vectors = torch.randn(2, 192, generator=torch.Generator().manual_seed(1)) * 2
+    for name, vector in zip(("happy", "sad"), vectors, strict=True):
+        writer = gguf.GGUFWriter(tmp_path / f"{name}.gguf", "controlvector")
+        writer.add_tensor("direction.2", vector.numpy())
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    lm = onward.LanguageModel(adapted.model, adapted.tokenizer, adapted.chat_template)
+    lm.load_adapter("a", adapted.adapters["a"].folder)
+    for name in ("happy", "sad"):
+        lm.load_control_vector(name, tmp_path / f"{name}.gguf")
+    server = start({"demo": lm})
+    steers = [
+        ({}, None),
+        ({"control_vector": "happy"}, {"layers.2": vectors[0]}),
+        ({"control_vector": "sad"}, {"layers.2": vectors[1]}),
+        (
+            {"control_vector": {"name": "happy", "scale": -0.5, "at": "new"}},
+            {"layers.2": onward.Steer(vectors[0], scale=-0.5, at="new")},
+        ),
+    ]
+    for model in ("demo", "a"):
+        texts = []
+        for fields, steer in steers:
+            body = {"prompt": "The fox", "max_tokens": 12, "temperature": 0, "model": model, **fields}
+            text = server.post(TEXT, body).json()["choices"][0]["text"]
+            adapter = None if model == "demo" else model
+            assert text == lm.generate("The fox", max_new_tokens=12, temperature=0, adapter=adapter, steer=steer).text
+            texts.append(text)
+        assert len(set(texts)) == len(texts)
+    chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 8, "temperature": 0}
+    plain, steered = (
+        server.post("/v1/chat/completions", chat | fields).json()["choices"][0]["message"]["content"]
+        for fields in ({}, {"control_vector": "sad"})
+    )
+    assert plain != steered
+    for value, problem in (
+        ("angry", "control_vector names no loaded control vector: 'angry'; loaded: 'happy', 'sad'"),
+        (str(tmp_path / "happy.gguf"), "names no loaded control vector"),
+        ({"name": "happy", "scale": 1e39}, "not finite"),
+        ({"name": "happy", "at": "last"}, "at"),
+        ({"layers.2": [1.0]}, "control_vector"),
+    ):
+        refused = server.post(TEXT, {"prompt": "The fox", "control_vector": value})
+        assert refused.status_code == 400
+        error = refused.json()["error"]
+        assert problem in error["message"]
+        assert error["param"].startswith("control_vector")

@@ -352,6 +352,7 @@ def test_management_must_be_allowed(start: Start, models_dir: Path, opener: Open
     for path, body in (
         ("/v1/models/load", {"model": "a"}),
         ("/v1/models/unload", {"model": "a"}),
+        ("/v1/models/weights", {"model": "a", "weights_path": "x"}),
         ("/v1/load_lora_adapter", {"lora_name": "x", "lora_path": "x"}),
         ("/v1/unload_lora_adapter", {"lora_name": "x"}),
     ):

@@ -14,7 +14,7 @@ from onward.protocols.options import field_options
 Start = Callable[..., LiveServer]
 LEAST: dict[str, Any] = {"prompt": "x", "messages": MESSAGES, "input": "x", "tokens": [1], "metadata": {}}
 LEAST |= {"items": MESSAGES, "max_tokens": 2, "query": "x", "documents": ["x"]}
-LEAST |= {"model": "demo", "lora_name": "x", "lora_path": "x"}
+LEAST |= {"model": "demo", "lora_name": "x", "lora_path": "x", "weights_path": "x"}
 LEAST |= {"input_file_id": "file-1", "endpoint": "/v1/completions", "completion_window": "24h"}
 
 

@@ -178,6 +178,7 @@ def test_every_body_is_in_the_log_where_that_is_asked_for(
         ("/v1/conversations/{id}/items", {"items": [{"role": "user", "content": SECRET}]}),
         ("/v1/models/load", {"model": SECRET}),
         ("/v1/models/unload", {"model": SECRET}),
+        ("/v1/models/weights", {"model": SECRET, "weights_path": SECRET}),
         ("/v1/load_lora_adapter", {"lora_name": SECRET, "lora_path": SECRET}),
         ("/v1/unload_lora_adapter", {"lora_name": SECRET}),
         ("/v1/batches", {"input_file_id": SECRET, "endpoint": TEXT, "completion_window": "24h"}),

@@ -18,6 +18,8 @@ from session_cases import SAMPLED, TOKENIZER, WINDOWED, contents, packed, tiny
 import onward
 from onward import LanguageModel, Model, Session, ops
 from onward.errors import OnwardWarning, SessionError
+from onward.prefix_store import Part
+from onward.prefix_store.exported import load_prefix, read_prefix, save_prefix
 from onward.testing import scripted_model, tiny_model
 
 few = settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -39,10 +41,12 @@ def file(tmp_path: Path) -> Path:
 def test_a_file_holds_the_ids_their_keys_and_values_and_no_more(file: Path) -> None:
     lm = tiny()
     tokens = [*b"Hello", *lm.generate("Hello", **SAMPLED).token_ids[:-1]]
-    saved = load_file(file)
-    assert saved.pop("tokens").tolist() == tokens
-    assert set(saved) == {f"cache.{kind}[{layer}]" for kind in ("keys", "values") for layer in (0, 1)}
-    assert {tuple(tensor.shape) for tensor in saved.values()} == {(1, 2, len(tokens), 16)}
+    saved = load_prefix(file)
+    assert saved.tokens == load_file(file)["tokens"].tolist() == tokens
+    names = [f"cache.{kind}[{layer}]" for kind in ("keys", "values") for layer in (0, 1)]
+    assert json.loads(saved.metadata["cache"]) == [[name, "torch.float32", [1, 2, len(tokens), 16]] for name in names]
+    assert [entry.part.nbytes for entry in saved.entries] == [4 * 2 * len(tokens) * 16] * 4
+    assert file.stat().st_size == saved.entries[-1].part.offset + saved.entries[-1].part.nbytes
     session = Session.load(file, lm)
     assert session.tokens == tokens
     assert session.notes == {"of": "mine ✓"}
@@ -118,7 +122,8 @@ def test_any_pytree_of_tensors_is_saved(tmp_path: Path, rounded_to: int) -> None
     session = Session(lm)
     first = session.generate([1, 2, 3], max_new_tokens=300)
     session.save(tmp_path / "file")
-    assert load_file(tmp_path / "file")["cache['ids']"].shape[1] == (302 if rounded_to == 1 else 513)
+    shapes = json.loads(load_prefix(tmp_path / "file").metadata["cache"])
+    assert shapes == [["cache['ids']", "torch.int64", [1, 302 if rounded_to == 1 else 513]]]
     prompt = [1, 2, 3, *first.token_ids, 4]
     got = Session.load(tmp_path / "file", lm).generate(prompt, max_new_tokens=30)
     assert (got.token_ids, got.cached_tokens) == (lm.generate(prompt, max_new_tokens=30).token_ids, 302)
@@ -165,7 +170,7 @@ def test_a_session_may_be_saved_in_the_midst_of_a_stream(tmp_path: Path) -> None
     assert contents(saved.generate("Hello", **SAMPLED)) == contents(want)
 
 
-@pytest.mark.parametrize("fails", ["onward.language_model.session.save_file", "os.fsync", "os.replace"])
+@pytest.mark.parametrize("fails", ["os.writev", "os.fsync", "os.replace"])
 def test_a_save_that_fails_leaves_what_was_saved_before(
     file: Path, monkeypatch: pytest.MonkeyPatch, fails: str
 ) -> None:
@@ -247,31 +252,51 @@ def test_a_changed_byte_is_noticed(file: Path, at: float, mask: int) -> None:
         assert torch.equal(one, two)
 
 
-def rewritten(file: Path, **metadata: str) -> Path:
-    """The file with other metadata, and a sum that agrees with them."""
-    from onward.language_model.session import _digest
-
-    with safe_open(file, "pt") as content:
-        changed = {**content.metadata(), **metadata}
-    tensors = load_file(file)
-    changed["sha256"] = _digest(changed, tensors)
-    save_file(tensors, file.with_name("rewritten"), changed)
+def rewritten(file: Path, tokens: list[int] | None = None, **changes: str) -> Path:
+    """The file with other ids, another key or other metadata, and checksums that agree with them."""
+    saved = load_prefix(file)
+    contents = [memoryview(bytearray(entry.part.nbytes)) for entry in saved.entries]
+    assert read_prefix(file, [(entry.part, [view]) for entry, view in zip(saved.entries, contents, strict=True)])
+    save_prefix(
+        file.with_name("rewritten"),
+        key=changes.pop("key", saved.key),
+        root=changes.pop("root", saved.root),
+        ids=saved.tokens if tokens is None else tokens,
+        parts=[Part(entry.block, entry.kind, [view]) for entry, view in zip(saved.entries, contents, strict=True)],
+        metadata={**saved.metadata, **changes},
+        block=saved.block,
+    )
     return file.with_name("rewritten")
 
 
 def test_a_newer_format_is_named(file: Path) -> None:
-    with pytest.raises(SessionError, match="a session of format 3, but this Onward reads format 1: upgrade"):
-        Session.load(rewritten(file, onward_session="3"), tiny())
-    with pytest.raises(SessionError, match="of format 3"):
-        Session(tiny()).save(rewritten(file, onward_session="3"))
+    file.write_bytes(file.read_bytes().replace(b'"onward_prefix":"1"', b'"onward_prefix":"3"'))
+    with pytest.raises(SessionError, match="its format is 3, and this Onward reads 1: upgrade"):
+        Session.load(file, tiny())
+    with pytest.raises(SessionError, match="its format is 3"):
+        Session(tiny()).save(file)
+
+
+def test_an_older_format_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    save_file({"tokens": torch.zeros(3)}, file, {"onward_session": "1", "model": "{}"})
+    for use in (lambda: Session.load(file, tiny()), lambda: Session(tiny()).save(file)):
+        with pytest.raises(SessionError, match="a format that this Onward no longer reads, make the session again"):
+            use()
+
+
+def test_a_prefix_of_something_else_is_no_session(tmp_path: Path) -> None:
+    save_prefix(tmp_path / "file", key="key", root="", ids=[1], parts=[], metadata={})
+    with pytest.raises(SessionError, match="is not a saved session or is damaged: it is a prefix of something else"):
+        Session.load(tmp_path / "file", tiny())
 
 
 @pytest.mark.parametrize(
-    "metadata", [{"model": "{}"}, {"model": "[1]"}, {"model": "no JSON"}, {"capacity": "x"}, {"notes": "[]"}], ids=str
+    "changes", [{"key": "{}"}, {"key": "[1]"}, {"key": "no JSON"}, {"capacity": "x"}, {"notes": "[]"}], ids=str
 )
-def test_a_made_up_file_is_an_error_and_no_crash(file: Path, metadata: dict[str, str]) -> None:
+def test_a_made_up_file_is_an_error_and_no_crash(file: Path, changes: dict[str, str]) -> None:
     with pytest.raises(SessionError, match="not a session saved by Onward"):
-        Session.load(rewritten(file, **metadata), tiny())
+        Session.load(rewritten(file, **changes), tiny())
 
 
 @pytest.mark.parametrize("capacity", ["6_4", "٣٠", " 64 ", "-1", "0", "13", "+64", "064", "64.0", "", "9" * 5000])
@@ -282,36 +307,20 @@ def test_a_capacity_is_the_whole_number_that_was_written_and_has_room_for_the_to
 
 
 @pytest.mark.parametrize(
-    "metadata",
-    [{"notes": '{"turns": 3}'}, {"notes": "[" * 100_000}, {"model": "[" * 100_000}],
-    ids=["number", "n", "m"],
+    "changes",
+    [{"notes": '{"turns": 3}'}, {"notes": "[" * 100_000}, {"key": "[" * 100_000}],
+    ids=["number", "n", "k"],
 )
-def test_metadata_of_another_kind_is_refused_and_not_converted(file: Path, metadata: dict[str, str]) -> None:
+def test_metadata_of_another_kind_is_refused_and_not_converted(file: Path, changes: dict[str, str]) -> None:
     with pytest.raises(SessionError, match="not a session saved by Onward"):
-        Session.load(rewritten(file, **metadata), tiny())
+        Session.load(rewritten(file, **changes), tiny())
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda ids: ids.float(),
-        lambda ids: ids.long(),
-        lambda ids: ids.view(1, -1),
-        lambda ids: -ids,
-        lambda ids: ids + 300,
-    ],
-    ids=["float", "int64", "2-D", "negative", "beyond"],
-)
-def test_tokens_are_ids_of_the_vocabulary(file: Path, change: Any) -> None:
-    from onward.language_model.session import _digest
-
-    with safe_open(file, "pt") as content:
-        metadata = content.metadata()
-    tensors = load_file(file)
-    strange = tensors | {"tokens": change(tensors["tokens"]).contiguous()}
-    save_file(strange, file.with_name("strange"), metadata | {"sha256": _digest(metadata, strange)})
+@pytest.mark.parametrize("change", [-1, 300], ids=["negative", "beyond"])
+def test_tokens_are_ids_of_the_vocabulary(file: Path, change: int) -> None:
+    tokens = [token + change if change > 0 else change for token in load_prefix(file).tokens]
     with pytest.raises(SessionError, match="its tokens"):
-        Session.load(file.with_name("strange"), tiny())
+        Session.load(rewritten(file, tokens), tiny())
 
 
 def test_a_cache_that_no_memory_holds_is_an_error(tmp_path: Path) -> None:
@@ -334,20 +343,15 @@ def test_a_cache_that_no_memory_holds_is_an_error(tmp_path: Path) -> None:
 
 
 def test_a_made_up_cache_is_an_error_and_no_crash(file: Path) -> None:
-    from onward.language_model.session import _digest
-
-    with safe_open(file, "pt") as content:
-        metadata = content.metadata()
-    tensors = load_file(file)
-    for name, changed in (
-        ("cache.keys[0]", tensors["cache.keys[0]"][:, :, 1:].contiguous()),
-        ("cache.keys[0]", tensors["cache.keys[0]"].to(torch.float16)),
-        ("cache.keys[7]", tensors["cache.keys[0]"].clone()),
-    ):
-        strange = tensors | {name: changed}
-        save_file(strange, file.with_name("strange"), metadata | {"sha256": _digest(metadata, strange)})
-        with pytest.raises(SessionError, match="cache"):
-            Session.load(file.with_name("strange"), tiny())
+    shapes = load_prefix(file).metadata["cache"]
+    changes: list[dict[str, str]] = [{"cache": shapes.replace(*names)} for names in (("[0]", "[7]"), ("32", "16"))]
+    changes += [{"cache": shapes.replace("14, 16", "7, 32")}, {"cache": ""}]
+    for changed in changes:
+        with pytest.raises(SessionError, match="has another cache than this model"):
+            Session.load(rewritten(file, **changed), tiny())
+    fewer = load_prefix(file).tokens[:-1]
+    with pytest.raises(SessionError, match="cache"):
+        Session.load(rewritten(file, fewer), tiny())
 
 
 def other_weight(name: str) -> LanguageModel:
@@ -401,7 +405,7 @@ def test_other_kernels_are_warned_of(file: Path, form: str) -> None:
 def test_the_format_is_readable_without_onward(file: Path) -> None:
     with safe_open(file, "pt") as content:
         metadata = content.metadata()
-    assert metadata["onward_session"] == "1"
+    assert metadata["onward_prefix"] == "1"
     assert json.loads(metadata["notes"]) == {"of": "mine ✓"}
-    assert json.loads(metadata["model"])["config"]["hidden_size"] == 32
+    assert json.loads(metadata["key"])["config"]["hidden_size"] == 32
     assert os.path.getsize(file) > 0

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from session_cases import GREEDY, PENALISED, SAMPLED, TOKENIZER, contents, counting, spoil, tiny
+from session_cases import GREEDY, PENALISED, SAMPLED, TOKENIZER, WINDOWED, contents, counting, spoil, tiny
 
 import onward
 from onward import GenerateOptions, LanguageModel, Model, Session
@@ -121,6 +121,21 @@ def test_a_streamed_chat_is_the_chat() -> None:
     messages = [{"role": "user", "content": "Hi"}]
     pieces = Session(lm).stream_chat(messages, max_new_tokens=8)
     assert [piece.token_id for piece in pieces] == lm.chat(messages, max_new_tokens=8).token_ids
+
+
+@pytest.mark.parametrize("memory", [0, 2**20, 2**30])
+def test_another_size_of_the_prefix_cache_leaves_sessions_as_they_are(memory: int) -> None:
+    lm = LanguageModel(tiny_model("qwen3", seed=7, **WINDOWED), TOKENIZER)
+    one, two = Session(lm), Session(lm)
+    for session, prompt in ((one, list(range(90))), (two, list(range(90, 110)))):
+        session.generate(prompt, max_new_tokens=5)
+    lm.prefix_memory = memory
+    for session in (one, two, one):
+        text = session.tokens
+        assert len(text) > 20
+        completion = session.generate([*text, 7, 8], max_new_tokens=10, **SAMPLED)
+        assert completion.cached_tokens == len(text)
+        assert contents(completion) == contents(lm.generate([*text, 7, 8], max_new_tokens=10, **SAMPLED))
 
 
 # ── only what is new ──────────────────────────────────────────────────────────────────────────────────────

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from benchmarks.grpo import interval, picture
 
 import onward
 
@@ -42,10 +43,17 @@ def test_a_fresh_sample_has_the_gradient_of_the_policy(grpo):
 def test_it_runs_with_ratios_of_one(grpo, capsys):
     lm = onward.load("demo", trainable=True)
     before = {name: parameter.detach().clone() for name, parameter in lm.named_parameters()}
-    grpo.train(lm, 2, 1e-4, 0, prompts=2, group=3)  # it asserts the ratios
+    shares = grpo.train(lm, 2, 1e-4, 0, prompts=2, group=3)  # it asserts the ratios
+    assert len(shares) == 2
     assert capsys.readouterr().out.count("right, reward") == 2
     assert not any(torch.equal(parameter, before[name]) for name, parameter in lm.named_parameters())
 
 
 def test_it_is_short():
     assert len(EXAMPLE.read_text().splitlines()) < 150
+
+
+def test_the_interval_of_the_gain_and_the_picture():
+    assert interval([0.5, 0.6, 0.7]) == pytest.approx((0.6 - 4.303 * 0.1 / 3**0.5, 0.6 + 4.303 * 0.1 / 3**0.5))
+    one, two = picture([[0.0, 0.5, 1.0]]), picture([[0.0, 0.5, 1.0], [0.2, 0.2, 0.2]])
+    assert two.count("<polyline") == one.count("<polyline") + 1

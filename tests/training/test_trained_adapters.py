@@ -1,5 +1,8 @@
 """LoRA adapters trained beside float and quantized weights: equal logprobs, exact gradients, files of peft."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 from families import PROMPTS, assert_equal, reported
@@ -7,7 +10,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 import onward
-from onward.errors import RequestError
+from onward.errors import CheckpointError, RequestError
 from onward.testing import random_checkpoint
 
 BASES = {
@@ -111,6 +114,90 @@ def test_adapters_and_the_weights_are_trained_together():
     lm.logprobs([1, 2, 3, 4], adapter="poet").sum().backward()
     assert all(p.grad is not None for p in lm.parameters())
     assert all(p.grad is not None for p in lm.parameters("poet"))
+
+
+def _trained(source, **options):
+    lm = onward.load(source, **options)
+    lm.new_adapter("poet", rank=4)
+    with torch.no_grad():
+        for index, parameter in enumerate(lm.parameters("poet")):
+            parameter += 0.2 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(index))
+    return lm
+
+
+@pytest.mark.parametrize("copied", [lambda lm: pickle.loads(pickle.dumps(lm)), copy.copy, copy.deepcopy])
+@pytest.mark.parametrize("trainable", [False, True])
+def test_a_copy_of_a_model_has_copies_of_its_trained_adapters(tmp_path, copied, trainable):
+    lm = _trained(random_checkpoint(tmp_path / "base", "qwen3"), trainable=trainable)
+    texts = _samples(lm, adapter="poet")
+    lm.load_adapter("saved", lm.save_adapter("poet", tmp_path / "saved"))
+    other = copied(lm)
+    for name in ("poet", "saved"):
+        assert_equal(_samples(other, adapter=name), map(reported, texts))
+    _step(other, "poet", _samples(other, adapter="poet"))
+    assert not torch.equal(reported(_samples(other, adapter="poet")[0]), reported(texts[0]))
+    assert_equal(_samples(lm, adapter="poet"), map(reported, texts))
+    assert other.source == lm.source
+    if trainable:
+        other.save(tmp_path / "whole")
+
+
+def test_a_trained_adapter_is_merged_with_its_current_values(tmp_path):
+    lm = _trained(random_checkpoint(tmp_path / "base", "qwen3"))
+    of_file = lm.merge(lm.save_adapter("poet", tmp_path / "saved"))
+    merged = lm.merge("poet")
+    assert_equal(_samples(merged), map(reported, _samples(of_file)))
+    assert not torch.equal(reported(_samples(merged)[0]), reported(_samples(lm)[0]))
+    assert not merged.adapters
+
+
+@pytest.mark.parametrize("trainable", [False, True])
+def test_a_quantized_model_has_copies_of_trained_adapters(tmp_path, trainable):
+    lm = _trained(random_checkpoint(tmp_path / "base", "qwen3"), trainable=trainable)
+    lm.load_adapter("saved", lm.save_adapter("poet", tmp_path / "saved"))
+    small = onward.quantize(lm, "int8")
+    assert_equal(_samples(small, adapter="poet"), map(reported, _samples(small, adapter="saved")))
+    before = _samples(small, adapter="saved")
+    _step(small, "poet", _samples(small, adapter="poet"))
+    assert_equal(_samples(small, adapter="saved"), map(reported, before))
+
+
+def test_training_changes_no_model_that_was_made_from_it(tmp_path):
+    lm = _trained(random_checkpoint(tmp_path / "base", "qwen3"), trainable=True)
+    with torch.no_grad():
+        for parameter in lm.parameters():
+            parameter *= 1.1  # not packed yet
+    changed = onward.load(lm.save(tmp_path / "changed"))
+    others = {"merged": lm.merge("poet"), "int8": onward.quantize(lm, "int8")}
+    assert_equal(_samples(others["int8"]), map(reported, _samples(onward.quantize(changed, "int8"))))
+    before = {name: _samples(other) for name, other in others.items()}
+    version = {name: other.weights_version for name, other in others.items()}
+    with torch.no_grad():
+        for parameter in lm.parameters():
+            parameter *= 1.1
+    lm.generate(PROMPTS[0], max_new_tokens=1)
+    for name, other in others.items():
+        assert_equal(_samples(other), map(reported, before[name]))
+        with torch.no_grad():
+            assert_equal(before[name], other.logprobs(before[name]))
+        assert other.weights_version == version[name] == 0
+        with pytest.raises(RequestError, match="no parameters to train"):
+            other.parameters().__next__()
+
+
+def test_a_folder_that_has_changed_is_not_loaded_again(tmp_path):
+    lm = _trained(random_checkpoint(tmp_path / "base", "qwen3"))
+    folder = lm.save_adapter("poet", tmp_path / "saved")
+    lm.load_adapter("saved", folder)
+    pickled = pickle.dumps(lm)
+    with torch.no_grad():
+        for parameter in lm.parameters("poet"):
+            parameter *= 2
+    lm.save_adapter("poet", tmp_path / "other").joinpath("adapter_model.safetensors").replace(
+        folder / "adapter_model.safetensors"
+    )
+    with pytest.raises(CheckpointError, match="has changed since 'saved' was loaded"):
+        pickle.loads(pickled)
 
 
 def test_bad_input(tmp_path):

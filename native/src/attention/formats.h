@@ -1,5 +1,5 @@
-// What the terms of a sum are multiplied as: floats, which serve every element type, pairs of bf16, which
-// one instruction of AVX-512 multiplies and adds into float32, or pairs of 16-bit integers over a cache of
+// What the terms of a sum are multiplied as: floats, which serve every element type, pairs of bf16, where
+// one instruction multiplies and adds them into float32, or pairs of 16-bit integers over a cache of
 // 8-bit ones. Queries, weights and packed values are laid out in words of 32 bits, each a float or a pair.
 #pragma once
 #include <cstring>
@@ -7,7 +7,6 @@
 
 #include "../simd_math.h"
 #include "problem.h"
-#include "transpose.h"
 
 namespace onward {
 
@@ -77,19 +76,6 @@ inline void store_row(const T* x, int64_t dim, I8* row) {
 #define ONWARD_INLINE __attribute__((always_inline)) inline
 #define ONWARD_APART __attribute__((noinline))
 
-#if defined(__AVX512F__)
-// The words a[0], b[0], a[1], b[1], … of 16 bits.
-inline void pair_words(i32x16 a, i32x16 b, i32x16 (&pairs)[2]) {
-  alignas(64) static constexpr int16_t kPairs[32] = {0, 32, 1, 33, 2, 34, 3, 35, 4, 36, 5,
-                                                     37, 6, 38, 7, 39, 8, 40, 9, 41, 10, 42,
-                                                     11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
-  const __m512i low = _mm512_load_si512(kPairs);
-  const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
-  pairs[0] = {_mm512_permutex2var_epi16(a.v, low, b.v)};
-  pairs[1] = {_mm512_permutex2var_epi16(a.v, high, b.v)};
-}
-#endif
-
 struct Floats {
   using Vector = f32x16;
   using Sum = f32x16;
@@ -135,11 +121,7 @@ struct Integers {
   using Sum = i32x16;
   static constexpr int64_t kFeatures = 32;
   static constexpr int64_t kPositions = 2;
-#if defined(__AVX512F__)
-  static constexpr int kVectors = 2;
-#else
-  static constexpr int kVectors = 1;
-#endif
+  static constexpr int kVectors = shapes::attention::kIntegerVectors;
   static constexpr int64_t kMost = 32767;
 
   static Sum zero() { return zero_i32(); }
@@ -162,17 +144,17 @@ struct Integers {
   // Values of two positions, paired: 16 features in each vector.
   template <bool WHOLE>
   static void values(const I8* row, int64_t stride, int64_t d, int64_t dim, Vector (&vectors)[kVectors]) {
-#if defined(__AVX512F__)
-    pair_words(features<WHOLE>(row, d, dim), features<WHOLE>(row + stride, d, dim), vectors);
-#else
-    const auto sixteen = [&](const I8* p) {
-      if (WHOLE) return load_bytes(&p[d].value);
-      int8_t padded[16] = {};
-      std::memcpy(padded, p + d, size_t(dim - d < 16 ? dim - d : 16));
-      return load_bytes(padded);
-    };
-    vectors[0] = bit_or(bit_and(sixteen(row), 0xffff), shift_left<16>(sixteen(row + stride)));
-#endif
+    if constexpr (kVectors == 2) {
+      pair_words(features<WHOLE>(row, d, dim), features<WHOLE>(row + stride, d, dim), vectors);
+    } else {
+      const auto sixteen = [&](const I8* p) {
+        if (WHOLE) return load_bytes(&p[d].value);
+        int8_t padded[16] = {};
+        std::memcpy(padded, p + d, size_t(dim - d < 16 ? dim - d : 16));
+        return load_bytes(padded);
+      };
+      vectors[0] = bit_or(bit_and(sixteen(row), 0xffff), shift_left<16>(sixteen(row + stride)));
+    }
   }
   static Vector words(const float* p) { return load_i32(reinterpret_cast<const int32_t*>(p)); }
   static f32x16 as_floats(Vector v) { return as_f32(v); }
@@ -200,14 +182,6 @@ struct Integers {
   }
 };
 
-// T: of the queries, S: of the rows of the cache.
-template <class T, class S>
-struct FormatOf {
-  using type = std::conditional_t<kScaled<S>, Integers, Floats>;
-};
-
-#if defined(__AVX512F__)
-
 struct Bf16Pairs {
   using Vector = i32x16;
   using Sum = f32x16;
@@ -221,13 +195,11 @@ struct Bf16Pairs {
   template <bool WHOLE>
   static Vector features(const Bf16* row, int64_t d, int64_t dim) {
     if (WHOLE) return load_i32(row + d);
-    const int64_t left = dim - d;
-    const auto real = left >= 32 ? ~__mmask32(0) : (__mmask32(1) << left) - 1;
-    return {_mm512_maskz_loadu_epi16(real, row + d)};
+    return load_first_words(row + d, dim - d);
   }
   static float store_query(float* words, const Bf16* row, int64_t dim) {
     for (int64_t d = 0; d < dim; d += kFeatures, words += 16) {
-      _mm512_storeu_si512(words, features<false>(row, d, dim).v);
+      store(words, as_f32(features<false>(row, d, dim)));
     }
     return 1.0f;
   }
@@ -239,8 +211,8 @@ struct Bf16Pairs {
     pair_words(features<WHOLE>(row, d, dim), features<WHOLE>(row + stride, d, dim), vectors);
   }
   static Vector words(const float* p) { return load_i32(p); }
-  static f32x16 as_floats(Vector v) { return {_mm512_castsi512_ps(v.v)}; }
-  static void store_words(float* p, Vector v) { _mm512_storeu_si512(p, v.v); }
+  static f32x16 as_floats(Vector v) { return as_f32(v); }
+  static void store_words(float* p, Vector v) { store(p, as_f32(v)); }
   static Vector weight(const float* word) {
     int32_t pair;
     std::memcpy(&pair, word, sizeof pair);
@@ -253,12 +225,12 @@ struct Bf16Pairs {
   }
 };
 
-template <>
-struct FormatOf<Bf16, Bf16> {
-  using type = Bf16Pairs;
+// T: of the queries, S: of the rows of the cache.
+template <class T, class S>
+struct FormatOf {
+  static constexpr bool kPairs = kDotsBf16 && std::is_same_v<T, Bf16> && std::is_same_v<S, Bf16>;
+  using type = std::conditional_t<kScaled<S>, Integers, std::conditional_t<kPairs, Bf16Pairs, Floats>>;
 };
-
-#endif
 
 // Rows of the cache, one a position.
 template <class T>

@@ -6,27 +6,16 @@
 // this.
 #pragma once
 #include "formats.h"
-#include "sums.h"
 
 namespace onward::attention {
 
-// Accumulators of Blend: rows * vectors, beside the vectors and one broadcast, in 32 registers of 16
-// floats (AVX-512), 16 of 8 (AVX2), 16 of 4 elsewhere. Few rows take more vectors, for want of
-// independent sums. kScoreRows, kScoreGroups: rows and groups of 16 packed keys that are scored together: their sums, and
-// those that wait for their partners in the tree of additions, in as many registers.
-#if defined(__AVX512F__)
-constexpr int kTileRows = 6;
-constexpr int kScoreRows = 3, kScoreGroups = 2;
-constexpr int tile_vectors(int rows) { return rows <= 3 ? 8 : 4; }
-#elif defined(__AVX2__)
-constexpr int kTileRows = 6;
-constexpr int kScoreRows = 3, kScoreGroups = 1;
-constexpr int tile_vectors(int rows) { return rows <= 2 ? 2 : 1; }
-#else
-constexpr int kTileRows = 2;
-constexpr int kScoreRows = 2, kScoreGroups = 1;
-constexpr int tile_vectors(int) { return 1; }
-#endif
+// Of shapes::attention, by instruction set:
+//   kTileRows, tile_vectors(rows)   the accumulators of Blend: rows * vectors, beside the vectors and one broadcast. Few
+//                                   rows take more vectors, for want of independent sums.
+//   kSumsAtOnce                     dot products that dot_products takes together
+//   kScoreRows, kScoreGroups        rows and groups of 16 packed keys that are scored together: their sums, and those
+//                                   that wait for their partners in the tree of additions, in as many registers
+using namespace shapes::attention;
 
 // In which order the rows ahead of the keys are asked for. Rows that follow each other without a gap are
 // asked for line by line, which the processor takes for the stream it is; in the order in which the loops

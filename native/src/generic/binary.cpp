@@ -70,8 +70,8 @@ Block<C> float_operation(int32_t op) {
     case kFloorDiv: return ONWARD_EACH(floor_division(x, y));
     case kRemainder: return ONWARD_EACH(remainder(x, y));
     // NaN wins from either side.
-    case kMin: return ONWARD_EACH((x < y) | (x != x) ? x : y);
-    case kMax: return ONWARD_EACH((x > y) | (x != x) ? x : y);
+    case kMin: return ONWARD_EACH(((x < y) | (x != x)) ? x : y);
+    case kMax: return ONWARD_EACH(((x > y) | (x != x)) ? x : y);
     default: return comparison<C>(op);
   }
 }

@@ -50,6 +50,13 @@ void write_header(uint8_t* header, int64_t row, int64_t rows, float scale, int32
   std::memcpy(header + (rows + row) * 4, &scale, 4);
 }
 
+// 32 bytes as words, of each four the first, the third, the second and the fourth.
+inline void store_words(const uint8_t* bytes, uint8_t* to) {
+  int8_t ordered[kStretch / 2];
+  for (int64_t i = 0; i < kStretch / 2; ++i) ordered[i] = int8_t(bytes[i % 4 == 1 ? i + 1 : i % 4 == 2 ? i - 1 : i]);
+  store(reinterpret_cast<float*>(to), as_f32(widen_i8(ordered)));
+}
+
 template <class T>
 void int8_row(const T* x, int64_t inputs, int64_t row, int64_t rows, uint8_t* panel) {
   const Range range = range_of(x, inputs);
@@ -57,13 +64,16 @@ void int8_row(const T* x, int64_t inputs, int64_t row, int64_t rows, uint8_t* pa
   uint8_t* to = panel + rows * 8 + row * kStretch;
   i32x16 sum = zero_i32();
   for (int64_t k = 0; k < inputs; k += kStretch, to += rows * kStretch) {
-    if (reciprocal == 0.0f) {
-      std::memset(to, 0, kStretch);
-      continue;
-    }
-    for (int64_t i = 0; i < kStretch; i += 16) {
+    uint8_t apart[kStretch];
+    uint8_t* bytes = kDotsBytes ? to : apart;
+    if (reciprocal == 0.0f) std::memset(bytes, 0, kStretch);
+    for (int64_t i = 0; i < kStretch && reciprocal != 0.0f; i += 16) {
       const int64_t left = inputs - k - i;
-      sum = add(sum, quantize(left > 0 ? x + k + i : x, left, splat(reciprocal), to + i));
+      sum = add(sum, quantize(left > 0 ? x + k + i : x, left, splat(reciprocal), bytes + i));
+    }
+    if constexpr (!kDotsBytes) {
+      store_words(apart, to);
+      store_words(apart + kStretch / 2, to += rows * kStretch);
     }
   }
   write_header(panel, row, rows, scale_of(range), -128 * sum_lanes(sum));
@@ -150,23 +160,34 @@ void grouped_row(const T* x, int64_t inputs, int64_t row, int64_t rows, const Gr
   std::memcpy(panel + row * 4, &poison, 4);
 }
 
-// To: float or Bf16. What follows the inputs up to a multiple, or the end of a stretch, is zeros.
-template <class To, class From>
+inline f32x16 rounded_to_bf16(f32x16 a) {
+  Bf16 rounded[16];
+  store(rounded, a);
+  return load(rounded);
+}
+
+// Rounded, to float or Bf16, and stored as To. What follows the inputs up to a multiple, or the end of a stretch, is
+// zeros.
+template <class To, class Rounded = To, class From>
 void float_row(const From* x, int64_t inputs, int64_t row, int64_t rows, uint8_t* panel,
                int64_t multiple = 1) {
+  constexpr bool kExact = std::is_same_v<To, Rounded> || std::is_same_v<Rounded, From>;
   constexpr int64_t kPerStretch = kStretch / sizeof(To);
   To* to = reinterpret_cast<To*>(panel + row * kStretch);
   for (int64_t k = 0; k < round_up(inputs, multiple); k += kPerStretch, to += rows * kPerStretch) {
     const int64_t n = inputs - k;
-    if (std::is_same_v<To, From> && n >= kPerStretch) {
+    if (std::is_same_v<To, From> && kExact && n >= kPerStretch) {
       std::memcpy(to, x + k, kStretch);
       continue;
     }
     for (int64_t i = 0; i < kPerStretch; i += 16) {
-      store(to + i, n > i ? load_first(x + k + i, n - i) : zero_f32());
+      const f32x16 values = n > i ? load_first(x + k + i, n - i) : zero_f32();
+      store(to + i, kExact ? values : rounded_to_bf16(values));
     }
   }
 }
+
+using Bf16Words = std::conditional_t<kDotsBf16, Bf16, float>;
 
 }  // namespace
 
@@ -179,7 +200,7 @@ void make_panel(Format format, const Rows& x, int64_t first, int64_t count, int6
       const From* from = static_cast<const From*>(x.data) + at * x.stride;
       switch (format) {
         case kPackedInt8: int8_row(from, inputs, row, count, panel); break;
-        case kPackedBf16: float_row<Bf16>(from, inputs, row, count, panel); break;
+        case kPackedBf16: float_row<Bf16Words, Bf16>(from, inputs, row, count, panel); break;
         case kPackedF32:
         case kPackedF16: float_row<float>(from, inputs, row, count, panel); break;
         case kPackedFp8:

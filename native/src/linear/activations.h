@@ -2,7 +2,8 @@
 //
 // T rows are cut into tiles of some rows each, and each tile becomes a panel: stretch by stretch along
 // K, 64 bytes of each row of the tile (16 float, 32 bf16 or 64 int8), so that a kernel walks one
-// stream whatever its number of rows. Rows end padded with zeros. What the quantized formats need to
+// stream whatever its number of rows. Where no instruction has their dot products, bf16 lies there as floats
+// and int8 as words of 16 bits. Rows end padded with zeros. What the quantized formats need to
 // know of a row lies in front of the words:
 //   int8   each panel:       int32 start[rows], float scale[rows], then the stretches
 //   int4   each panel:       float poison[rows], then
@@ -14,6 +15,7 @@
 // the sum of the quantized inputs, which takes back the 128 or 8 that packed weights have added;
 // poison is 0, or NaN for a row with something that is no finite number.
 #pragma once
+#include "../simd.h"
 #include "layout.h"
 
 namespace onward::linear {
@@ -35,8 +37,8 @@ inline int64_t panel_row_bytes(Format format, int64_t inputs) {
   switch (format) {
     case kPackedF32:
     case kPackedF16: return round_up(inputs * 4, kStretch);
-    case kPackedBf16: return round_up(inputs * 2, kStretch);
-    case kPackedInt8: return 8 + round_up(inputs, kStretch);
+    case kPackedBf16: return round_up(inputs * (kDotsBf16 ? 2 : 4), kStretch);
+    case kPackedInt8: return 8 + round_up(inputs, kStretch) * (kDotsBytes ? 1 : 2);
     default: {
       const Grouped g = grouped_of(format);
       if (g.floats) return round_up(inputs, g.unit()) * 4;

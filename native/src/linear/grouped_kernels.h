@@ -141,11 +141,47 @@ struct GroupedKernel {
         std::make_integer_sequence<int, kSteps>{});
   }
 
+  // The same, in words of 16 bits for as many steps as fit.
+  static constexpr int kFit = steps_in_words(g.bits);
+  static constexpr bool kInWords = ByteWords::kUsed && kFit > 0 && g.table == nullptr;
+  template <int H, class N = ByteWords>
+  static void products_in_words(const uint8_t* panel, const uint8_t* codes, int64_t block_bytes,
+                                Sums<i32x16, ROWS, BLOCKS>& sum) {
+    constexpr int kSteps = 8 / kHalves;
+    const uint8_t* x = panel + ROWS * (4 * kHalves + 4);
+    Sums<i32x16, ROWS, BLOCKS> words;
+    for_sums<ROWS, BLOCKS>([&](int r, int b) {
+      sum[r][b] = g.minimum ? zero_i32() : splat(*word(panel + (H * ROWS + r) * 4));
+      words[r][b] = zero_i32();
+    });
+    each_step(
+        [&](auto at) {
+          constexpr int kAt = decltype(at)::value, kStep = H * kSteps + kAt;
+          ONWARD_UNROLL for (int b = 0; b < BLOCKS; ++b) {
+            const i32x16 w = Codes::template at<kStep>(codes + b * block_bytes);
+            ONWARD_UNROLL for (int r = 0; r < ROWS; ++r) {
+              words[r][b] = N::step(words[r][b], w, splat(*word(x + r * kGroup + kStep * 4)));
+            }
+          }
+          if constexpr ((kAt + 1) % kFit == 0 || kAt + 1 == kSteps) {
+            for_sums<ROWS, BLOCKS>([&](int r, int b) {
+              sum[r][b] = add(sum[r][b], N::sums(words[r][b]));
+              words[r][b] = zero_i32();
+            });
+          }
+        },
+        std::make_integer_sequence<int, kSteps>{});
+  }
+
   template <int H>
   static void half(const uint8_t* panel, const uint8_t* unit, int64_t group, const uint8_t* codes,
                    int64_t block_bytes, Totals& total) {
     Sums<i32x16, ROWS, BLOCKS> sum;
-    products<H>(panel, codes, block_bytes, sum);
+    if constexpr (kInWords) {
+      products_in_words<H>(panel, codes, block_bytes, sum);
+    } else {
+      products<H>(panel, codes, block_bytes, sum);
+    }
     const auto* starts = reinterpret_cast<const float*>(panel);
     const float* powers = starts + ROWS * kHalves;
     const int64_t place = g.group > kGroup ? group * kGroup / g.group : group * kHalves + H;

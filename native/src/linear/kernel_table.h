@@ -7,22 +7,9 @@ namespace onward::linear {
 // Up to kStreamRows rows go through the weights once, block after block, at the pace of
 // memory (through few weights some blocks at a time). More rows are cut into tiles of at most
 // kTileRows, for which the weights stay in the second level cache; such a tile of r rows takes
-// kBlocks[r] blocks at a time, so that the sums and the operands fit into the registers: 32 of 16
-// floats (AVX-512), 16 of 8 (AVX2), 16 of 4 at worst (portable). int4, with two sums for every
-// output, takes smaller ones.
-#if defined(__AVX512F__)
-constexpr int kStreamRows = 16, kTileRows = 8;
-constexpr int kBlocks[kStreamRows + 1] = {0, 4, 4, 4, 4, 4, 4, 3, 3, 1, 1, 1, 1, 1, 1, 1, 1};
-constexpr int kInt4TileRows = 6, kInt4Blocks = 2, kGroupedStreamRows = 8;
-#elif defined(__AVX2__)
-constexpr int kStreamRows = 4, kTileRows = 4;
-constexpr int kBlocks[kStreamRows + 1] = {0, 4, 2, 1, 1};
-constexpr int kInt4TileRows = 4, kInt4Blocks = 1, kGroupedStreamRows = 4;
-#else
-constexpr int kStreamRows = 4, kTileRows = 4;
-constexpr int kBlocks[kStreamRows + 1] = {0, 1, 1, 1, 1};
-constexpr int kInt4TileRows = 4, kInt4Blocks = 1, kGroupedStreamRows = 4;
-#endif
+// kBlocks[r] blocks at a time, so that the sums and the operands fit into the registers. int4, with two
+// sums for every output, takes smaller ones.
+using namespace shapes::linear;
 constexpr int kMaxBlocks = 4;
 
 using KernelFunction = void (*)(const Tile&);

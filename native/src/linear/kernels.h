@@ -26,11 +26,11 @@ struct Tile {
 // blocks at a time come from the second level cache, but for the first tile.
 constexpr int64_t prefetch_distance(int blocks) { return blocks == 1 ? 8192 : 2304; }
 
-// What a format does in one step along K: the bytes it takes from a block, the inputs that is, and its
-// multiplication.
+// What a format does in one step along K: the bytes it takes from a block and from a row of the panel, the inputs that
+// is, and its multiplication.
 struct F32Format {
   using Sum = f32x16;
-  static constexpr int kStepBytes = 64, kStepInputs = 1;
+  static constexpr int kStepBytes = 64, kPanelBytes = 4, kStepInputs = 1;
   static f32x16 weights(const uint8_t* p) { return load(reinterpret_cast<const float*>(p)); }
   static f32x16 activation(const uint8_t* p) { return splat(*reinterpret_cast<const float*>(p)); }
   static f32x16 step(f32x16 sum, f32x16 w, f32x16 x) { return fma(w, x, sum); }
@@ -43,21 +43,54 @@ struct F16Format : F32Format {
 
 inline const int32_t* word(const uint8_t* p) { return reinterpret_cast<const int32_t*>(p); }
 
-struct Bf16Format {
+// Pairs of inputs by one instruction.
+struct Bf16PairsFormat {
   using Sum = f32x16;
-  static constexpr int kStepBytes = 64, kStepInputs = 2;
+  static constexpr int kStepBytes = 64, kPanelBytes = 4, kStepInputs = 2;
   static i32x16 weights(const uint8_t* p) { return load_i32(p); }
   static i32x16 activation(const uint8_t* p) { return splat(*word(p)); }
   static f32x16 step(f32x16 sum, i32x16 w, i32x16 x) { return dot_bf16(sum, w, x); }
 };
 
-struct Int8Format {
+// The same sums where no instruction has pairs: a panel of floats, so that only the weights must be taken apart.
+struct Bf16FloatsFormat {
+  struct Pair { f32x16 even, odd; };
+  using Sum = f32x16;
+  static constexpr int kStepBytes = 64, kPanelBytes = 8, kStepInputs = 2;
+  static Pair weights(const uint8_t* p) {
+    const i32x16 both = load_i32(p);
+    return {as_f32(shift_left<16>(both)), as_f32(bit_and(both, int32_t(0xffff0000)))};
+  }
+  static const float* activation(const uint8_t* p) { return reinterpret_cast<const float*>(p); }
+  static f32x16 step(f32x16 sum, const Pair& w, const float* x) {
+    return fma(w.even, splat(x[0]), fma(w.odd, splat(x[1]), sum));
+  }
+};
+using Bf16Format = std::conditional_t<kDotsBf16, Bf16PairsFormat, Bf16FloatsFormat>;
+
+struct Int8BytesFormat {
   using Sum = i32x16;
-  static constexpr int kStepBytes = 64, kStepInputs = 4;
+  static constexpr int kStepBytes = 64, kPanelBytes = 4, kStepInputs = 4;
   static i32x16 weights(const uint8_t* p) { return load_i32(p); }
   static i32x16 activation(const uint8_t* p) { return splat(*word(p)); }
   static i32x16 step(i32x16 sum, i32x16 w, i32x16 x) { return dot_i8(sum, w, x); }
 };
+
+// The same sums of products of words: of each four inputs the first and third, then the second and fourth.
+struct Int8WordsFormat {
+  struct Pair { i32x16 even, odd; };
+  using Sum = i32x16;
+  static constexpr int kStepBytes = 64, kPanelBytes = 8, kStepInputs = 4;
+  static Pair weights(const uint8_t* p) {
+    const i32x16 four = load_i32(p);
+    return {bit_and(four, 0x00ff00ff), bit_and(shift_right<8>(four), 0x00ff00ff)};
+  }
+  static const int32_t* activation(const uint8_t* p) { return word(p); }
+  static i32x16 step(i32x16 sum, const Pair& w, const int32_t* x) {
+    return dot_i16(dot_i16(sum, w.even, splat(x[0])), w.odd, splat(x[1]));
+  }
+};
+using Int8Format = std::conditional_t<kDotsBytes, Int8BytesFormat, Int8WordsFormat>;
 
 struct Int4Format {};
 
@@ -86,20 +119,20 @@ inline void one_step(const uint8_t* panel, const uint8_t* weights, int64_t block
   }
 }
 
-// The walk along K that all formats but int4 share: stretches of 16 words of each row.
+// The walk along K that all formats but int4 share: stretches of 64 bytes of each row.
 template <class Format, int ROWS, int BLOCKS>
 inline void walk(const uint8_t* panel, const uint8_t* weights, int64_t block_bytes, int64_t inputs,
                  Sums<typename Format::Sum, ROWS, BLOCKS>& sum) {
-  constexpr int kSteps = 16;
+  constexpr int kSteps = kStretch / Format::kPanelBytes;
   int64_t steps = ceil_div(inputs, Format::kStepInputs);
   for (; steps >= kSteps; steps -= kSteps, panel += (ROWS - 1) * kStretch) {
     _Pragma("GCC unroll 4") for (int s = 0; s < kSteps; ++s) {
       one_step<Format, ROWS, BLOCKS>(panel, weights, block_bytes, sum);
-      panel += 4;
+      panel += Format::kPanelBytes;
       weights += Format::kStepBytes;
     }
   }
-  for (; steps > 0; --steps, panel += 4, weights += Format::kStepBytes) {
+  for (; steps > 0; --steps, panel += Format::kPanelBytes, weights += Format::kStepBytes) {
     one_step<Format, ROWS, BLOCKS>(panel, weights, block_bytes, sum);
   }
 }
@@ -131,7 +164,34 @@ struct Kernel<Int8Format, ROWS, BLOCKS> {
   }
 };
 
+// Steps of four inputs, whose integers have a magnitude of at most 127, that words of 16 bits can sum where codes have so
+// many bits: two products each.
+constexpr int steps_in_words(int bits) { return 32767 / (2 * 127 * ((1 << bits) - 1)); }
+
 // The integer dot products of one group of 32 inputs: 4 lines of each block, 8 words of each row.
+template <int ROWS, int BLOCKS, class N = ByteWords>
+inline void walk_group_in_words(const uint8_t* panel, const uint8_t* lines, int64_t block_bytes,
+                                Sums<i32x16, ROWS, BLOCKS>& sum) {
+  static_assert(steps_in_words(4) == 8);
+  const uint8_t* x = panel + ROWS * 8;
+  Sums<i32x16, ROWS, BLOCKS> words;
+  for_sums<ROWS, BLOCKS>([&](int r, int b) { words[r][b] = zero_i32(); });
+  ONWARD_UNROLL for (int line = 0; line < 4; ++line, x += 8) {
+    i32x16 low[BLOCKS], high[BLOCKS];
+    ONWARD_UNROLL for (int b = 0; b < BLOCKS; ++b) {
+      const i32x16 both = load_i32(lines + b * block_bytes + line * 64);
+      prefetch(lines + b * block_bytes + line * 64 + prefetch_distance(BLOCKS));
+      low[b] = low_nibbles(both);
+      high[b] = high_nibbles(both);
+    }
+    for_sums<ROWS, BLOCKS>([&](int r, int b) { words[r][b] = N::step(words[r][b], low[b], splat(*word(x + r * kGroup))); });
+    for_sums<ROWS, BLOCKS>(
+        [&](int r, int b) { words[r][b] = N::step(words[r][b], high[b], splat(*word(x + r * kGroup + 4))); });
+  }
+  for_sums<ROWS, BLOCKS>([&](int r, int b) { sum[r][b] = add(splat(*word(panel + r * 4)), N::sums(words[r][b])); });
+}
+
+// The same, of bytes whose sums have 32 bits at once.
 template <int ROWS, int BLOCKS>
 inline void walk_group(const uint8_t* panel, const uint8_t* lines, int64_t block_bytes,
                        Sums<i32x16, ROWS, BLOCKS>& sum) {
@@ -206,7 +266,11 @@ struct Kernel<Int4Format, ROWS, BLOCKS> {
       }
       ONWARD_UNROLL for (int half = 0; half < 2; ++half) {
         Sums<i32x16, ROWS, BLOCKS> sum;
-        walk_group<ROWS, BLOCKS>(panel, pair + 64 + half * 256, tile.block_bytes, sum);
+        if constexpr (ByteWords::kUsed) {
+          walk_group_in_words<ROWS, BLOCKS>(panel, pair + 64 + half * 256, tile.block_bytes, sum);
+        } else {
+          walk_group<ROWS, BLOCKS>(panel, pair + 64 + half * 256, tile.block_bytes, sum);
+        }
         const auto* powers = reinterpret_cast<const float*>(panel + ROWS * 4);
         ONWARD_UNROLL for (int b = 0; b < BLOCKS; ++b) {
           const auto* at = reinterpret_cast<const F16*>(pair + b * tile.block_bytes + half * 32);

@@ -103,6 +103,15 @@ class Race {
     return draw();
   }
 
+  // The logarithm of the sum of e^x; NaN for a row that is no distribution.
+  double log_sum() {
+    find_maxima();
+    if (!std::isfinite(best_)) return NAN;
+    x_min_ = -FLT_MAX;  // -inf has no probability
+    weigh();
+    return double(best_) + logarithm(double(total_) * 0x1p-40);
+  }
+
  private:
   // Elements 64 b + 16 v …, -inf past the end.
   f32x16 logits(int64_t block, int v) const {

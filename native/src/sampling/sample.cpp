@@ -1,18 +1,15 @@
-// Draws an id for each row: temperature, top-k, top-p, min-p and Gumbel-max in one call. The definition
-// is onward.sampling in Python, and the ids are the same whatever the instruction set.
+// Draws an id for each row: temperature, top-k, top-p, min-p and Gumbel-max in one call; and the sums of logprobs. The
+// definitions are onward.sampling in Python, and the results are the same whatever the instruction set.
 #include "program.h"
 #include "race.h"
 #include "scratch.h"
 
-// Row r of x draws with temperature[r] (0: greedy), top_k[r] (0: all), top_p[r] (1: all), min_score[r]
-// (ids score at least this; the best scores 0; -inf: all) and the noise of seeds[r] at positions[r].
-// A row without a finite largest element gives the first NaN, else the first largest.
-// columns in 1 … 2^22: sums of units fit in 64 bits.
-ONWARD_API int32_t onward_sample(int64_t rows, int64_t columns, const void* x, int32_t dtype,
-                                 int64_t stride, const float* temperature, const int64_t* top_k,
-                                 const float* top_p, const float* min_score, const int64_t* seeds,
-                                 const int64_t* positions, int64_t* out) {
-  using namespace onward;
+namespace onward {
+namespace {
+
+// Calls run(row, x, memory) for each row of [rows, columns], with the memory of its race.
+template <class Run>
+int32_t for_rows(int64_t rows, int64_t columns, const void* x, int32_t dtype, int64_t stride, const Run& run) {
   if (rows < 0 || columns <= 0 || columns > int64_t(1) << 22) return kBadArgument;
   const int64_t each = round_up(RowMemory(columns).bytes(), 64);
   const int64_t together = std::max<int64_t>(1, std::min<int64_t>(rows, num_threads()));
@@ -24,16 +21,43 @@ ONWARD_API int32_t onward_sample(int64_t rows, int64_t columns, const void* x, i
       // A row alone is shared out; several run one a thread.
       parallel_for(std::min(together, rows - first), 1, [&](int64_t begin, int64_t end) {
         for (int64_t i = begin; i < end; ++i) {
-          const int64_t row = first + i;
-          const SampleOptions options{temperature[row], top_k[row],         top_p[row],
-                                      min_score[row],   uint64_t(seeds[row]), uint32_t(positions[row])};
           RowMemory place(columns);
           place.place(memory + i * each);
-          out[row] = Race<T>(static_cast<const T*>(x) + row * stride, columns, options, place).run();
+          run(first + i, static_cast<const T*>(x) + (first + i) * stride, place);
         }
       });
     }
   });
   return known ? kOk : kBadArgument;
 }
+
+}  // namespace
+}  // namespace onward
+
+// Row r of x draws with temperature[r] (0: greedy), top_k[r] (0: all), top_p[r] (1: all), min_score[r]
+// (ids score at least this; the best scores 0; -inf: all) and the noise of seeds[r] at positions[r].
+// A row without a finite largest element gives the first NaN, else the first largest.
+// columns in 1 … 2^22: sums of units fit in 64 bits.
+ONWARD_API int32_t onward_sample(int64_t rows, int64_t columns, const void* x, int32_t dtype,
+                                 int64_t stride, const float* temperature, const int64_t* top_k,
+                                 const float* top_p, const float* min_score, const int64_t* seeds,
+                                 const int64_t* positions, int64_t* out) {
+  using namespace onward;
+  return for_rows(rows, columns, x, dtype, stride, [&](int64_t row, auto* logits, RowMemory& memory) {
+    const SampleOptions options{temperature[row], top_k[row],         top_p[row],
+                                min_score[row],   uint64_t(seeds[row]), uint32_t(positions[row])};
+    out[row] = Race(logits, columns, options, memory).run();
+  });
+}
 ONWARD_INSTRUCTION(onward_sample);
+
+// out[r] = the logarithm of the sum of e^x[r, c], float64: that of the largest plus the logarithm of a sum in units of
+// 2^-40, which is exact. NaN for a row with NaN, +inf or only -inf.
+ONWARD_API int32_t onward_log_sums(int64_t rows, int64_t columns, const void* x, int32_t dtype,
+                                   int64_t stride, double* out) {
+  using namespace onward;
+  const SampleOptions options{1.0f, 0, 1.0f, -INFINITY, 0, 0};
+  return for_rows(rows, columns, x, dtype, stride, [&](int64_t row, auto* logits, RowMemory& memory) {
+    out[row] = Race(logits, columns, options, memory).log_sum();
+  });
+}

@@ -18,11 +18,7 @@ namespace onward {
 
 constexpr int64_t kBlock = kStateBlock;
 constexpr int64_t kWidest = 256;  // of K and of V
-#if defined(__AVX512F__)
-constexpr int kWide = 8;  // vectors of S that are multiplied at once
-#else
-constexpr int kWide = 2;
-#endif
+using shapes::state::kWide;  // vectors of S that are multiplied at once
 
 // Vectors of 16 columns from `column` on; the last of a row may have fewer.
 template <int kVectors, bool kPart>

@@ -116,6 +116,11 @@ def write_and_attend(
     return ops.cached_attention(q, keys, stored, offsets, table=table, **options)
 
 
+def write_features(rows: Tensor, table: Tensor | None, x: Tensor, offsets: Tensor) -> None:
+    """`KVCache.store` to the tensor of a layer."""
+    ops.write_cache(rows, x.view(*x.shape[:2], rows.shape[1], -1).transpose(1, 2), offsets, table)
+
+
 class KVCache(NamedTuple):
     """Keys and values of every layer; a pytree of fixed-shape tensors.
 
@@ -191,3 +196,7 @@ class KVCache(NamedTuple):
             RequestError: as the ops, for example if a gradient is required.
         """
         return write_and_attend(self.keys[layer], self.values[layer], None, q, k, v, offsets, options)
+
+    def store(self, layer: int, x: Tensor, offsets: Tensor) -> None:
+        """Store x [B, T, D], the values at a tap, in the keys of a layer."""
+        write_features(self.keys[layer], None, x, offsets)

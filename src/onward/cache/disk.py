@@ -118,8 +118,11 @@ class DiskPrefixes:
         while above is not None and above in self.pending:
             chain.append(above)
             above = above.parent
-        if chain and not self._save(chain[::-1]):
-            self.counts.dropped += 1
+        try:
+            is_saved = not chain or self._save(chain[::-1])
+        except MemoryError:  # of the copies: the blocks are evicted nevertheless
+            is_saved = False
+        self.counts.dropped += not is_saved
         self.pending.pop(node, None)
 
     def write(self) -> float | None:

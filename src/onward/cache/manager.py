@@ -103,6 +103,11 @@ class PagedCacheManager(SlotManager):
         with self.lock:
             return self._memory.read(slot, positions)
 
+    def read_keys(self, slot: Slot, layer: int, first: int, last: int) -> Any:
+        """The keys of a layer without a window at the positions first … last - 1, [G, N, width]."""
+        with self.lock:
+            return self._memory.read_keys(slot, layer, first, last)
+
     def write(self, slot: Slot, cache: Any, positions: int) -> None:
         """Copy the first positions of a dense cache of one row to a slot without shared blocks."""
         with self.lock:

@@ -11,7 +11,7 @@ from typing import NamedTuple, Unpack
 import torch
 from torch import Tensor
 
-from onward.cache.dense import AttentionOptions, KVCache, layers_of, write_and_attend
+from onward.cache.dense import AttentionOptions, KVCache, layers_of, write_and_attend, write_features
 from onward.cache.plan import CachePlan, RecurrentState, RecurrentStatePool, is_lazy, lazy_zeros, of_layer
 from onward.cache.slot import Slot
 from onward.cache.tensor_bytes import as_bytes, copied_bytes, load_bytes
@@ -147,6 +147,12 @@ class KVPool(LayerPool):
         states = () if place.state is None or self.states is None else self.states.read(place.state)
         return KVCache(tuple(rows[: len(self._keys)]), tuple(rows[len(self._keys) :]), states)
 
+    def read_keys(self, place: Slot, layer: int, first: int, last: int) -> Tensor:
+        """The keys of a layer without a window at the positions first … last - 1 of a slot, [G, N, width]."""
+        blocks = place.blocks[first // BLOCK : -(-last // BLOCK)]
+        start = first % BLOCK
+        return _side_by_side(self._keys[layer], blocks)[0, :, start : start + last - first]
+
     def write(self, place: Slot, cache: KVCache, positions: int) -> None:
         """Copy the states and the first positions of a dense cache of one row to a slot's blocks."""
         ours, theirs = (*self._keys, *self._values), (*cache.keys, *cache.values)
@@ -227,6 +233,10 @@ class PagedKVCache(NamedTuple):
         # A sliding layer is one that attends within a window.
         table = self.table if options.get("window") is None or not self.windows else self.windows[0]
         return write_and_attend(self.keys[layer], self.values[layer], table, q, k, v, offsets, options)
+
+    def store(self, layer: int, x: Tensor, offsets: Tensor) -> None:
+        """Store x [B, T, D], the values at a tap, in the keys of a layer."""
+        write_features(self.keys[layer], self.table, x, offsets)
 
 
 def _blank(tensors: Sequence[Tensor], count: int) -> tuple[Tensor, ...]:

@@ -41,9 +41,10 @@ class SlotManager:
 
     `acquire`, `fork` and `reserve` raise `ContextOverflowError` for a length that never fits.
 
-    Ctrl-C waits for the end of a change. After a failed copy of blocks, all slots are as before; cached blocks may have
-    been evicted for it. A forked child releases the slots of the parent's other threads. If one of these was in the
-    middle of a change, the child's own slots are empty too and can only be released.
+    Ctrl-C waits for the end of a change. After a failed copy of blocks, all slots are as before, but cached blocks may
+    have been evicted for it, and so may the end of a pinned prefix if only that made room. A forked child releases the
+    slots of the parent's other threads. If one of these was in the middle of a change, the child's own slots are empty
+    too and can only be released.
 
     Args:
         max_len: the most positions of a slot.
@@ -147,42 +148,39 @@ class SlotManager:
         salt: str | None = None,
         pin: Slot | None = None,
     ) -> tuple[Slot, int] | None:
-        """Allocate a slot of `length` positions for a sequence that begins with `ids`.
-
-        Args:
-            adapter: the adapter that computes its keys and values. salt: of its tenant. Only blocks of an equal adapter
-                and salt are reused.
-            reuse: whether to look for a cached prefix of `ids`. What only the store has is left to `restoration`.
-            pin: a pinned prefix (`release`), which is released for the slot: its blocks are reused or count as room.
-
-        Returns:
-            The slot, and how many of its first positions already hold these ids: at most len(ids) - 1, because the
-            model predicts from the last id. None, with nothing changed, if there is no room now.
-        """
+        """`onward.decoding.CacheManager.acquire`. What only the store has of `ids` is left to `restoration`."""
         self._check_length(length)
         with self._change(pin):
-            if pin is not None:
-                pinned = PrefixMatch(self._index.nodes(pin), pin.length)
-                self._allocator.leave(pin)
             limit, blocks = min(len(ids) - 1, length) if reuse else 0, -(-length // self.block)
-            root = root_of(adapter, salt)
+            root, pinned = root_of(adapter, salt), None
             match = self._index.match(ids, limit, root)
             prefix = self._allocator.prefix(match)
             fits = self._allocator.fits(prefix, blocks)
+            if not fits and pin is not None:  # else it keeps its blocks until all copies are made
+                pinned = PrefixMatch(self._index.nodes(pin), pin.length)
+                self._allocator.leave(pin)
+                fits = self._allocator.fits(prefix, blocks)
             if not fits and match.positions % self.block:
                 match = self._index.match(ids, match.positions // self.block * self.block, root)
                 prefix = self._allocator.prefix(match)
                 fits = self._allocator.fits(prefix, blocks)
-            if not fits:
-                if pin is not None:
+            try:
+                slot = self._new_slot(prefix, length, adapter, root) if fits else None
+            except BaseException:
+                if pin is not None and pinned is not None:
+                    ids = [token for node in pinned.nodes for token in node.tokens][: pinned.positions]
+                    self._allocator.pin(pin, self._index.match(ids, len(ids), pin.root))
+                raise
+            if slot is None:
+                if pin is not None and pinned is not None:
                     self._allocator.pin(pin, pinned)
                 return None
-            slot = self._new_slot(prefix, length, adapter, root)
             slot.branch = self._index.branch(ids, limit, root) if self._states else 0
             if self.disk is not None:
                 slot.stored = self.disk.find(slot, ids, limit, match.positions)
             self._set_note_at(slot, slot.noted)
             if pin is not None:
+                self._allocator.leave(pin)
                 self._forget(pin)
             if reuse:
                 self._lookups += len(ids)

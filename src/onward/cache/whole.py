@@ -43,6 +43,9 @@ class WholeTexts:
         mixed = [ops.scaled_dot_product_attention(*text, causal=True, **rest) for text in texts]
         return torch.cat([text.squeeze(0).transpose(0, 1) for text in mixed]).unsqueeze(2)
 
+    def store(self, layer: int, x: Tensor, offsets: Tensor) -> None:
+        """Nothing: no later forward reads the values of a tap."""
+
     def _texts(self, x: Tensor) -> list[Tensor]:
         """[N, H, 1, D] -> [1, H, T, D] of each text."""
         assert self._lengths is not None, "each id is a row"

@@ -8,7 +8,7 @@ docs/quantized-checkpoints.md describes both.
 import json
 import os
 import shutil
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from onward.checkpoint.formats import FIELDS_OF_METHODS
 from onward.checkpoint.safetensors import SafetensorsFolder
 from onward.checkpoint.shards import TEXT_FILES, WEIGHTS
 from onward.errors import CheckpointError, ConfigError, RequestError
+from onward.native import advise_huge_pages
 from onward.ops import NativeWeight, QuantizedWeight
 from onward.ops.linear import stock_weight
 from onward.ops.quantized import ROUNDED_FORMATS, rounded_formats
@@ -100,7 +101,10 @@ def _shape(where: str, entry: Any) -> tuple[int, int]:
 
 class QuantizedTensors(SafetensorsFolder):
     """Reads the matrices in the manifest as `QuantizedWeight`s of the mapped file, and all other tensors unchanged.
-    dtype: of norms, biases and activations; None: that of `Architecture.float_tensor`."""
+    dtype: of norms, biases and activations; None: that of `Architecture.float_tensor`.
+
+    mapped: whether the matrices stay in the mapped file, which several processes share. Otherwise they are copied into
+    huge pages, from which the kernels read faster."""
 
     def __init__(
         self,
@@ -109,9 +113,11 @@ class QuantizedTensors(SafetensorsFolder):
         dtype: torch.dtype | None,
         device: torch.device,
         config: models.Architecture,
+        *,
+        mapped: bool = True,
     ) -> None:
         super().__init__(folder, dtype, device)
-        self._manifest = manifest
+        self._manifest, self._mapped = manifest, mapped
         if not (folder / WEIGHTS).is_file():
             raise CheckpointError(f"{folder / WEIGHTS} is missing: it holds all weights; quantize the checkpoint again")
         self.dtype = dtype or self.take(*config.float_tensor).dtype
@@ -139,7 +145,12 @@ class QuantizedTensors(SafetensorsFolder):
         assert self.dtype is not None
         self._consumed.add(name)
         # The kernels read whole cache lines, so data that another writer did not align is copied.
-        data = data if data.data_ptr() % ALIGNMENT == 0 else data.clone()
+        if not self._mapped:
+            copy = torch.empty_like(data)
+            advise_huge_pages(copy.data_ptr(), copy.nbytes)
+            data = copy.copy_(data)
+        elif data.data_ptr() % ALIGNMENT:
+            data = data.clone()
         return QuantizedWeight(data.to(self._device), format, own, self.dtype)
 
     def unread(self) -> list[str]:
@@ -158,7 +169,7 @@ def write_quantized(
     destination = destination.absolute()
     check_destination(destination)
     weights = weights_by_stock_name(config, params)
-    formats = {weight.format for weight in weights.values() if isinstance(weight, QuantizedWeight)}
+    formats = _formats(weights)
     if others := formats - set(ROUNDED_FORMATS):
         raise RequestError(f"a quantized folder holds weights in {rounded_formats()}; got {sorted(others)}")
     if not formats:
@@ -168,9 +179,27 @@ def write_quantized(
         copy_small_files(source.path, partial)
         places, _ = pytree.tree_flatten_with_path(models.named_params(config))
         by_name = {name: (errors or {}).get(models.parameter_name(path)) for path, name in reversed(places)}
-        write_json(partial / "config.json", _config(source, weights, formats, by_name))
-        tensors = {name: w.data if isinstance(w, QuantizedWeight) else w for name, w in weights.items()}
-        write_safetensors(tensors, partial / WEIGHTS)
+        manifest = {MANIFEST: _manifest(weights, by_name)}
+        write_json(partial / "config.json", without_quantization(source.config) | manifest)
+        write_safetensors(_data(weights), partial / WEIGHTS)
+
+
+def write_copy(config: models.Architecture, params: Any, folder: Path) -> None:
+    """Write quantized weights alone, with their manifest in a config.json; the caller makes them durable. Raises
+    `RequestError` for weights that a quantized folder does not hold."""
+    weights = weights_by_stock_name(config, params)
+    if not _formats(weights) <= set(ROUNDED_FORMATS):
+        raise RequestError(f"a quantized folder holds weights in {rounded_formats()}; got {sorted(_formats(weights))}")
+    write_json(folder / "config.json", {MANIFEST: _manifest(weights, {})})
+    write_safetensors(_data(weights), folder / WEIGHTS, durable=False)
+
+
+def _formats(weights: Mapping[str, Tensor | QuantizedWeight]) -> set[str]:
+    return {weight.format for weight in weights.values() if isinstance(weight, QuantizedWeight)}
+
+
+def _data(weights: Mapping[str, Tensor | QuantizedWeight]) -> dict[str, Tensor]:
+    return {name: weight.data if isinstance(weight, QuantizedWeight) else weight for name, weight in weights.items()}
 
 
 def weights_by_stock_name(config: models.Architecture, params: Any) -> dict[str, Tensor | QuantizedWeight]:
@@ -207,22 +236,21 @@ def copy_small_files(source: Path, destination: Path) -> None:
             shutil.copyfile(source / name, destination / name)
 
 
-def _config(
-    source: CheckpointFolder,
-    weights: Mapping[str, Tensor | QuantizedWeight],
-    formats: Set[str],
-    errors: Mapping[str, float | None],
-) -> dict[str, Any]:
+def _manifest(weights: Mapping[str, Tensor | QuantizedWeight], errors: Mapping[str, float | None]) -> dict[str, Any]:
+    """errors: relative RMS errors by stock name."""
     tensors: dict[str, Any] = {}
+    formats = _formats(weights)
     is_mixed = len(formats) > 1
     for name, weight in weights.items():
         if isinstance(weight, QuantizedWeight):
             tensors[name] = {"shape": list(weight.shape)}
             tensors[name] |= {"format": weight.format} if is_mixed else {}
-            tensors[name] |= {} if (error := errors[name]) is None else {"relative_rms_error": float(f"{error:.4g}")}
+            tensors[name] |= (
+                {} if (error := errors.get(name)) is None else {"relative_rms_error": float(f"{error:.4g}")}
+            )
     version = {"version": MIXED_VERSION} if is_mixed else {"version": VERSION, "format": next(iter(formats))}
     group = {"group": GROUP} if formats != {"int8"} else {}
-    return without_quantization(source.config) | {MANIFEST: version | group | {"tensors": tensors}}
+    return version | group | {"tensors": tensors}
 
 
 def write_json(file: Path, content: Mapping[str, Any]) -> None:
@@ -236,9 +264,9 @@ def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
     return left | ({"text_config": without_quantization(text)} if isinstance(text, dict) else {})
 
 
-def write_safetensors(tensors: Mapping[str, Tensor], file: Path) -> None:
-    """Write a safetensors file. Tensors whose length is a multiple of 64 bytes are aligned to 64 bytes, which
-    `safetensors.torch.save_file` does not guarantee."""
+def write_safetensors(tensors: Mapping[str, Tensor], file: Path, *, durable: bool = True) -> None:
+    """Write a safetensors file; if `durable`, return when it is on the disk. Tensors whose length is a multiple of 64
+    bytes are aligned to 64 bytes, which `safetensors.torch.save_file` does not guarantee."""
     # Other tensors come last, wide elements first, so that each is aligned to its element size.
     order = sorted(tensors, key=lambda name: (tensors[name].nbytes % ALIGNMENT != 0, -tensors[name].element_size()))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -256,5 +284,6 @@ def write_safetensors(tensors: Mapping[str, Tensor], file: Path) -> None:
         out.write(len(text).to_bytes(8, "little") + text)
         for name in order:
             out.write(tensors[name].contiguous().view(torch.uint8).numpy().data)
-        out.flush()
-        os.fsync(out.fileno())
+        if durable:
+            out.flush()
+            os.fsync(out.fileno())

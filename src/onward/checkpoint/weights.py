@@ -14,12 +14,13 @@ from onward.checkpoint.checkpoint import CheckpointFolder
 from onward.checkpoint.dcp import DcpFolder, NameMapSource, is_distributed
 from onward.checkpoint.formats import methods_of
 from onward.checkpoint.name_map import MappedTensors, NameMap
-from onward.checkpoint.quantized_folder import Manifest, QuantizedTensors, weights_by_stock_name
+from onward.checkpoint.quantized_folder import Manifest, QuantizedTensors, read_manifest, weights_by_stock_name
 from onward.checkpoint.safetensors import SafetensorsFolder
 from onward.checkpoint.stored_names import is_buffer
 from onward.errors import CheckpointError, ConfigError, RequestError, UnsupportedArchitectureError, one_line
 from onward.models import Architecture, WeightScope
 from onward.models.architecture import is_unread
+from onward.models.heads import DraftHead, HeadParams
 from onward.models.transformers import library
 from onward.ops import QuantizedWeight
 
@@ -31,6 +32,7 @@ def read_weights(
     dtype: torch.dtype | None,
     device: torch.device,
     manifest: Manifest | None = None,
+    mapped: bool = True,
     name_map: NameMapSource = None,
     each_layer: Callable[[Any], Any] = lambda layer: layer,
     keeps_bits: bool = False,
@@ -41,7 +43,7 @@ def read_weights(
 
     Args:
         dtype: to convert to; None uses the dtype of the first tensor read for all tensors.
-        manifest: of a folder that Onward quantized, whose matrices stay in the mapped file.
+        manifest: of a folder that Onward wrote, whose matrices stay in the mapped file if `mapped`.
         name_map: from the names in the files to Hugging Face's (`onward.checkpoint.name_map`).
         each_layer: converts each layer (packs it, say) as soon as it is read.
         keeps_bits: return quantized matrices that the kernels support as `QuantizedWeight`.
@@ -54,7 +56,7 @@ def read_weights(
     """
     tensors: SafetensorsFolder | MappedTensors
     if manifest is not None:
-        tensors = QuantizedTensors(folder, manifest, dtype, device, config)
+        tensors = QuantizedTensors(folder, manifest, dtype, device, config, mapped=mapped)
     elif is_distributed(folder):
         tensors = DcpFolder(folder, config, dtype, device, name_map)
     elif name_map is not None:
@@ -76,15 +78,42 @@ def read_parameters(
     folder: CheckpointFolder, config: Architecture, name_map: NameMapSource = None
 ) -> tuple[dict[str, Parameter], torch.dtype]:
     """The weights of a model as float32 parameters by stock name, and the dtype that the checkpoint has them in."""
+    weights, dtype = read_by_stock_name(folder, config, name_map)
+    return {name: Parameter(weight.to(torch.float32, copy=True)) for name, weight in weights.items()}, dtype
+
+
+def read_by_stock_name(
+    folder: CheckpointFolder, config: Architecture, name_map: NameMapSource = None
+) -> tuple[dict[str, torch.Tensor], torch.dtype]:
+    """The weights of a model by stock name, mapped from their files, and the dtype of its embedding. Raises
+    `RequestError`: they are quantized."""
+    if methods_of(folder.config) is not None or read_manifest(folder.path, folder.config) is not None:
+        raise RequestError(f"the weights of {folder.path} are quantized, and weights in floats are needed")
     params = read_weights(
         folder.path, config, dtype=None, device=torch.device("cpu"), name_map=name_map, own_dtypes=True
     )
-    weights = weights_by_stock_name(config, params)
-    parameters = {}
-    for name, weight in weights.items():
-        assert isinstance(weight, torch.Tensor), "quantized folders are not trained"
-        parameters[name] = Parameter(weight.to(torch.float32, copy=True))
-    return parameters, params.embed_tokens.weight.dtype
+    weights = {}
+    for name, weight in weights_by_stock_name(config, params).items():
+        assert isinstance(weight, torch.Tensor), "they are not quantized"
+        weights[name] = weight
+    return weights, params.embed_tokens.weight.dtype
+
+
+# Tensors of draft heads that say nothing new: which ids a head has, and the embedding of its target.
+_OF_HEADS = {"d2t", "t2d", "embed_tokens.weight"}
+
+
+def read_head(folder: Path, head: DraftHead, dtype: torch.dtype, device: torch.device) -> HeadParams:
+    """The weights of a draft head, from a folder of its own or from that of its target.
+
+    Raises:
+        CheckpointError: as `read_weights`.
+    """
+    tensors = SafetensorsFolder(folder, dtype, device, config=head.target)
+    params = head.read(WeightScope(tensors), tensors.find)
+    if params.lm_head is not None and (left := sorted({*tensors.unread()} - _OF_HEADS)):
+        raise CheckpointError(f"{folder}: its config.json does not describe {len(left)} tensors, such as {left[0]!r}")
+    return params if params.ids is None else params._replace(ids=params.ids.to(device))
 
 
 def _check_all_read(

@@ -15,16 +15,16 @@ from onward.cli.flags import (
     RAY_ADDRESS,
     REPLICAS,
     REQUESTS,
-    AdapterFlags,
     BodyFlags,
     DraftFlags,
     EngineFlags,
     ModelFlags,
+    ServedAdapterFlags,
     TemplateFlags,
     flag,
 )
 from onward.cli.info import usable_cores
-from onward.cli.inputs import expanded, find, load_model, template_variables
+from onward.cli.inputs import expanded, find, load_model, starting, template_variables
 from onward.cli.terminal import count, note, waiting
 from onward.errors import RequestError
 
@@ -56,7 +56,7 @@ def batch(
     template: TemplateFlags,
     model: ModelFlags,
     drafting: DraftFlags,
-    adapting: AdapterFlags,
+    adapting: ServedAdapterFlags,
 ) -> None:
     """Run a batch of requests in OpenAI's format.
 
@@ -71,7 +71,7 @@ def batch(
     Each line gets the same tokens as if it ran alone. Without a seed, its
     custom_id determines one.
     """
-    with waiting("starting …"):
+    with starting():
         from onward.batches import BatchInput, BatchJob, BatchResults, EngineReplica
     source, destination = expanded(source), expanded(destination)
     if replicas is None and address is not None:
@@ -115,7 +115,7 @@ def batch(
 def _reader(
     model: ModelFlags,
     drafting: DraftFlags,
-    adapting: AdapterFlags,
+    adapting: ServedAdapterFlags,
     template: TemplateFlags,
     model_name: str | None,
     max_new_tokens: int | None,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from onward.cli.flags import DTYPES, QUANTIZATION, flag
-from onward.cli.inputs import expanded, expanded_source
+from onward.cli.inputs import expanded, expanded_source, starting
 from onward.cli.terminal import is_terminal, waiting
 from onward.errors import RequestError
 from onward.util.options import OUTPUT
@@ -35,7 +35,7 @@ def convert(
     """
     if dtype not in (None, *DTYPES):
         raise RequestError(f"--dtype must be one of {', '.join(DTYPES)}; got {dtype!r}")
-    with waiting("starting …"):
+    with starting():
         import torch
 
         from onward.checkpoint.convert import convert as convert_checkpoint
@@ -82,7 +82,7 @@ def quantize(
         raise RequestError("--bits chooses the format of each matrix: leave out --format")
     if seed is not None and not calibrate:
         raise RequestError("--seed needs --calibrate: add it, or leave out --seed")
-    with waiting("starting …"):
+    with starting():
         from onward.language_model import Calibration, quantize_folder
 
     with waiting(f"quantizing {source} …") as show:

@@ -223,15 +223,35 @@ class AdapterFlags:
     )
 
     def sources(self) -> dict[str, str]:
-        sources: dict[str, str] = {}
-        for text in self.adapter or ():
-            name, _, source = text.partition("=")
-            if not name or not source:
-                raise RequestError(f"--adapter must be NAME=SOURCE, such as poet=my-adapter; got {text!r}")
-            if name in sources:
-                raise RequestError(f"--adapter has the name {name!r} twice: rename one")
-            sources[name] = source
-        return sources
+        return _by_name("--adapter", self.adapter, "NAME=SOURCE, such as poet=my-adapter")
+
+    def vectors(self) -> dict[str, str]:
+        """Return the files of control vectors that requests can name."""
+        return {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedAdapterFlags(AdapterFlags):
+    """The adapters and control vectors to load; requests select one by name."""
+
+    control_vector: list[str] | None = _model(
+        "Load a control vector (a GGUF file); requests use its NAME.", metavar="NAME=FILE"
+    )
+
+    def vectors(self) -> dict[str, str]:
+        return _by_name("--control-vector", self.control_vector, "NAME=FILE, such as happy=happy.gguf")
+
+
+def _by_name(flag: str, texts: Sequence[str] | None, expected: str) -> dict[str, str]:
+    sources: dict[str, str] = {}
+    for text in texts or ():
+        name, _, source = text.partition("=")
+        if not name or not source:
+            raise RequestError(f"{flag} must be {expected}; got {text!r}")
+        if name in sources:
+            raise RequestError(f"{flag} has the name {name!r} twice: rename one")
+        sources[name] = source
+    return sources
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,7 +270,7 @@ class AppliedAdapterFlags(AdapterFlags):
 @dataclass(frozen=True, kw_only=True)
 class DraftFlags:
     draft: str | None = _model(
-        "Draft with lookup, suffix or a smaller model, for speed; the text is the same.", metavar="DRAFT"
+        "Draft with lookup, suffix, mtp, an EAGLE-3 head or a smaller model: faster, the same text.", metavar="DRAFT"
     )
 
 
@@ -304,5 +324,5 @@ class EngineFlags:
 class ServerEngineFlags(EngineFlags):
     """Defaults for a server: clients wait for each token, and often leave the length of a text open."""
 
-    max_step_ms: float | None = _max_step_ms(show_default="2x a decode step, at least 40", low=0)
+    max_step_ms: float | None = _max_step_ms(show_default="1.8x a decode step, at least 40", low=0)
     overcommit: float | None = _overcommit(default=4.0)

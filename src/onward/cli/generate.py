@@ -160,7 +160,7 @@ def json_fields(completion: "Completion", prompt: Sequence[int], tokenizer: "Tok
     """Return a completion as a JSON object: the first text, and `choices` with all texts and their tokens.
 
     Only a chat has a `message`. With logprobs, tokens have `logprob` and `top`, and `prompt` has the prompt's tokens.
-    Without a tokenizer, tokens have no text.
+    With sampling_logprobs, tokens have `sampling_logprob` and `support`. Without a tokenizer, tokens have no text.
     """
     fields: dict[str, Any] = {name: getattr(completion, name) for name in ("text", "prompt_tokens", "cached_tokens")}
     if completion.prompt_logprobs is not None:
@@ -205,5 +205,7 @@ def _tokens(
                 text = {} if texts is None else {"text": texts[at].top[place].text}
                 top.append({"id": one} | text | {"logprob": finite(value)})
             fields |= {"logprob": None if entry is None else finite(entry.chosen), "top": top}
+            if entry is not None and entry.sampling is not None:
+                fields |= {"sampling_logprob": finite(entry.sampling), "support": entry.support}
         tokens.append(fields)
     return tokens

@@ -39,13 +39,8 @@ Sections = Mapping[str, Sequence[Fact]]
 _LABEL_WIDTH = 20
 _UNITS = "_(bytes|gb_s|tokens_s|s)$"
 
-# Instruction sets for low-precision kernels, by their names in /proc/cpuinfo.
-_INSTRUCTIONS = [
-    *["avx2", "fma", "f16c", "avx_vnni"],
-    *["avx512f", "avx512bw", "avx512vl", "avx512_vnni", "avx512_bf16", "avx512_fp16"],
-    *["amx_tile", "amx_int8", "amx_bf16"],
-    *["asimd", "asimdhp", "asimddp", "i8mm", "bf16", "sve", "sve2", "sme"],
-]
+# Vector instructions, by their names in /proc/cpuinfo on x86-64 and ARM.
+_INSTRUCTIONS = re.compile("avx|fma$|f16c|amx|asimd|i8mm|bf16|sve|sme")
 
 
 def info(
@@ -125,7 +120,7 @@ def machine_facts() -> list[Fact]:
     return [
         Fact("processor", cpuinfo.get("model name") or platform.processor() or platform.machine()),
         Fact("cores", usable_cores(), f"{usable_cores()} of {os.cpu_count()} usable"),
-        Fact("instructions", [name for name in _INSTRUCTIONS if name in flags], None if flags else "unknown"),
+        Fact("instructions", sorted(filter(_INSTRUCTIONS.match, flags)), None if flags else "unknown"),
         *(Fact(name, size, "unknown" if size is None else in_bytes(size)) for name, size in memory),
         Fact("system", f"{platform.system()} {platform.release()}"),
     ]

@@ -14,6 +14,7 @@ import onward
 from onward.cli.flags import AdapterFlags, DraftFlags, LoadFlags, ModelFlags, TemplateFlags
 from onward.cli.terminal import is_terminal, note, waiting
 from onward.errors import RequestError, TokenizerError
+from onward.util.process import without_collections
 from onward.util.text import brief
 from onward.util.text_input import TextError, decode_text, parse_request_json
 
@@ -118,7 +119,7 @@ def generate_options(*flags: Any) -> dict[str, Any]:
 
     flags: `SamplingFlags` and `GenerateFlags`.
     """
-    with waiting("starting …"):  # the first import of torch takes a second
+    with starting():  # the first import of torch takes a second
         from onward.language_model import GenerateOptions
     values = [pair for group in flags for pair in vars(group).items()]
     options = {name: value for name, value in values if not (value is None or value is False or value == [])}
@@ -150,7 +151,7 @@ def set_threads(flags: LoadFlags) -> None:
     """Set the number of threads, if the flags do."""
     if flags.threads is not None:
         onward.set_num_threads(flags.threads)
-        with waiting("starting …"):
+        with starting():
             import torch
         torch.set_num_threads(flags.threads)  # for operators that run in torch
 
@@ -169,15 +170,24 @@ def load_options(flags: LoadFlags, drafting: DraftFlags | None, adapting: Adapte
     if drafting is not None and drafting.draft is not None:
         options["draft"] = drafting.draft
     options |= {name: expanded_source(str(options[name])) for name in ("name_map", "merge", "draft") if name in options}
-    if adapting is not None and (sources := adapting.sources()):
-        options["adapters"] = {name: expanded_source(source) for name, source in sources.items()}
+    sources = {} if adapting is None else {"adapters": adapting.sources(), "control_vectors": adapting.vectors()}
+    for option, named in sources.items():
+        if named:
+            options[option] = {name: expanded_source(source) for name, source in named.items()}
     return options
+
+
+@contextmanager
+def starting() -> Iterator[None]:
+    """Import modules within the block."""
+    with waiting("starting …"), without_collections(long_lived=True):
+        yield
 
 
 @contextmanager
 def importing(needs: str, extra: str) -> Iterator[None]:
     """Import the packages of an extra within the block; raise `RequestError` if one is missing."""
-    with waiting("starting …"):
+    with starting():
         try:
             yield
         except ModuleNotFoundError as error:
@@ -188,7 +198,7 @@ def importing(needs: str, extra: str) -> Iterator[None]:
 
 def find(source: str) -> Path:
     """Return the folder of a model source; download it if needed."""
-    with waiting("starting …"):
+    with starting():
         from onward.checkpoint import find_folder
     # Outside the spinner: the hub client shows its own progress bars.
     return find_folder(expanded_source(source), progress=is_terminal(sys.stderr))

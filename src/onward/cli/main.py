@@ -5,94 +5,124 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from io import TextIOWrapper
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, NamedTuple, NoReturn
 
 import typer
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperGroup
 from typer.main import get_command
 
 from onward import __version__
-from onward.cli.batch import batch
-from onward.cli.bench import bench
-from onward.cli.chat import chat
-from onward.cli.convert import convert, quantize
-from onward.cli.embed import embed
-from onward.cli.evaluate import evaluate, score
-from onward.cli.flags import GROUPS, with_flags
-from onward.cli.generate import generate
-from onward.cli.info import info
-from onward.cli.prefix_cache import prefix_cache
-from onward.cli.serve import deploy, serve
-from onward.cli.suggestions import check_short_options, unknown_command, unknown_option
 from onward.cli.terminal import is_terminal, report
-from onward.cli.verify import verify
 from onward.errors import OnwardError, OnwardWarning, OptionError, RequestError
 
 # Typer bundles click since 0.2x; old and new versions share only this name for click's usage errors.
 _UsageError: Any = typer.BadParameter.__base__
 
+
+class _Command(NamedTuple):
+    """function: "module.function" in this package. summary: the first line of its docstring. example: its arguments."""
+
+    function: str
+    summary: str
+    example: str
+
+
+_COMMANDS = {
+    "generate": _Command(
+        "generate.generate", "Generate text from a prompt.", '"Once upon a time" -n 200 -t 0.8 --seed 7'
+    ),
+    "chat": _Command("chat.chat", "Chat with a model.", 'demo --system "You answer in one sentence."'),
+    "serve": _Command(
+        "serve.serve",
+        "Serve models through an OpenAI-compatible HTTP API.",
+        "Qwen/Qwen3-0.6B --quantize int8 --port 8000",
+    ),
+    "deploy": _Command(
+        "serve.deploy", "Serve a model with several replicas on Ray.", "Qwen/Qwen3-0.6B --replicas 4 --quantize int8"
+    ),
+    "batch": _Command(
+        "batch.batch", "Run a batch of requests in OpenAI's format.", "requests.jsonl results.jsonl -m Qwen/Qwen3-0.6B"
+    ),
+    "embed": _Command(
+        "embed.embed",
+        "Compute the embeddings of texts.",
+        "texts.jsonl -o embeddings.jsonl -m Qwen/Qwen3-Embedding-0.6B",
+    ),
+    "score": _Command("evaluate.score", "Compute the perplexity of a text.", "--file story.txt"),
+    "verify": _Command(
+        "verify.verify", "Check that this model and build generate a text.", "receipt.json -m Qwen/Qwen3-0.6B"
+    ),
+    "eval": _Command(
+        "evaluate.evaluate",
+        "Evaluate a model with lm-evaluation-harness.",
+        "arc_easy hellaswag --limit 100 -m Qwen/Qwen3-0.6B",
+    ),
+    "quantize": _Command(
+        "convert.quantize", "Quantize a checkpoint to 8 or 4 bits.", "Qwen/Qwen3-0.6B qwen3-iq4 --format iq4_nl"
+    ),
+    "convert": _Command(
+        "convert.convert", "Convert a checkpoint to safetensors or GGUF.", "qwen3-iq4 qwen3.gguf --to gguf"
+    ),
+    "bench": _Command("bench.bench", "Measure prefill and decode speed.", "Qwen/Qwen3-0.6B --quantize int8 --profile"),
+    "info": _Command(
+        "info.info", "Show the machine, and a model's architecture and memory use.", "demo --context 1024 --batch 8"
+    ),
+    "prefix-cache": _Command(
+        "prefix_cache.prefix_cache",
+        "Show or delete the prefixes that a folder has on disk.",
+        "info ~/.cache/onward-prefixes",
+    ),
+}
+
 _INTERRUPTED = 130
-_HELP = "Help"  # the section of options without a group
-_NAMES = 31  # the most columns of the names in the help: their texts begin beside them
 
 # Errors from printing to a full disk, a lost terminal or a closed descriptor.
 _NOT_WRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF}
 
 
 class Commands(TyperGroup):
-    """The commands, with a suggestion for an unknown one."""
+    """The commands, each imported when it is first used, with a suggestion for an unknown one."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.commands: Any = _ImportedCommands()
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if not ctx.resilient_parsing and args[0] not in self.commands:
+            from onward.cli.suggestions import unknown_command
+
             raise RequestError(unknown_command(args[0], self.commands))
         return super().resolve_command(ctx, args)
 
-
-class Command(TyperCommand):
-    """A command with a section of its help for each group of options, in plain text, and a suggestion for short options
-    of other programs."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if not ctx.resilient_parsing:
-            check_short_options(args, ctx)
-        return super().parse_args(ctx, args)
-
-    def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        return ["[OPTIONS]", *(_usage(param) for param in self.get_params(ctx) if param.param_type_name == "argument")]
-
-    def format_options(self, ctx: Any, formatter: Any) -> None:
-        sections: dict[str, list[tuple[str, str]]] = {name: [] for name in ("Arguments", *GROUPS, _HELP)}
-        parameters: list[Any] = self.get_params(ctx)
-        for param in parameters:
-            if param.param_type_name == "argument":
-                sections["Arguments"].append((_argument_name(param), param.help))
-            else:
-                section = getattr(param, "rich_help_panel", None) or _HELP
-                sections[section].append((_option_names(param), param.help))
-        width = max(len(name) for rows in sections.values() for name, _ in rows)
-        for name, rows in sections.items():
-            if rows:
-                with formatter.section(name):
-                    formatter.write_dl([(f"{names:<{width}}", text) for names, text in rows], col_max=_NAMES)
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, command.summary) for name, command in _COMMANDS.items()])
 
 
-def _argument_name(param: Any) -> str:
-    return str(param.metavar or param.name.upper())
+class _ImportedCommands(Mapping[str, Any]):
+    """The commands by name."""
 
+    def __init__(self) -> None:
+        self._imported: dict[str, Any] = {}
 
-def _usage(param: Any) -> str:
-    name = _argument_name(param)
-    return (name if param.required else f"[{name}]") + ("..." if param.nargs == -1 else "")
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._imported:
+            from onward.cli.command import imported_command
 
+            command = _COMMANDS[name]
+            self._imported[name] = imported_command(name, command.function, f"Example: onward {name} {command.example}")
+        return self._imported[name]
 
-def _option_names(param: Any) -> str:
-    """'-f, --file FILE', or '--thinking / --no-thinking'."""
-    names = ", ".join(sorted(param.opts, key=lambda name: len(re.findall("^-*", name)[0])))
-    if param.secondary_opts:
-        return f"{names} / {', '.join(param.secondary_opts)}"
-    return names if param.is_flag or not param.metavar else f"{names} {param.metavar}"
+    def __contains__(self, name: object) -> bool:
+        return name in _COMMANDS
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_COMMANDS)
+
+    def __len__(self) -> int:
+        return len(_COMMANDS)
 
 
 app = typer.Typer(
@@ -123,25 +153,6 @@ def onward(
     """
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
-
-
-for _function, _example in (
-    (generate, 'generate "Once upon a time" -n 200 -t 0.8 --seed 7'),
-    (chat, 'chat demo --system "You answer in one sentence."'),
-    (serve, "serve Qwen/Qwen3-0.6B --quantize int8 --port 8000"),
-    (deploy, "deploy Qwen/Qwen3-0.6B --replicas 4 --quantize int8"),
-    (batch, "batch requests.jsonl results.jsonl -m Qwen/Qwen3-0.6B"),
-    (embed, "embed texts.jsonl -o embeddings.jsonl -m Qwen/Qwen3-Embedding-0.6B"),
-    (score, "score --file story.txt"),
-    (verify, "verify receipt.json -m Qwen/Qwen3-0.6B"),
-    (evaluate, "eval arc_easy hellaswag --limit 100 -m Qwen/Qwen3-0.6B"),
-    (quantize, "quantize Qwen/Qwen3-0.6B qwen3-iq4 --format iq4_nl"),
-    (convert, "convert qwen3-iq4 qwen3.gguf --to gguf"),
-    (bench, "bench Qwen/Qwen3-0.6B --quantize int8 --profile"),
-    (info, "info demo --context 1024 --batch 8"),
-    (prefix_cache, "prefix-cache info ~/.cache/onward-prefixes"),
-):
-    app.command(_example.split()[0], cls=Command, epilog=f"Example: onward {_example}")(with_flags(_function))
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
@@ -185,6 +196,8 @@ def _usage_message(error: Any) -> str:
     """Return a usage error as one line, with a suggestion for an unknown option."""
     option = getattr(error, "option_name", None)  # click's NoSuchOption and BadOptionUsage
     if isinstance(option, str) and error.ctx is not None and type(error).__name__ == "NoSuchOption":
+        from onward.cli.suggestions import unknown_option
+
         return unknown_option(option, error.ctx)
     message = str(error.format_message()).rstrip(".")
     if extra := re.fullmatch(r"Got unexpected extra arguments? \((.*)\)", message.replace("(s)", "")):

@@ -27,8 +27,8 @@ _KEYS = """\
 
 # Options for multiple texts, reports or callers in Python.
 _UNAVAILABLE = {
-    *("n", "beams", "length_penalty", "early_stopping", "logprobs", "prompt_logprobs", "taps", "steer"),
-    *("draft", "stop_when", "cancel", "logit_bias"),
+    *("n", "beams", "length_penalty", "early_stopping", "logprobs", "prompt_logprobs", "sampling_logprobs"),
+    *("taps", "steer", "prompt_embeds", "draft", "stop_when", "cancel", "logit_bias"),
     *("json_schema", "regex", "grammar", "choice", "constraint"),
 }
 _ALWAYS_SHOWN = ("temperature", "top_k", "top_p", "min_p", "max_new_tokens", "seed")

@@ -20,11 +20,11 @@ from onward.cli.flags import (
     RAY_ADDRESS,
     REPLICAS,
     REQUESTS,
-    AdapterFlags,
     BodyFlags,
     DraftFlags,
     LoadFlags,
     ModelFlags,
+    ServedAdapterFlags,
     ServerEngineFlags,
     SourceArgument,
     TemplateFlags,
@@ -142,6 +142,7 @@ class OnDemandFlags:
         "Memory for weights and KV caches of all models.", metavar="GIB", show_default="3/4 of the memory"
     )
     adapters_dir: Path | None = _on_demand("Let requests load adapters from folders in DIR.", metavar="DIR")
+    weights_dir: Path | None = _on_demand("Let requests update weights from folders in DIR.", metavar="DIR")
     management: bool | None = _on_demand(
         "Let requests load and unload models and adapters.", show_default="if API keys are required"
     )
@@ -151,8 +152,11 @@ class OnDemandFlags:
         management = has_keys if self.management is None else self.management
         if management and not has_keys:
             warn("anyone who can reach this server can load and unload models: require a key with --api-key-file")
-        folder = None if self.adapters_dir is None else expanded(self.adapters_dir)
-        return {"management": management, "adapters_dir": folder}
+        folders = {"adapters_dir": self.adapters_dir, "weights_dir": self.weights_dir}
+        return {
+            "management": management,
+            **{name: None if folder is None else expanded(folder) for name, folder in folders.items()},
+        }
 
     def options(self) -> dict[str, Any]:
         """Return keyword arguments of `onward.server.OnDemand`; empty without a folder."""
@@ -207,7 +211,7 @@ def serve(
     template: TemplateFlags,
     loading: LoadFlags,
     drafting: DraftFlags,
-    adapting: AdapterFlags,
+    adapting: ServedAdapterFlags,
 ) -> None:
     """Serve models through an OpenAI-compatible HTTP API.
 
@@ -224,6 +228,8 @@ def serve(
     texts = [*([source] if source else []), *(model or [])] or ([] if folder else ["demo"])
     if not texts and adapting.adapter:
         raise RequestError("--adapter is for a model on the command line, and there is none: see --adapters-dir")
+    if not texts and adapting.control_vector:
+        raise RequestError("--control-vector is for a model on the command line, and there is none")
     if folder and (loading.merge or loading.name_map or loading.pipeline > 1):
         message = "--merge, --name-map and --pipeline are for one model, not for those of --models-dir"
         raise RequestError(f"{message}: write --model SOURCE,merge=ADAPTER")
@@ -285,8 +291,8 @@ def _opener(loading: LoadFlags, drafting: DraftFlags, template: TemplateFlags, l
 
 
 def _parse_model(
-    text: str, loading: LoadFlags, drafting: DraftFlags, adapting: AdapterFlags
-) -> tuple[str, ModelFlags, DraftFlags, AdapterFlags]:
+    text: str, loading: LoadFlags, drafting: DraftFlags, adapting: ServedAdapterFlags
+) -> tuple[str, ModelFlags, DraftFlags, ServedAdapterFlags]:
     """Parse [NAME=]SOURCE[,OPTION=VALUE…] as a name and flags; other options come from the given flags."""
     first, *others = text.split(",")
     name, equals, source = first.partition("=")
@@ -295,8 +301,8 @@ def _parse_model(
     if not name or not source:
         raise RequestError(f"--model must be [NAME=]SOURCE, such as small=Qwen/Qwen3-0.6B; got {text!r}")
     options: dict[str, Any] = dataclasses.asdict(loading)
-    draft, adapters = drafting.draft, list(adapting.adapter or ())
-    known = {*options, "draft", "adapter"} - {"threads", "prefix_cache_dir", "prefix_cache_disk"}
+    draft, adapters, vectors = drafting.draft, list(adapting.adapter or ()), list(adapting.control_vector or ())
+    known = {*options, "draft", "adapter", "control_vector"} - {"threads", "prefix_cache_dir", "prefix_cache_disk"}
     for other in others:
         option, equals, value = other.partition("=")
         option = option.strip().replace("-", "_")
@@ -308,13 +314,16 @@ def _parse_model(
             draft = value
         elif option == "adapter":
             adapters.append(value)
+        elif option == "control_vector":
+            vectors.append(value)
         elif option not in ("max_seq_len", "pipeline"):
             options[option] = Path(value) if option == "name_map" else value
         elif value.isascii() and value.isdigit():
             options[option] = int(value)
         else:
             raise RequestError(f"--model {text}: {option} must be a whole number; got {value!r}")
-    return name, ModelFlags(model=source, **options), DraftFlags(draft=draft), AdapterFlags(adapter=adapters)
+    named = ServedAdapterFlags(adapter=adapters, control_vector=vectors)
+    return name, ModelFlags(model=source, **options), DraftFlags(draft=draft), named
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -342,7 +351,7 @@ def deploy(
     body: BodyFlags,
     model: ModelFlags,
     drafting: DraftFlags,
-    adapting: AdapterFlags,
+    adapting: ServedAdapterFlags,
 ) -> None:
     """Serve a model with several replicas on Ray.
 

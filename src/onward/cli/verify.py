@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from onward.cli.flags import AS_JSON, INPUT, TEXT_FILE, AdapterFlags, ModelFlags, flag
-from onward.cli.inputs import load_model, read_prompt, read_text
+from onward.cli.inputs import load_model, read_prompt, read_text, starting
 from onward.cli.terminal import waiting
 
 # Exit codes besides 0 and 2, which is that of errors.
@@ -36,7 +36,7 @@ def verify(
     """
     content = read_text(receipt)
     text = None if prompt is None and file is None else read_prompt(prompt, file, example="--prompt TEXT")
-    with waiting("starting …"):
+    with starting():
         from onward.language_model import Receipt
     read = Receipt.from_json(content)
     lm = load_model(model, adapting=adapting)

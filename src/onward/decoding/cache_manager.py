@@ -7,6 +7,8 @@ import threading
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from torch import Tensor
+
 from onward.cache import AdapterRef
 from onward.cache.disk import Restoration
 from onward.cache.slot import CacheStats, CacheView, Ids
@@ -76,6 +78,10 @@ class CacheManager(Protocol):
 
     def read(self, source: Slot, positions: int) -> Cache:
         """The first positions of a slot, pinned or not, as a dense cache of one row."""
+
+    def read_keys(self, slot: Slot, layer: int, first: int, last: int) -> Tensor:
+        """The keys of a layer without a window at the positions first … last - 1 of a slot, [G, N, width], in the
+        format of their dtype. Only for the caches of `onward.cache`."""
 
     def max_chunk(self, slot: Slot, first: int, count: int) -> int:
         """How many of `count` prompt ids, from position `first` of a slot on, to process at once."""

@@ -90,8 +90,9 @@ class StepRouter:
             device, vocab_size = self._run.model.device, self._run.model.vocab_size
             sampler, rows, longest = SamplerCache(device), self._rows, self._max_len
             step = draft.step(
-                self._plain, self._run, self._slots, sampler, device, vocab_size, rows=rows, max_len=longest
-            )
+                self._plain, self._run, self._slots, sampler, device, vocab_size, rows=rows, max_len=longest,
+                model=self._run.model,
+            )  # fmt: skip
             self._speculative[draft] = step
         step.join(drafted)
 
@@ -133,10 +134,12 @@ class StepRouter:
 # Logits at every position are computed at most this many at a time: 2^26 take 256 MB in float32, 440 positions of a
 # vocabulary of 152k.
 _MAX_LOGITS = 2**26
+# So many ids without logits run before the others: their part of the head takes longer than a pass over the weights.
+_MIN_UNSCORED = 64
 
 
 def scored_chunk(vocab_size: int) -> int:
-    """The most prompt ids per step if the logprobs of all are requested."""
+    """The most ids per step if the logits after all of them are needed."""
     return max(1, _MAX_LOGITS // vocab_size)
 
 
@@ -145,7 +148,7 @@ class BatchSchedule:
 
     Sequences with a `leader` start from its computed positions.
 
-    chunk: the most prompt ids of a sequence per step. vocab_size: V of the logits.
+    chunk: the most prompt ids of a sequence per step. vocab_size: V of the logits; 0 if no step needs all of them.
     """
 
     def __init__(
@@ -155,7 +158,7 @@ class BatchSchedule:
         self._waiting = [sequence for sequence in sequences if sequence.pending]
         self._running: list[Sequence] = []
         self._chunk = chunk
-        scored = sum(sequence.prompt_top is not None for sequence in self._waiting)
+        scored = sum(sequence.scoring_from is not None for sequence in self._waiting)
         self._scored_chunk = min(chunk, scored_chunk(scored * vocab_size)) if scored * vocab_size else chunk
 
     def __call__(self) -> list[ScheduledSequence]:
@@ -199,7 +202,11 @@ class BatchSchedule:
         return self._max_chunk(sequence, pending) if pending > 1 or not sequence.has_begun else None
 
     def _max_chunk(self, sequence: Sequence, pending: int) -> int:
-        chunk = self._chunk if sequence.prompt_top is None else self._scored_chunk
+        chunk, first = self._chunk, sequence.scoring_from
+        if first is not None and (unscored := first - sequence.computed) >= _MIN_UNSCORED:
+            chunk = min(chunk, unscored)
+        elif first is not None:
+            chunk = self._scored_chunk
         return self._slots.max_chunk(sequence.slot, sequence.computed, min(pending, chunk))
 
     def _admit(self) -> Restoration | None:

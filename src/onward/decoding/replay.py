@@ -13,7 +13,7 @@ from torch import Tensor
 
 from onward.decoding.batch import LogitsNeeded, ScheduledSequence, batches, needs_of, processed
 from onward.decoding.cache_manager import CacheManager
-from onward.decoding.loop import BatchSchedule, decode_loop, scored_chunk
+from onward.decoding.loop import BatchSchedule, decode_loop
 from onward.decoding.sequence import Sequence
 from onward.decoding.step import Emitted, missing_logprobs, sampling_of
 from onward.errors import NothingToDrawError
@@ -132,8 +132,7 @@ def _results(item: ScheduledSequence, logits: Tensor) -> tuple[ReplayedSequence,
 
 def replay(run: Run, slots: CacheManager, sequences: abc.Sequence[ReplayedSequence], chunk: int) -> None:
     """Process the sequences, at most `chunk` ids of each at once, until all their ids are drawn."""
-    chunk = min(chunk, scored_chunk(len(sequences) * run.model.vocab_size))
-    schedule = BatchSchedule(slots, sequences, chunk)
+    schedule = BatchSchedule(slots, sequences, chunk, vocab_size=run.model.vocab_size)
     try:
         for _ in decode_loop(ReplayStep(run, slots), schedule, slots):
             pass

@@ -165,6 +165,10 @@ class RowCacheManager:
         assert self.rows == 1, self.rows
         return self.cache
 
+    def read_keys(self, slot: CacheRow, layer: int, first: int, last: int) -> Tensor:
+        keys: Tensor = self.cache.keys[layer][slot.row, :, first:last]
+        return keys
+
     def set_weights_version(self, key: object) -> None:
         if key != self.weights_version:
             for slot in self._slots:

@@ -23,9 +23,7 @@ StopWhen = Callable[[abc.Sequence[int], str], bool]
 # The id of `eos`, the stop string or the `stop_when` that ended a sequence.
 StoppedBy = int | str | StopWhen
 
-
-# The index of an output token, its id, the text that became final with it, and whether it was drafted. (Making a plain
-# tuple takes a fifth of the time of a named one.)
+# The index of an output token, its id, the text that became final with it, whether it was drafted: a fast plain tuple.
 TakenToken = tuple[int, int, str, bool]
 
 
@@ -49,7 +47,8 @@ class Sequence:
         slot is a fork.
     sampling: the sampling parameters, with the seed; None if the token sampler needs none.
     top_logprobs: how many of the most likely ids to report with each token; None reports no logprobs. prompt_top: the
-        same for the prompt's ids. `prompt_logprobs` collects them: None for the first id. capture: values at taps.
+        same for the prompt's ids, in `prompt_logprobs`: None for the first id. sampling_logprobs: whether each token
+        has that of the distribution that it was drawn from. capture: values at taps.
     salt: only texts with an equal one share cached prefixes.
     replayed: how many of `token_ids` were emitted elsewhere. Their logprobs are added when they are computed.
     slot: the cache slot, once there is one, with room for `reserved` positions. pinned: the `PinnedPrefix` of its
@@ -77,6 +76,7 @@ class Sequence:
         constraint: ConstraintState | None = None,
         top_logprobs: int | None = None,
         prompt_top: int | None = None,
+        sampling_logprobs: bool = False,
         taps: abc.Mapping[str, TapPositions] | None = None,
         stop_when: StopWhen | None = None,
         deadline: float | None = None,
@@ -88,7 +88,7 @@ class Sequence:
         self.cached: int | None = None
         self.adapter, self.salt = adapter, salt
         self.sampling, self.constraint = sampling, constraint
-        self.top_logprobs, self.prompt_top = top_logprobs, prompt_top
+        self.top_logprobs, self.prompt_top, self.sampling_logprobs = top_logprobs, prompt_top, sampling_logprobs
         self.prompt_logprobs: list[TokenLogprobs | None] = [None]
         self.capture = TapCapture(taps, start, self.output_at - 1) if taps else None
         self.slot: Slot | None = None

@@ -166,6 +166,7 @@ class PinnedPrefix:
 
     def _reset(self) -> None:
         self.slots: CacheManager | None = None
+        self._owner: SharedCache | None = None  # of the slots
         self.pin: Slot | None = None
         self._ids: abc.Sequence[int] = ()
         self._running: Sequence | None = None
@@ -222,19 +223,29 @@ class PinnedPrefix:
             slot, _ = slots.acquire(ids, len(ids), reuse=False, adapter=adapter) or (None, 0)
             if slot is None:
                 raise ContextOverflowError(f"there is no room in the cache for a session of {len(ids)} positions")
-            self.slots, self._thread = slots, threading.get_ident()
+            self._drop()
+            self.slots, self._owner, self._thread = slots, self._shared(), threading.get_ident()
             if isinstance(slots, PagedCacheManager):
                 slots.write(slot, cache, len(ids))
             self.keep(slot, ids)
+
+    def _follow(self, model: Model) -> None:
+        """Copy the text to the model's cache if that is another one, as after a change of `prefix_memory`."""
+        if self._owner not in (None, self._shared()) and isinstance(self.slots, PagedCacheManager):
+            ids, adapter = self.tokens, self.adapter
+            if self.is_of(model) and (snapshot := self.snapshot()) is not None:
+                self.adopt(model, *snapshot, ids, adapter)
 
     @contextmanager
     def turn(self, model: Model, sequence: Sequence) -> Iterator[CacheManager]:
         """The cache for a request, which `sequence` is. Another request that has not ended cannot continue."""
         self._end_turn()
+        self._follow(model)
         with self._shared().lease(model, 1, sequence.longest, self) as slots:
             if slots is not self.slots:
                 self._drop()
             self.slots, self._running, self._thread, sequence.pinned = slots, sequence, threading.get_ident(), self
+            self._owner = self._shared()
             try:
                 yield slots
             finally:

@@ -12,6 +12,7 @@ from torch import Tensor
 from onward.decoding.batch import LogitsNeeded, ScheduledSequence, batches, needs_of, processed
 from onward.decoding.cache_manager import CacheManager
 from onward.decoding.sequence import Sequence
+from onward.errors import NothingToDrawError
 from onward.program import Executable, SamplingKernel
 from onward.sampling import ConstraintState, History, Sampler, SamplingParams
 from onward.sampling.logprobs import Token, TokenLogprobs, checked_ids, not_finite, token_logprobs, tokens_of
@@ -58,6 +59,25 @@ class SamplerCache:
         self._last = [weakref.ref(sequence, self._forget) for sequence in sequences], sampler
         return sampler
 
+    @torch.no_grad()
+    def drawn(self, tokens: list[Token], logits: Tensor, sequences: abc.Sequence[Sequence]) -> list[Token]:
+        """The next tokens [B] of B sequences, from logits [B, V]. Those of sequences that report it have the logprobs
+        under the distributions that they were drawn from."""
+        rows = [row for row, sequence in enumerate(sequences) if sequence.sampling_logprobs]
+        if not rows:
+            return tokens
+        sampler = self.sampler(sequences)
+        if len(rows) < len(sequences):
+            sequences, sampler, logits = [sequences[row] for row in rows], sampler.take(rows), logits[rows]
+        ids = torch.tensor([tokens[row].id for row in rows], device=logits.device)
+        histories, constraints = histories_of(sampler, sequences), constraints_of(sequences)
+        positions = positions_of(sequences, logits.device)
+        drawn = sampler.drawn(ids, logits, positions, histories, None, constraints)
+        for row, logprob, support in zip(rows, drawn.logprobs.tolist(), drawn.support.tolist(), strict=True):
+            if (entry := tokens[row].logprobs) is not None:
+                tokens[row] = Token(tokens[row].id, entry._replace(sampling=logprob, support=support))
+        return tokens
+
     def _forget(self, sequence: "weakref.ref[Sequence]") -> None:
         last = self._last
         if last is not None and sequence in last[0]:
@@ -85,6 +105,16 @@ class FunctionSampler:
         return self._kernel
 
 
+def sampling_of(sequence: Sequence) -> SamplingParams:
+    assert sequence.sampling is not None, "a sequence without sampling parameters needs a FunctionSampler"
+    return sequence.sampling
+
+
+def positions_of(sequences: abc.Sequence[Sequence], device: torch.device) -> Tensor:
+    """The positions of their next ids: int32 [B]."""
+    return torch.tensor([sequence.length for sequence in sequences], dtype=torch.int32, device=device)
+
+
 def histories_of(sampler: Sampler, sequences: abc.Sequence[Sequence]) -> list[History] | None:
     """The histories of sequences; None if the sampler reads none."""
     return [sequence.read_history() for sequence in sequences] if sampler.needs_history else None
@@ -94,11 +124,6 @@ def constraints_of(sequences: abc.Sequence[Sequence]) -> list[ConstraintState | 
     """The constraints of sequences; None if there are none."""
     constraints = [sequence.constraint for sequence in sequences]
     return constraints if any(constraint is not None for constraint in constraints) else None
-
-
-def sampling_of(sequence: Sequence) -> SamplingParams:
-    assert sequence.sampling is not None, "a sequence without sampling parameters needs a FunctionSampler"
-    return sequence.sampling
 
 
 # What a step emitted for each item of its work, for `Sequence.take_step`: tokens, or the candidates of a beam search;
@@ -129,7 +154,7 @@ class DecodeStep:
             sequences = [sequence for sequence, _ in items]
             sampler = self.chooser.kernel(sequences) if all(map(_decodes, items)) else None
             with self.slots.lock:
-                logits, ids = processed(self.run, self.slots, items, needs, self.device, sampler)
+                logits, ids = self.processed(items, needs, sampler)
             if logits is None:
                 continue
             if needs is LogitsNeeded.ALL:
@@ -144,6 +169,12 @@ class DecodeStep:
             sequence.prompt_logprobs += of_prompt
             sequence.logprobs += of_output
         return emitted
+
+    def processed(
+        self, items: abc.Sequence[ScheduledSequence], needs: LogitsNeeded, sampler: SamplingKernel | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """`onward.decoding.batch.processed` for these items. The caller holds the slots' lock."""
+        return processed(self.run, self.slots, items, needs, self.device, sampler)
 
     def _tokens(
         self, indices: abc.Sequence[int], items: abc.Sequence[ScheduledSequence], logits: Tensor, ids: Tensor | None
@@ -166,10 +197,12 @@ class DecodeStep:
         else:
             last = logits[places, [items[place].tokens - 1 for place in places]]
         if ids is None:
-            positions = torch.tensor([each.length for each in sequences], dtype=torch.int32, device=self.device)
+            positions = positions_of(sequences, self.device)
             with torch.no_grad():
                 ids = self.chooser(last, positions, sequences)
         tokens = tokens_of(checked_ids(ids, last), last, [sequence.top_logprobs for sequence in sequences])
+        if isinstance(self.chooser, SamplerCache):
+            tokens = self.chooser.drawn(tokens, last, sequences)
         return [(indices[place], token) for place, token in zip(places, tokens, strict=True)]
 
 
@@ -189,7 +222,11 @@ def missing_logprobs(item: ScheduledSequence, logits: Tensor) -> tuple[list[Toke
     output_at = min(max(first, sequence.output_at), last)
     after = logits[first - sequence.computed - 1 :]
     of_prompt = _scored(sequence, first, output_at, after, sequence.prompt_top)
-    return of_prompt, _scored(sequence, output_at, last, after[output_at - first :], sequence.top_logprobs)
+    of_output = _scored(sequence, output_at, last, after[output_at - first :], sequence.top_logprobs)
+    if of_output and sequence.sampling_logprobs:
+        ids, rows = sequence.ids(output_at, last), after[output_at - first : last - first]
+        of_output = with_drawn(of_output, sequence, output_at - sequence.output_at, ids, rows)
+    return of_prompt, of_output
 
 
 def _scored(sequence: Sequence, first: int, last: int, logits: Tensor, top: int | None) -> list[TokenLogprobs]:
@@ -201,3 +238,61 @@ def _scored(sequence: Sequence, first: int, last: int, logits: Tensor, top: int 
     if any(math.isnan(token.chosen) for token in logprobs):
         raise not_finite()
     return logprobs
+
+
+def next_tokens(sequence: Sequence, ids: abc.Sequence[int], logits: Tensor) -> list[Token]:
+    """The next tokens of a sequence, from logits [K, V]."""
+    tokens = tokens_of(ids, logits, [sequence.top_logprobs] * len(ids))
+    entries = [token.logprobs for token in tokens if token.logprobs is not None]
+    if sequence.sampling_logprobs and entries:
+        tokens = list(map(Token, ids, with_drawn(entries, sequence, len(sequence.token_ids), ids, logits)))
+    return tokens
+
+
+def output_scores(sequence: Sequence, sampler: Sampler, at: int, ids: abc.Sequence[int], logits: Tensor) -> Tensor:
+    """`Sampler.scores` [K, V] of the output ids [K] from index `at` on, from their logits [K, V]. `token_ids` has those
+    before."""
+    return sampler.scores(logits.unsqueeze(0), *_state(sequence, sampler, at, ids, logits.device)).squeeze(0)
+
+
+def with_drawn(
+    entries: abc.Sequence[TokenLogprobs], sequence: Sequence, at: int, ids: abc.Sequence[int], logits: Tensor
+) -> list[TokenLogprobs]:
+    """The logprobs of the output ids [K] from index `at` on, with those of the distributions that they were drawn from.
+    Where the options ban all ids, the logprob is -inf and the support 0."""
+    if not len(ids):
+        return []
+    sampler = Sampler([sampling_of(sequence)], logits.device)
+    state = _state(sequence, sampler, at, ids, logits.device)
+    try:
+        drawn = sampler.drawn(torch.tensor([ids], device=logits.device), logits.unsqueeze(0), *state)
+    except NothingToDrawError:
+        half = len(ids) // 2
+        if not half:
+            return [entries[0]._replace(sampling=-math.inf, support=0)]
+        first = with_drawn(entries[:half], sequence, at, ids[:half], logits[:half])
+        return first + with_drawn(entries[half:], sequence, at + half, ids[half:], logits[half:])
+    pairs = zip(entries, drawn.logprobs[0].tolist(), drawn.support[0].tolist(), strict=True)
+    return [entry._replace(sampling=logprob, support=support) for entry, logprob, support in pairs]
+
+
+_State = tuple[
+    Tensor, list[History] | None, list[abc.Sequence[int]], list[ConstraintState | None] | None
+]  # the arguments of `Sampler.scores` after the logits
+
+
+def _state(sequence: Sequence, sampler: Sampler, at: int, ids: abc.Sequence[int], device: torch.device) -> _State:
+    output, constraint = sequence.token_ids, sequence.constraint
+    history = None
+    if sampler.needs_history:
+        is_next = sequence.history is not None and at == len(output)
+        history = sequence.read_history() if is_next else History(sequence.prompt, output[:at])
+    if constraint is not None and len(constraint) != at:
+        constraint = constraint.fork()
+        constraint.truncate(min(at, len(constraint)))
+        for token in output[len(constraint) : at]:
+            constraint.append(token)
+    first = sequence.output_at + at
+    positions = torch.arange(first, first + len(ids), dtype=torch.int32, device=device).unsqueeze(0)
+    constraints: list[ConstraintState | None] | None = None if constraint is None else [constraint]
+    return positions, None if history is None else [history], [ids[:-1]], constraints

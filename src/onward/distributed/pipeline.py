@@ -21,6 +21,7 @@ from onward.models.architecture import parameter_shapes
 from onward.models.blocks import Decoder, DecoderParams, LayerParams
 from onward.models.contract import take_positions
 from onward.ops.heads import BLOCK
+from onward.ops.tap import is_active
 from onward.program import ForwardBatch
 
 
@@ -243,6 +244,10 @@ class PipelineForward:
     def __call__(
         self, tokens: Tensor, offsets: Tensor, cache: Any, params: Any, *, logits_at: Tensor | None = None
     ) -> tuple[Tensor, Any]:
+        if is_active():
+            raise RequestError(
+                "a model over several ranks has no hidden states, embeddings and taps yet: load it without pipeline="
+            )
         if not isinstance(cache, PagedKVCache) or cache.keys[0].data_ptr() not in self.group.pools:
             raise RequestError(
                 "a model over several ranks manages its own caches, and takes no cache=: use onward.Session to "

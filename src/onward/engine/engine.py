@@ -8,7 +8,7 @@ from typing import Any, NoReturn, Self, Unpack, overload
 
 from onward.cache.slot import digest_of
 from onward.decoding import RowCacheManager
-from onward.decoding.speculation import ModelDrafter
+from onward.decoding.speculation import HeadDrafter, ModelDrafter
 from onward.engine.cache_memory import context_of, engine_slots, nbytes_of
 from onward.engine.generation import Generation
 from onward.engine.request import EngineRequest, needed_blocks
@@ -18,11 +18,11 @@ from onward.engine.updates import InFlight, PendingUpdate, checked_in_flight, se
 from onward.engine.worker import EngineWorker
 from onward.errors import EngineError, OptionError, RequestError
 from onward.language_model import ChatOptionsDict, GenerateOptionsDict, LanguageModel, Messages, Prompt, Request
-from onward.language_model.fingerprint import bits_fingerprint, check_same_bits
+from onward.language_model.fingerprint import bits_fingerprint, check_same_bits, with_changes
 from onward.language_model.new_weights import NewWeights, WeightsUpdate
 from onward.language_model.request import Emitted, checked_emitted, one_prompt
 from onward.language_model.runner import RequestState
-from onward.models.model import computation
+from onward.models.adapters import Steering
 from onward.util.checks import check_whole, is_finite
 from onward.util.option_names import checks_option_names
 from onward.util.text import described
@@ -50,7 +50,7 @@ class Engine:
     cache_memory: bytes of keys, values and recurrent states, including the prefix cache.
     max_waiting, max_waiting_tokens: the maximum number of queued requests and of their prompt tokens. Further requests
         are rejected immediately.
-    max_step_ms: target step time in milliseconds while prompts are processed. None: 2x a decode step, at least 40.
+    max_step_ms: target step time in milliseconds while prompts are processed. None: 1.8x a decode step, at least 40.
     overcommit: 1 reserves all memory that a request may need when it is admitted, so that nothing is preempted. Above 1
         only this fraction of its new tokens is reserved; when memory runs out the newest request is preempted, and
         recomputed later.
@@ -99,7 +99,6 @@ class Engine:
         )
         max_len = slots.length if isinstance(slots, RowCacheManager) else None
         self._worker = EngineWorker(lm._model_run, slots, scheduler, max_len or context_of(lm.model), lm._disk)
-        self._fingerprints: tuple[object, dict[str, str]] | None = None  # of one state of the weights, by adapter
         weakref.finalize(self, self._worker.abandon).atexit = False
 
     def __repr__(self) -> str:
@@ -209,7 +208,7 @@ class Engine:
         """
         request = self._request(prompt, messages, options)
         if fingerprint is not None:
-            check_same_bits(fingerprint, self.fingerprint_with(request.options.adapter))
+            check_same_bits(fingerprint, self.fingerprint_with(request.options.adapter, request.options.steering))
         return self._submit(request, priority, client, checked_emitted(emitted, request, self.lm.model.vocab_size))
 
     def _submit(
@@ -285,16 +284,12 @@ class Engine:
         """
         return self.fingerprint_with(None)
 
-    def fingerprint_with(self, adapter: str | None) -> str:
-        """The fingerprint of requests with a loaded adapter. Raises `RequestError` if no adapter has the name."""
-        loaded, state = self.lm.adapters.find(adapter), computation(self.lm.model)
-        cached = self._fingerprints  # several threads may ask at once, and find that the weights have changed
-        if cached is None or cached[0] != state:
-            cached = self._fingerprints = state, {}
-        known, digest = cached[1], digest_of(loaded)
-        if digest not in known:
-            known[digest] = bits_fingerprint(self.lm.model, loaded)
-        return known[digest]
+    def fingerprint_with(self, adapter: str | None, steering: Steering | None = None) -> str:
+        """The fingerprint of requests with a loaded adapter, and with a steering (`GenerateOptions.steering`). Raises
+        `RequestError` if no adapter has the name."""
+        loaded = self.lm.adapters.find(adapter)
+        text = bits_fingerprint(self.lm.model, loaded)
+        return text if steering is None else with_changes(text, f"{digest_of(loaded)} {steering.digest}")
 
     def stats(self) -> EngineStats:
         """The engine's current state and its counts."""
@@ -304,8 +299,8 @@ class Engine:
     def memory(self) -> int:
         """Bytes of the weights, also of a draft model, and the most that the cache takes."""
         drafter = None if self.lm.draft is None else self.lm.draft.drafter
-        models = [self.lm.model, *([drafter.model] if isinstance(drafter, ModelDrafter) else [])]
-        return sum(model.nbytes for model in models) + nbytes_of(self._worker.slots)
+        of_drafter = drafter.nbytes if isinstance(drafter, ModelDrafter | HeadDrafter) else 0
+        return self.lm.model.nbytes + of_drafter + nbytes_of(self._worker.slots)
 
     def check_open(self) -> None:
         """Raise `EngineError` if the engine is closed or has failed, or if this is a forked process."""

@@ -9,6 +9,8 @@ from onward.decoding.speculation.pace import MADE_A_PROGRAM, RecentMean
 # beside them reads the cache before it, so it costs as much as if it had a few more tokens. The exact numbers matter
 # little, because costs are measured at the sizes in use.
 _READING_WEIGHTS, _READING_CACHE = 16, 4
+# Rows of a new shape that take this many times as long as predicted are measured in the next step instead.
+_NEW_SHAPE = 1.25
 # The most steps with chunks before the cost of the decoding rows is measured alone again.
 _MAX_MIXED = 16
 # Positions below this one have the same cost per token. Each further range ends at twice the position.
@@ -25,7 +27,7 @@ class StepTimeModel:
 
     n decoding rows cost `unit * (n + 16)` seconds, and a chunk of n tokens `unit * (n + 4)`. A unit is measured for
     each number of decoding rows, and for chunks for each range of positions, because attention takes longer at later
-    positions. An unmeasured unit equals that of the nearest number of rows or range.
+    positions. An unmeasured unit equals that of the nearest number of rows or range, until the first measurement.
 
     Decoding rows are measured in steps without chunks. What another step takes longer than predicted is due to its
     chunks: if both parts shared it, chunks that cost more than expected would also make decoding look slow, and a limit
@@ -55,7 +57,7 @@ class StepTimeModel:
         """Record a step. The first run of a shape, which may compile a program, counts little."""
         parts = [(self._rows_unit(rows), rows + _READING_WEIGHTS)] if rows else []
         parts += [(self._chunk_unit(position), tokens + _READING_CACHE) for position, tokens in chunks]
-        shapes = {("rows", rows), *(("chunk", tokens) for _, tokens in chunks)}
+        shapes = {("rows" if chunks else "rows alone", rows), *(("chunk", tokens) for _, tokens in chunks)}
         new = not shapes <= self._shapes
         self._shapes |= shapes
         predicted, total = sum(unit.value * size for unit, size in parts), sum(size for _, size in parts)
@@ -63,6 +65,10 @@ class StepTimeModel:
             return
         ratio = seconds / predicted if predicted else 1.0
         if not chunks and predicted:
+            if new and ratio > _NEW_SHAPE:
+                return
+            if rows not in self._mixed:
+                parts[0][0].count = 0  # this measurement replaces the estimate
             self._mixed[rows] = 0
         elif rows in self._mixed:
             self._mixed[rows] += 1

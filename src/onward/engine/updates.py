@@ -3,12 +3,7 @@
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import replace
-from pathlib import Path
 from typing import Literal, get_args
-
-from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from onward.decoding import CacheManager
 from onward.engine.request import EngineRequest
@@ -17,8 +12,8 @@ from onward.errors import EngineError, OptionError, RequestError, one_line
 from onward.language_model import LanguageModel
 from onward.language_model.new_weights import WeightsUpdate
 from onward.models import Run
+from onward.models.adapters import TrainedAdapter
 from onward.models.model import computation
-from onward.models.weights_lock import WeightsLock
 
 InFlight = Literal["finish", "recompute", "keep"]
 
@@ -35,24 +30,19 @@ def served(lm: LanguageModel) -> LanguageModel:
     model = lm.model
     if model.trainable is None:
         return lm
+    sources = lm.adapters.sources()
+    if trained := [name for name, source in sources.items() if isinstance(source, TrainedAdapter)]:
+        raise RequestError(
+            f"an engine serves a copy of a trained model, and the adapter {trained[0]!r} is trained too: save it, and "
+            "load it in its place"
+        )
     model.refresh()
-    copies: dict[int, Tensor] = {}  # by tensor: a tied weight stays one
-
-    def copy(leaf: object) -> object:
-        return copies.setdefault(id(leaf), leaf.clone()) if isinstance(leaf, Tensor) else leaf
-
-    with model.weights_lock as lock:
-        params = pytree.tree_map(copy, model.params)
-        own = replace(model, params=params, trainable=None, weights_lock=WeightsLock(lock.version))
+    with model.weights_lock.reading():
+        own = model.with_params(model.params, model.weights_version)
     copied = lm.with_model(own)
     copied.source = lm.source
-    for name, loaded in lm.adapters.items():
-        if loaded.folder == Path():
-            raise RequestError(
-                f"an engine serves a copy of a trained model, and the adapter {name!r} is trained too: save it, and "
-                "load it in its place"
-            )
-        copied.load_adapter(name, loaded.folder)
+    copied.add_adapters(sources)
+    copied.adapters.control_vectors = lm.adapters.control_vectors
     return copied
 
 

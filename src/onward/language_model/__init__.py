@@ -5,6 +5,7 @@ from onward.language_model.completion import Completion, Piece, Timing
 from onward.language_model.generation_config import generation_defaults, within_vocabulary
 from onward.language_model.infill import INFILL_FORMATS, infill_request
 from onward.language_model.language_model import LanguageModel, Messages
+from onward.language_model.logprobs import TextLogprobs
 from onward.language_model.options import ChatOptionsDict, Draft, GenerateOptions, split_chat_options
 from onward.language_model.options_dict import GenerateOptionsDict
 from onward.language_model.quantize_model import Calibration, calibration_ids, quantize, quantize_folder
@@ -36,6 +37,7 @@ __all__ = [
     "Runner",
     "Score",
     "Session",
+    "TextLogprobs",
     "Timing",
     "Verification",
     "calibration_ids",

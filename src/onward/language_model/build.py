@@ -4,7 +4,6 @@ import functools
 import hashlib
 import time
 import uuid
-from collections.abc import Sequence
 from pathlib import Path
 
 from onward import native
@@ -37,7 +36,7 @@ COMPUTING = (
     "tokenizer",
 )
 # Those that read and quantize weights, besides.
-READING = ("checkpoint", "language_model/weights.py", "loading.py", "quantization")
+READING = ("checkpoint", "language_model/quantized_copy.py", "language_model/weights.py", "loading.py", "quantization")
 _PACKAGE = Path(__file__).parents[1]
 _STARTED = time.time()
 
@@ -53,7 +52,8 @@ def reading_build() -> str:
     return f"{_sources(names=READING)} {build()}"
 
 
-def _sources(package: Path = _PACKAGE, names: Sequence[str] = COMPUTING) -> str:
+@functools.cache
+def _sources(package: Path = _PACKAGE, names: tuple[str, ...] = COMPUTING) -> str:
     """A hash of Onward's own modules: an installed version may have been edited."""
     return _hash_of(tuple(sorted(file for name in names for file in _modules(package / name))))
 

@@ -1,20 +1,23 @@
 """What a language model says about texts without new tokens: hidden states, embeddings and relevance."""
 
 from collections.abc import Sequence
-from typing import TypeAlias, TypeVar, overload
+from typing import TypeAlias, TypeVar, Unpack, overload
 
 import torch
 from torch import Tensor
 
 from onward.checkpoint import EmbeddingFormat
 from onward.language_model.base import LanguageModelPart
-from onward.language_model.embedding import EmbeddingReader
+from onward.language_model.embedding import NORM, EmbeddingReader, EmbedOptions
+from onward.language_model.lens import Lens, checked_decoder, predictions
 from onward.language_model.options import GenerateOptions
-from onward.language_model.request import Ids, Prompt, Request, as_list, checked_ids
+from onward.language_model.request import Ids, Prompt, Request, as_list, check_top, checked_ids, one_prompt
 from onward.language_model.runner import drained
 from onward.language_model.scoring import logits_of
 from onward.language_model.tapped import HiddenAt, check_names, checked_at, in_groups, weighted_mean
-from onward.util.option_names import checks_option_names
+from onward.tokenizer import special_tokens
+from onward.util.checks import check_whole
+from onward.util.option_names import check_option_names, checks_option_names
 
 _Text = TypeVar("_Text", bound=Prompt)
 _Texts: TypeAlias = list[_Text] | tuple[_Text, ...]
@@ -93,41 +96,35 @@ class Embedder(LanguageModelPart):
         results = [values[taps] if isinstance(taps, str) else values for values in found]
         return results if is_batch else results[0]  # type: ignore[return-value]
 
-    @overload
-    def embed(
-        self,
-        text: str,
-        *,
-        dimensions: int | None = None,
-        normalize: bool = True,
-        prompt: str | None = None,
-        prompt_name: str | None = None,
-        adapter: str | None = None,
-    ) -> Tensor: ...
-
-    @overload
-    def embed(
-        self,
-        text: Sequence[str | Ids],
-        *,
-        dimensions: int | None = None,
-        normalize: bool = True,
-        prompt: str | None = None,
-        prompt_name: str | None = None,
-        adapter: str | None = None,
-    ) -> Tensor: ...
-
     @checks_option_names
-    def embed(
-        self,
-        text: str | Ids | Sequence[str | Ids],
-        *,
-        dimensions: int | None = None,
-        normalize: bool = True,
-        prompt: str | None = None,
-        prompt_name: str | None = None,
-        adapter: str | None = None,
-    ) -> Tensor:
+    def lens(self, text: str | Ids, *, top: int = 5) -> Lens:
+        """What the model would predict after each layer: the logit lens (docs/hidden-states.md).
+
+            print(lm.lens("Once upon a time"))
+
+        Args:
+            text: a text, or ids. top: how many of the most likely ids to report.
+
+        Raises:
+            RequestError: a model of no built-in family, one without a head, or top outside its range.
+            ContextOverflowError: a text longer than the context.
+        """
+        model = self._runner.run.model
+        checked_decoder(model)
+        check_top("top", top, model.vocab_size)
+        check_whole("top", top, low=1)
+        (ids,) = self._reader.ids_to_score([one_prompt(text, "lens", "call it for each")], None)
+        taps = [name for name in model.taps if name != NORM]
+        (hidden,) = self._values([ids], taps, "all", None)
+        each = [predictions(model, hidden[name], ids[1:], top) for name in taps]
+        top_ids, top_logprobs, next_logprobs = (torch.stack(values) for values in zip(*each, strict=True))
+        texts = {}
+        if (tokenizer := self._runner.tokenizer) is not None:
+            special, shown = special_tokens(tokenizer), {*ids, *top_ids[..., 0].flatten().tolist()}
+            texts = {token: special.get(token) or tokenizer.decode([token]) for token in shown}
+        return Lens(taps, ids, top_ids, top_logprobs, next_logprobs, texts)
+
+    def embed(self, text: str | Ids | Sequence[str | Ids], **options: Unpack[EmbedOptions]) -> Tensor:
         """The embedding of a text, float32 [D], or of several, float32 [N, D] (docs/embeddings.md).
 
         Pooling, prompts and the end of a text are those of the checkpoint's sentence-transformers files; without such
@@ -146,15 +143,9 @@ class Embedder(LanguageModelPart):
             RequestError: an unknown prompt, too many dimensions, a checkpoint whose pooling is not supported.
             ContextOverflowError: a text longer than the context.
         """
+        check_option_names(options, list(EmbedOptions.__annotations__))
         texts, is_batch = as_list(text)
-        requests = EmbeddingReader(self._reader, self.embedding).texts(
-            texts,  # type: ignore[arg-type]
-            dimensions=dimensions,
-            normalize=normalize,
-            prompt=prompt,
-            prompt_name=prompt_name,
-            adapter=adapter,
-        )
+        requests = self._embedding_reader.texts(texts, **options)  # type: ignore[arg-type]
         embeddings = torch.stack(self._pooled(requests))
         return embeddings if is_batch else embeddings[0]
 
@@ -182,9 +173,14 @@ class Embedder(LanguageModelPart):
         Raises:
             RequestError: a checkpoint that does not rank. ContextOverflowError: a pair longer than the context.
         """
-        reader = EmbeddingReader(self._reader, self.embedding)
-        requests = reader.pairs(query, documents, instruction=instruction, template=template, adapter=adapter)
+        requests = self._embedding_reader.pairs(
+            query, documents, instruction=instruction, template=template, adapter=adapter
+        )
         return [float(score) for score in self._pooled(requests)]
+
+    @property
+    def _embedding_reader(self) -> EmbeddingReader:
+        return EmbeddingReader(self._reader, self.embedding)
 
     def _pooled(self, requests: Sequence[Request]) -> list[Tensor]:
         def run(group: list[int]) -> list[Tensor]:

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypedDict, Unpack
 
 import numpy as np
 import torch
@@ -19,6 +19,18 @@ from onward.models import Model, architecture_of
 from onward.util.checks import check_whole
 
 NORM = "norm"
+
+
+class EmbedOptions(TypedDict, total=False):
+    """The options of `LanguageModel.embed`, which explains them. By default embeddings are normalized."""
+
+    dimensions: int | None
+    normalize: bool
+    prompt: str | None
+    prompt_name: str | None
+    adapter: str | None
+
+
 # The words of Qwen3-Reranker, for its layout: a query and a document that are relevant or not.
 _INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 _JUDGE = (
@@ -103,18 +115,10 @@ class EmbeddingReader:
     reader: RequestReader
     format: EmbeddingFormat
 
-    def texts(
-        self,
-        texts: Sequence[str | Ids],
-        *,
-        dimensions: int | None = None,
-        normalize: bool = True,
-        prompt: str | None = None,
-        prompt_name: str | None = None,
-        adapter: str | None = None,
-    ) -> list[Request]:
+    def texts(self, texts: Sequence[str | Ids], **options: Unpack[EmbedOptions]) -> list[Request]:
         """A request for the embedding of each text. The errors are those of `LanguageModel.embed`."""
         self._check()
+        dimensions, prompt, prompt_name = options.get("dimensions"), options.get("prompt"), options.get("prompt_name")
         width = self.reader.model.taps[NORM].shape[0]
         dimensions = self.format.dimensions if dimensions is None else dimensions
         if dimensions is not None:
@@ -126,10 +130,10 @@ class EmbeddingReader:
         if before and not self.format.includes_prompt:
             skip = len(self.reader.prompt_ids(before))
             skip -= self._ends_with_eos(self.reader.prompt_ids(before))
-        pooling = Pooling(self.format.pooling, skip, dimensions, normalize)
+        pooling = Pooling(self.format.pooling, skip, dimensions, options.get("normalize", True))
         given = prompt is not None or prompt_name is not None
         ids = [self._ids(text, before, given=given) for text in texts]
-        return self._requests(ids, pooling, adapter)
+        return self._requests(ids, pooling, options.get("adapter"))
 
     def pairs(
         self,

@@ -12,7 +12,7 @@ from onward.chat import AssistantMessage, ChatTemplate, Message, MessageFormat, 
 from onward.checkpoint import EmbeddingFormat, find_adapter, read_adapter
 from onward.decoding import SharedCache
 from onward.decoding.speculation import ModelDrafter, Speculator, SpeculatorCache, as_drafter, check_same_tokens
-from onward.errors import CheckpointError, RequestError
+from onward.errors import RequestError
 from onward.language_model.chat import ChatReader
 from onward.language_model.completion import Completion, Piece
 from onward.language_model.embedder import Embedder
@@ -31,10 +31,11 @@ from onward.language_model.request import (
 )  # fmt: skip
 from onward.language_model.runner import Runner, drained
 from onward.language_model.scoring import Score, score_continuations, score_texts
-from onward.language_model.training import Trained
+from onward.language_model.steering import read_control_vector
+from onward.language_model.training import AdapterSource, Trained, reread_adapter
 from onward.language_model.verification import Verifier
 from onward.models import Cache, Model, Run
-from onward.models.adapters import Adapters, LoadedAdapter, merged_model
+from onward.models.adapters import Adapters, LoadedAdapter, Steering, TrainedAdapter, merged_model
 from onward.program import Report
 from onward.tokenizer import Tokenizer
 from onward.util.checks import check_whole, plain, plain_items
@@ -94,13 +95,14 @@ class LanguageModel(Trained, Embedder, Verifier):
         return described(self, *self.model.facts(), *parts)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copy and pickle the arguments, including the weights. The copy reloads the adapters from their folders."""
-        folders = {name: loaded.folder for name, loaded in self.adapters.items()}
-        return type(self), self._arguments(self.model), folders or None
+        """Copy and pickle the arguments, including the weights, and the control vectors. The copy reloads the adapters
+        from their folders, or has copies of those that are trained."""
+        state = self.source, self.adapters.sources(), self.adapters.control_vectors
+        return type(self), self._arguments(self.model), state
 
-    def __setstate__(self, folders: Mapping[str, Path]) -> None:
-        for name, folder in folders.items():
-            self.load_adapter(name, folder)
+    def __setstate__(self, state: tuple[Path | None, Mapping[str, AdapterSource], dict[str, Steering]]) -> None:
+        self.source, sources, self.adapters.control_vectors = state
+        self.add_adapters(sources)
 
     def _arguments(self, model: Model) -> tuple[Any, ...]:
         rest = self.defaults, self.prefill_chunk, self._model_run.compile, self._draft_source, self.prefix_memory
@@ -141,9 +143,15 @@ class LanguageModel(Trained, Embedder, Verifier):
         """Reject further requests with an adapter (`RequestError` if unknown). Running ones continue."""
         self.adapters.drop(name)
 
+    @checks_option_names
+    def load_control_vector(self, name: str, source: str | os.PathLike[str]) -> None:
+        """Load a control vector, a GGUF file, for requests to a server that name it (docs/hidden-states.md). Raises
+        `RequestError` if it is for another model, and `CheckpointError` if it is damaged."""
+        self.adapters.add_control_vector(name, read_control_vector(source))
+
     @property
     def prefix_memory(self) -> int:
-        """The maximum size of the prefix cache in bytes. Setting it clears the cache."""
+        """The maximum size of the prefix cache in bytes. Setting it clears the cache, except for texts of sessions."""
         return self._prefix_cache.memory
 
     @prefix_memory.setter
@@ -165,17 +173,18 @@ class LanguageModel(Trained, Embedder, Verifier):
     def merge(self, adapter: str | os.PathLike[str]) -> "LanguageModel":
         """A new model with an adapter merged into its weights: W becomes W + B A.
 
-        adapter: the name of a loaded one; or a folder or hub id, as for `load_adapter`.
+        adapter: the name of a loaded one, or of one that is trained, for its current values; or a folder or hub id, as
+            for `load_adapter`.
 
         Raises:
             SourceError: no such folder or repository. CheckpointError: it is damaged, for another model, or its folder
                 has changed since it was loaded. RequestError: the weights are quantized, or of no built-in family.
         """
-        loaded = self.adapters.get(adapter) if isinstance(adapter, str) else None
-        source = adapter if isinstance(adapter, str) else Path(adapter)
-        read = read_adapter(find_adapter(source) if loaded is None else loaded.folder)
-        if loaded is not None and read.digest != loaded.digest:
-            raise CheckpointError(f"{loaded.folder} has changed since {loaded.name!r} was loaded: reload it")
+        source = self.adapters.sources().get(adapter) if isinstance(adapter, str) else None
+        if source is None:
+            read = read_adapter(find_adapter(adapter if isinstance(adapter, str) else Path(adapter)))
+        else:
+            read = source.adapter() if isinstance(source, TrainedAdapter) else reread_adapter(source)
         return self.with_model(merged_model(self.model, read))
 
     def request(self, prompt: Prompt, **options: Unpack[GenerateOptionsDict]) -> Request:

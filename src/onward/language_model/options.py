@@ -18,7 +18,7 @@ from onward.decoding import StopWhen
 from onward.decoding.speculation import Drafter, ModelHolder, Speculator
 from onward.errors import OptionError, RequestError, blaming
 from onward.language_model.options_dict import GenerateOptionsDict
-from onward.language_model.steering import read_steering
+from onward.language_model.steering import combined, read_prompt_embeds, read_steering
 from onward.models import Model
 from onward.models.adapters import Steer, Steering
 from onward.sampling import Constraint, SamplingParams
@@ -80,7 +80,7 @@ _SAMPLING_OPTIONS: dict[str, Any] = {
     field.name: field.default
     for filter in transforms_of(SamplingParams, Filter)
     for field in dataclasses.fields(filter)
-} | {"seed": None}
+} | {"seed": None, "sampling_logprobs": False}
 # Options of beam search only.
 BEAM_OPTIONS = ("length_penalty", "early_stopping")
 # How a reasoning budget ends the reasoning, by default: the words that Qwen documents for its models.
@@ -114,6 +114,8 @@ class GenerateOptions(SamplingParams):
     logprobs: report the logprob of each token, and of this many of the most likely ids at its position; 0: of the token
         only. Logprobs are those of the model itself, before temperature, penalties and filters.
     prompt_logprobs: the same for the prompt's ids, each given the ids before it.
+    sampling_logprobs: with logprobs, also report the logprob of each token under the distribution that it was drawn
+        from, after penalties, constraints, temperature and filters, and how many ids could be drawn.
     beams: the width of the beam search; 1 is none.
     length_penalty: beams are ranked by the sum of their logprobs / length^length_penalty; from -50 to 50.
     early_stopping: when a prompt's search ends. True: when `beams` texts are finished. False: when `beams` texts are
@@ -125,8 +127,11 @@ class GenerateOptions(SamplingParams):
     draft: drafts the next tokens, so that several are processed at once (docs/speculation.md). The tokens are the same
         without it.
     adapter: the name of a loaded adapter to apply (docs/adapters.md).
-    steer: vectors that change the values at taps ("layers.12"), at every position: each is added, or an `onward.Steer`
-        with a scale, or with replace=True. Or the path of a control vector, a GGUF file (docs/hidden-states.md).
+    steer: vectors that change the values at taps ("layers.12"): each is added at every position, or is an
+        `onward.Steer` with a scale, with replace=True, or for some positions. Or the path of a control vector, a GGUF
+        file (docs/hidden-states.md).
+    prompt_embeds: vectors [N, D] in place of the embeddings of the prompt's ids, by the position of the first
+        (docs/hidden-states.md).
     cache_salt: cached prefixes, also those on disk, are shared only by requests with an equal salt, such as the secret
         of a tenant, so that nobody can measure which prompts others have sent (docs/prefix-cache.md).
     json_schema: the text is JSON that meets this schema (a dict, or a pydantic class); `Completion.parsed` is its
@@ -174,6 +179,9 @@ class GenerateOptions(SamplingParams):
         None, low=0, help="With --json, include logprobs of each token and the N most likely.", group=OUTPUT
     )
     prompt_logprobs: int | None = option(None, low=0, help="The same for the prompt's tokens.", group=OUTPUT)
+    sampling_logprobs: bool = option(
+        False, help="With --logprobs, include that of the distribution that each token was drawn from.", group=OUTPUT
+    )
     taps: Mapping[str, Literal["last", "new", "all"]] | None = option(
         None, help='Report the values at taps of the forward: name -> "last", "new" or "all".', group=OUTPUT, flag=""
     )
@@ -188,6 +196,13 @@ class GenerateOptions(SamplingParams):
         group=OUTPUT,
         flag="--control-vector",
         metavar="FILE",
+    )
+    prompt_embeds: Steering | None = option(
+        None,
+        takes=Mapping[int, Tensor] | Steering | None,
+        help="Vectors in place of the prompt's embeddings: first position -> [N, D].",
+        group=OUTPUT,
+        flag="",
     )
     cache_salt: str | None = option(None, help="Share cached prefixes only with an equal salt.", group=OUTPUT, flag="")
     json_schema: JsonSchema | None = option(
@@ -227,10 +242,14 @@ class GenerateOptions(SamplingParams):
             self._set("taps", _checked_taps(self.taps))
         if self.steer is not None and not isinstance(self.steer, Steering):
             self._set("steer", read_steering(self.steer))
+        if self.prompt_embeds is not None and not isinstance(self.prompt_embeds, Steering):
+            self._set("prompt_embeds", read_prompt_embeds(self.prompt_embeds))
         if self.reasoning_budget_message is not None and self.reasoning_budget is None:
             raise OptionError(
                 "reasoning_budget_message", "would change nothing without a reasoning_budget: set that too"
             )
+        if self.sampling_logprobs and self.logprobs is None:
+            raise OptionError("sampling_logprobs", "would change nothing without logprobs: give logprobs=0 or more")
         self._check_search()
         self._check_constraint()
 
@@ -278,6 +297,11 @@ class GenerateOptions(SamplingParams):
         return constraint
 
     @property
+    def steering(self) -> Steering | None:
+        """What changes the values at taps."""
+        return combined(self.steer, self.prompt_embeds)
+
+    @property
     def rows(self) -> int:
         return max(self.n, self.beams)
 
@@ -303,6 +327,8 @@ class GenerateOptions(SamplingParams):
         maximum = plain(changed.get("max_new_tokens"))
         if isinstance(maximum, int) and 0 <= maximum < self.min_new_tokens:
             changed = {"min_new_tokens": maximum} | changed
+        if changed.get("logprobs", self.logprobs) is None:
+            changed = {"sampling_logprobs": False} | changed
         if changed.get("reasoning_budget", self.reasoning_budget) is None:
             changed = {"reasoning_budget_message": None} | changed
         if any(changed.get(name) is not None for name in CONSTRAINTS):

@@ -33,10 +33,12 @@ class GenerateOptionsDict(SamplingOptionsDict, total=False):
     early_stopping: bool | Literal["never"]
     logprobs: int | None
     prompt_logprobs: int | None
+    sampling_logprobs: bool
     taps: Mapping[str, Literal["last", "new", "all"]] | None
     draft: str | ModelHolder | Model | Drafter | Speculator | None
     adapter: str | None
     steer: Mapping[str, Tensor | Steer] | str | PathLike[str] | Steering | None
+    prompt_embeds: Mapping[int, Tensor] | Steering | None
     cache_salt: str | None
     json_schema: Mapping[str, Any] | bool | type | JsonSchema | None
     regex: str | None

@@ -9,7 +9,7 @@ most in iq4_nl: the KL divergence of the model with only that matrix in iq4_nl. 
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -260,7 +260,8 @@ def quantize(
     """Quantize all matrices of a model to 8 or 4 bits, including the embedding and the head.
 
     Norms, biases, short convolutions, the routers of experts and the matrices of latents (MLA's `kv_b_proj`) stay. The
-    original model is not changed; drop it to free its weights. Its adapters are loaded again, from their folders.
+    original model is not changed; drop it to free its weights. Its adapters are loaded again, from their folders; those
+    that are trained are copied.
 
     Args:
         model: a `LanguageModel` or a `Model` of a built-in family, as loaded.
@@ -277,12 +278,12 @@ def quantize(
     """
     check_quantizing(format, calibrate)
     lm = model if isinstance(model, LanguageModel) else LanguageModel(model)
-    small = replace(lm.model, params=quantized_params(lm, format, calibrate, progress)[0])
+    lm.model.refresh()
+    small = lm.model.with_params(quantized_params(lm, format, calibrate, progress)[0])
     if not isinstance(model, LanguageModel):
         return small
     quantized = lm.with_model(small)
-    for name, adapter in lm.adapters.items():
-        quantized.load_adapter(name, adapter.folder)
+    quantized.add_adapters(lm.adapters.sources())
     return quantized
 
 

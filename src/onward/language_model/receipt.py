@@ -23,8 +23,11 @@ _FORMAT = 1
 # Options that are not in receipts: how many texts there are, what is reported, how tokens are computed, what ends a
 # text from outside. A seed and a grammar are fields of their own.
 _LEFT_OUT = frozenset(
-    ("n", "beams", *BEAM_OPTIONS, "logprobs", "prompt_logprobs", "draft", "time_limit", "cancel", "stop_when", "seed")
-) | frozenset(CONSTRAINTS)
+    (
+        *("n", "beams", *BEAM_OPTIONS, *CONSTRAINTS, "logprobs", "prompt_logprobs", "sampling_logprobs"),
+        *("taps", "draft", "time_limit", "cancel", "stop_when", "seed"),
+    )
+)
 # How a text ended. The last three ends come from outside: a receipt cannot prove them.
 FINISH_REASONS = ("stop", "length", "time", "cancelled", "stop_when")
 
@@ -64,18 +67,12 @@ class Receipt:
         """The receipt of a text. fingerprint: of what generated it. prompt: include the prompt's ids.
 
         Raises:
-            RequestError: a text of beam search, with a constraint that is no grammar, or in a custom message format.
+            RequestError: as `check_request` raises it.
         """
         request = completion.request
         if request is None:
             raise RequestError("this completion has no request: a receipt is of a text that Onward generated")
-        options = request.options
-        if options.beams > 1:
-            raise RequestError("a receipt is of sampled or greedy text, but this one is of a beam search", "beams")
-        grammar = options.constrained_by
-        if grammar is not None and not isinstance(grammar, Grammar):
-            problem = f"a receipt can have a grammar, but not your own constraint ({grammar!r})"
-            raise RequestError(f"{problem}: generate with json_schema, regex, grammar or choice", "constraint")
+        options, grammar = request.options, check_request(request)
         by_function = completion.finish_reason == "stop" and completion.stopped_by is options.stop_when is not None
         logprobs = completion.logprobs
         return cls(
@@ -137,6 +134,23 @@ class Receipt:
         except OptionError as error:
             raise RequestError(f"the receipt is not valid: {error.option} {error.problem}") from error
         return Request(tuple(prompt), options, None if self.answer is None else _answer_format(self.answer))
+
+
+def check_request(request: Request) -> Grammar | None:
+    """Raise `RequestError` if the texts of a request have no receipts: those of beam search, with steering, with a
+    constraint that is no grammar, or in a custom message format. Returns the grammar."""
+    options, grammar = request.options, request.options.constrained_by
+    if options.beams > 1:
+        raise RequestError("a receipt is of sampled or greedy text, but this one is of a beam search", "beams")
+    if (steering := options.steering) is not None:
+        problem = "a receipt cannot have the vectors that changed this text's values at taps"
+        raise RequestError(f"{problem}: leave out {steering.option}", steering.option)
+    if request.answer is not None:
+        _answer_fields(request.answer)
+    if grammar is None or isinstance(grammar, Grammar):
+        return grammar
+    problem = f"a receipt can have a grammar, but not your own constraint ({grammar!r})"
+    raise RequestError(f"{problem}: generate with json_schema, regex, grammar or choice", "constraint")
 
 
 def digest(prompt: Sequence[int]) -> str:

@@ -187,9 +187,13 @@ class RequestReader:
         check_context_length(prompt_len, options.max_new_tokens or 0, context=context, cache=cache_len)
         if options.taps is not None:
             check_capture(self.model, options.taps, prompt_len, options.max_new_tokens or 0, options.rows)
-        if options.steer is not None:
-            options.steer.check(self.model)
-            self.adapters.check_steered(options.adapter)
+        if (steering := options.steering) is not None:
+            self.adapters.check_steered(steering.option)
+            steering.check(self.model)
+            lengths = {"steer": prompt_len + (options.max_new_tokens or 0), "prompt_embeds": prompt_len}
+            each = {name: getattr(options, name) for name in lengths}
+            placed = {name: x.placed(prompt_len, lengths[name]) for name, x in each.items() if x is not None}
+            options = options.with_values(**placed)
         return options
 
     def continuation_ids(self, texts: Sequence[str | Ids]) -> list[list[int]]:

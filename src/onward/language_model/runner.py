@@ -54,7 +54,7 @@ class RequestState:
         options = request.options
         self.deadline = None if options.time_limit is None else time.monotonic() + options.time_limit
         adapter, constraint = (
-            adapters.steered(options.adapter, options.steer),
+            adapters.steered(options.adapter, options.steering),
             new_constraint(options, request.answer, tokenizer),
         )
         marks = None if request.answer is None else dict(request.answer.marks)
@@ -75,6 +75,7 @@ class RequestState:
                 "salt": options.cache_salt,
                 "top_logprobs": options.logprobs,
                 "prompt_top": None if index else options.prompt_logprobs,
+                "sampling_logprobs": options.sampling_logprobs,
                 "taps": options.taps,
                 "stop_when": options.stop_when,
                 "deadline": self.deadline,

@@ -1,25 +1,21 @@
 """Sessions: a text that grows from call to call and reuses its KV cache.
 
-A saved session is a safetensors file with the ids, their KV cache, and the model's fingerprint:
-
-tokens               int32 [N]
-cache.<leaf>         the first N positions of a tensor of the cache: [1, G, N, D] of a `KVCache`; for sliding layers
-                     only the last of these, from the first block that the next token sees
-__metadata__         onward_session (the format's version), model (a fingerprint), computed_by, capacity, notes,
-                     adapter (the digest of the adapter, if any), and sha256 (of everything else)
+A saved session is an exported prefix (`onward.prefix_store.segment`) with one block, which has all ids. Its key is the
+model's fingerprint with the device and kernels, and its root the digest of the adapter, if any. Each tensor of the
+cache is a kind: part `<kind>.0` has its first N positions, [1, G, N, D] of a `KVCache`; for sliding layers only the
+last of these, from the first block that the next token sees. The metadata has the notes, the capacity of the cache, and
+the name, dtype and shape of each tensor.
 """
 
-import hashlib
 import json
 import os
 import re
 from collections.abc import Generator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn, Self, Unpack
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -36,10 +32,11 @@ from onward.language_model.options_dict import GenerateOptionsDict
 from onward.language_model.request import Prompt, one_prompt
 from onward.language_model.session_fingerprint import as_bytes, computed_by, difference, fingerprint
 from onward.models import Cache, Model, padded_length
-from onward.util.files import write_whole
+from onward.prefix_store import Part
+from onward.prefix_store.exported import load_prefix, read_prefix, save_prefix
+from onward.prefix_store.segment import Segment
 from onward.util.text import described
 
-_MARK, _VERSION = "onward_session", "1"
 # The canonical form of a whole number; `int` would accept others too.
 _WHOLE = re.compile("0|[1-9][0-9]{0,9}")
 _PROBE_LENGTHS = (16, 32)
@@ -118,25 +115,17 @@ class Session:
             _read_header(file, f"{str(file)!r} exists and is not a saved session, choose another name")
         if not self._text.is_of(model):  # the cache was filled with other weights
             self.truncate(0)
-        tokens = self.tokens
-        tensors, capacity = {"tokens": torch.tensor(tokens, dtype=torch.int32)}, 0
+        tokens, tensors, capacity = self.tokens, dict[str, Tensor](), 0
         if (snapshot := self._text.snapshot()) is not None:
             cache, capacity = snapshot
-            for name, leaf in _stored(model, cache, capacity, len(tokens))[0].items():
-                # A copy, since the session may write to its cache again, and two leaves may share memory.
-                tensors[name] = leaf.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-        metadata = {
-            _MARK: _VERSION,
-            "model": json.dumps(fingerprint(model)),
-            "computed_by": computed_by(model),
-            "capacity": str(capacity),
-            "notes": json.dumps(self.notes),
-            "adapter": digest_of(self._text.adapter) if tokens else "",
-        }
-        metadata["sha256"] = _digest(metadata, tensors)
+            tensors, _ = _stored(model, cache, capacity, len(tokens))
+        parts = [Part(0, kind, [as_bytes(tensor.detach())]) for kind, tensor in enumerate(tensors.values())]
+        metadata = {"capacity": str(capacity), "notes": json.dumps(self.notes), "cache": _shapes(tensors)}
+        key = json.dumps({**fingerprint(model), "computed_by": computed_by(model)})
+        root, block = digest_of(self._text.adapter) if tokens else "", max(1, len(tokens))
         try:
-            write_whole(file, lambda temporary: save_file(tensors, temporary, metadata))
-        except (OSError, ValueError, KeyError, SafetensorError) as error:  # KeyError: a dtype that safetensors lacks
+            save_prefix(file, key=key, root=root, ids=tokens, parts=parts, metadata=metadata, block=block)
+        except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) and error.strerror else one_line(error)
             raise SessionError(f"{str(file)!r} cannot be written: {reason}") from error
 
@@ -151,14 +140,17 @@ class Session:
             ContextOverflowError: there is no room for it in the cache.
         """
         file, model, session = Path(file), lm.model, cls(lm)
-        metadata, tensors = _read_verified(file)
+        saved = _read_header(file, f"{str(file)!r} is not a saved session or is damaged")
         try:
-            saved_model, session.notes = json.loads(metadata["model"]), json.loads(metadata["notes"])
+            saved_model, session.notes = json.loads(saved.key), json.loads(saved.metadata["notes"])
+            digest, tokens = saved.root, saved.tokens
             if not _are_strings(session.notes):
                 raise ValueError("its notes are not strings by name")
-            tokens, saved_by = _checked_tokens(tensors.pop("tokens"), model.vocab_size), metadata["computed_by"]
-            capacity = _checked_capacity(metadata["capacity"], len(tokens) if tensors else 0)
-            digest, reason = metadata["adapter"], difference(saved_model, model)
+            if [(entry.block, entry.kind) for entry in saved.entries] != [(0, at) for at in range(len(saved.entries))]:
+                raise ValueError("its parts are not the tensors of a cache")
+            _check_ids(tokens, model.vocab_size)
+            capacity = _checked_capacity(saved.metadata["capacity"], len(tokens) if saved.entries else 0)
+            saved_by, reason = saved_model["computed_by"], difference(saved_model, model)
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise SessionError(f"{str(file)!r} is not a session saved by Onward: {one_line(error)}") from error
         if reason is not None:
@@ -178,8 +170,8 @@ class Session:
                 f"{str(file)!r} was computed by {saved_by!r} and continues on {loaded_by!r}, which may round "
                 "differently: its tokens can differ from those of a fresh call"
             )
-        if tensors:
-            cache, length = _restored(file, model, tensors, len(tokens), capacity)
+        if saved.entries:
+            cache, length = _restored(file, model, saved, capacity)
             session._text.adopt(model, cache, length, tokens, lm.adapters.by_digest(digest))
         return session
 
@@ -188,13 +180,9 @@ def _are_strings(notes: dict[Any, Any]) -> bool:
     return all(isinstance(text, str) for note in notes.items() for text in note)
 
 
-def _checked_tokens(tokens: Tensor, vocab_size: int | None) -> list[int]:
-    if tokens.dtype != torch.int32 or tokens.dim() != 1:
-        raise ValueError(f"its tokens are {tokens.dtype} {list(tokens.shape)} and not int32 [N]")
-    ids: list[int] = tokens.tolist()
+def _check_ids(ids: list[int], vocab_size: int | None) -> None:
     if ids and (min(ids) < 0 or (vocab_size is not None and max(ids) >= vocab_size)):
         raise ValueError(f"its tokens range from {min(ids)} to {max(ids)}, and the vocabulary has {vocab_size}")
-    return ids
 
 
 def _checked_capacity(text: str, count: int) -> int:
@@ -226,10 +214,16 @@ def _stored(model: Model, cache: Cache, capacity: int, count: int) -> tuple[dict
     return parts, None not in dims
 
 
-def _restored(file: Path, model: Model, tensors: Mapping[str, Tensor], count: int, capacity: int) -> tuple[Cache, int]:
-    """The cache with these tensors, and its number of positions."""
+def _shapes(tensors: Mapping[str, Tensor]) -> str:
+    """The name, dtype and shape of each tensor, as JSON."""
+    return json.dumps([[name, str(tensor.dtype), list(tensor.shape)] for name, tensor in tensors.items()])
+
+
+def _restored(file: Path, model: Model, saved: Segment, capacity: int) -> tuple[Cache, int]:
+    """The cache in a file, and its number of positions."""
+    count = len(saved.tokens)
     cache = model.new_cache(1, length := padded_length(count, model))
-    parts, shows_positions = _stored(model, cache, length, count)
+    tensors, shows_positions = _stored(model, cache, length, count)
     if not shows_positions and length != capacity:  # a tensor that was saved whole is as long as its cache was
         try:
             cache, length = model.new_cache(1, capacity), capacity
@@ -237,57 +231,42 @@ def _restored(file: Path, model: Model, tensors: Mapping[str, Tensor], count: in
             raise SessionError(
                 f"{str(file)!r} needs a cache for {capacity} positions, which cannot be made: {one_line(error)[:200]}"
             ) from error
-        parts, _ = _stored(model, cache, length, count)
-    if parts.keys() != tensors.keys():
-        raise SessionError(f"{str(file)!r} holds a cache of other tensors than this model's")
-    for name, part in parts.items():
-        saved = tensors[name]
-        if (part.shape, part.dtype) != (saved.shape, saved.dtype):
-            raise SessionError(
-                f"{str(file)!r}: {name} is {saved.dtype} {list(saved.shape)}, but this model's cache has {part.dtype} "
-                f"{list(part.shape)}"
-            )
-        part.copy_(saved)
+        tensors, _ = _stored(model, cache, length, count)
+    if (shapes := _shapes(tensors)) != saved.metadata["cache"]:
+        raise SessionError(
+            f"{str(file)!r} has another cache than this model (one with a head as its draft has more tensors): "
+            f"{saved.metadata['cache'][:300]} instead of {shapes[:300]}"
+        )
+    try:
+        for tensor, entry in zip(tensors.values(), saved.entries, strict=True):
+            content = torch.empty(tensor.shape, dtype=tensor.dtype)
+            if not read_prefix(file, [(entry.part, [as_bytes(content)])]):
+                raise ValueError("the checksum of its cache does not match")
+            tensor.copy_(content)
+    except (OSError, ValueError) as error:
+        raise SessionError(f"{str(file)!r} is not a saved session or is damaged: {one_line(error)}") from error
     return cache, length
 
 
-def _read_verified(file: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
-    metadata = _read_header(file, f"{str(file)!r} is not a saved session or is damaged")
-    try:
-        with safe_open(file, framework="pt", device="cpu") as content:
-            tensors = {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118 (no mapping)
-    except (SafetensorError, OSError, RuntimeError, ValueError, MemoryError) as error:
-        raise SessionError(f"{str(file)!r} cannot be read: {one_line(error)}") from error
-    if _digest(metadata, tensors) != metadata.get("sha256"):
-        raise SessionError(f"{str(file)!r} is damaged: its checksum does not match")
-    return metadata, tensors
-
-
-def _read_header(file: Path, message: str) -> dict[str, str]:
-    """The metadata of a session of a known format. `message` begins the error for other files."""
+def _read_header(file: Path, message: str) -> Segment:
+    """The header of a saved session. `message` begins the error for other files."""
     if file.is_dir():
         raise SessionError(f"{str(file)!r} is a folder, but a session is a file: choose another name")
     try:
-        with safe_open(file, framework="pt", device="cpu") as content:
-            metadata: dict[str, str] = content.metadata() or {}
+        saved = load_prefix(file)
+        if not saved.metadata.keys() >= {"capacity", "notes", "cache"}:
+            raise ValueError("it is a prefix of something else")
     except OSError as error:
         raise SessionError(f"{str(file)!r} cannot be read: {error.strerror or one_line(error)}") from error
-    except (SafetensorError, ValueError, MemoryError) as error:
-        raise SessionError(f"{message}: {one_line(error)}") from error
-    version = metadata.get(_MARK)
-    if version is None:
-        raise SessionError(f"{message}: it is a safetensors file of something else")
-    if version != _VERSION:
-        raise SessionError(
-            f"{str(file)!r} is a session of format {version}, but this Onward reads format {_VERSION}: upgrade it"
-        )
-    return metadata
+    except ValueError as error:
+        reason = one_line(error)
+        if _is_of_first_format(file):
+            reason = "it is a session in a format that this Onward no longer reads, make the session again"
+        raise SessionError(f"{message}: {reason}") from error
+    return saved
 
 
-def _digest(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str:
-    described = {name: [str(tensor.dtype), *tensor.shape] for name, tensor in tensors.items()}
-    rest = {key: value for key, value in metadata.items() if key != "sha256"}
-    digest = hashlib.sha256(json.dumps([rest, described], sort_keys=True).encode())
-    for name in sorted(tensors):
-        digest.update(as_bytes(tensors[name]))
-    return digest.hexdigest()
+def _is_of_first_format(file: Path) -> bool:
+    with suppress(OSError, ValueError), file.open("rb") as content:
+        return b'"onward_session"' in content.read(2**20)
+    return False

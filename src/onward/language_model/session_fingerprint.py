@@ -120,6 +120,10 @@ def as_bytes(tensor: Tensor) -> memoryview:
     return flat.as_strided(flat.shape, (1,)).view(torch.uint8).numpy().data
 
 
+# The fields of a config that change no bits.
+_OF_DRAFTS = "cached_taps", "mtp"
+
+
 def fingerprint(model: Model) -> dict[str, Any]:
     """The fingerprint as JSON values.
 
@@ -129,6 +133,8 @@ def fingerprint(model: Model) -> dict[str, Any]:
     """
     architecture = architecture_of(model)
     config: dict[str, Any] = asdict(architecture) if is_dataclass(architecture) else {}
+    for name in _OF_DRAFTS:
+        config.pop(name, None)
     return {
         "vocab_size": model.vocab_size,
         "cache": _cache_dtypes(model),

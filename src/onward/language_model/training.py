@@ -1,31 +1,52 @@
 """The methods of a language model that is trained: its parameters, and logprobs with a gradient."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Self, overload
+from typing import Any, Self, TypeAlias, overload
 
 import torch
 from torch import Tensor, nn
 
+from onward.chat import AnswerFormat
 from onward.checkpoint import open_checkpoint
 from onward.checkpoint.convert import write_folder
-from onward.checkpoint.peft import write_adapter
+from onward.checkpoint.peft import read_adapter, write_adapter
+from onward.decoding import Sequence as TextSequence
 from onward.decoding.prompt import check_context_length
-from onward.errors import RequestError, UnsupportedArchitectureError
+from onward.errors import CheckpointError, RequestError, UnsupportedArchitectureError
 from onward.language_model.base import LanguageModelPart
 from onward.language_model.completion import Completion
-from onward.language_model.logprobs import ScoredText, logprobs_of
+from onward.language_model.logprobs import ScoredText, TextLogprobs, logprobs_of
 from onward.language_model.new_weights import NewWeights, WeightsUpdate
-from onward.language_model.request import Ids, as_list, checked_ids
+from onward.language_model.options import GenerateOptions
+from onward.language_model.reasoning import new_constraint
+from onward.language_model.request import Ids, as_list, check_top, checked_ids
 from onward.models import architecture_of, parameter_shapes, read_config
-from onward.models.adapters import LORA_TARGETS, TrainedAdapter
+from onward.models.adapters import LORA_TARGETS, Adapter, LoadedAdapter, TrainedAdapter
 from onward.models.architecture import build_trainable_model, weight_dtypes
+from onward.sampling import ConstraintState, SamplingParams
 from onward.tokenizer import Tokenizer
 from onward.util.checks import check_whole, plain_items
 from onward.util.files import appears, check_destination
 from onward.util.option_names import checks_option_names
+from onward.util.text import brief
+
+# A text, or several, whose ids get logprobs.
+_Text: TypeAlias = str | Tensor | list[int] | Completion | tuple[str | Ids, Ids]
+_Texts: TypeAlias = list[str] | list[Tensor] | list[list[int]] | list[Completion] | list[tuple[str | Ids, Ids]]
+
+AdapterSource: TypeAlias = LoadedAdapter | TrainedAdapter
+
+
+def reread_adapter(loaded: LoadedAdapter) -> Adapter:
+    """A loaded adapter, from its folder. Raises `CheckpointError` if that has changed."""
+    assert loaded.folder is not None, "it was loaded from one"
+    adapter = read_adapter(loaded.folder)
+    if adapter.digest != loaded.digest:
+        raise CheckpointError(f"{loaded.folder} has changed since {loaded.name!r} was loaded: reload it")
+    return adapter
 
 
 class Trained(LanguageModelPart):
@@ -104,6 +125,14 @@ class Trained(LanguageModelPart):
         trained = TrainedAdapter(self.model, rank, float(alpha), targets, seed)
         self.adapters.train(name, trained)
         return trained
+
+    def add_adapters(self, sources: Mapping[str, AdapterSource]) -> None:
+        """Add the adapters of another model (`Adapters.sources`): from their folders, or copies of trained ones."""
+        for name, source in sources.items():
+            if isinstance(source, TrainedAdapter):
+                self.adapters.train(name, source.beside(self.model))
+            else:
+                self.adapters.load(name, reread_adapter(source), source.folder)
 
     @checks_option_names
     def named_parameters(self, adapter: str | None = None) -> Iterator[tuple[str, Tensor]]:
@@ -194,19 +223,38 @@ class Trained(LanguageModelPart):
 
     @overload
     def logprobs(
-        self, text: str | Tensor | list[int] | Completion | tuple[str | Ids, Ids], *, adapter: str | None = None
+        self,
+        text: _Text,
+        *,
+        adapter: str | None = None,
+        sampling: SamplingParams | bool = False,
+        top: None = None,
     ) -> Tensor: ...
 
     @overload
     def logprobs(
-        self,
-        text: list[str] | list[Tensor] | list[list[int]] | list[Completion] | list[tuple[str | Ids, Ids]],
-        *,
-        adapter: str | None = None,
+        self, text: _Texts, *, adapter: str | None = None, sampling: SamplingParams | bool = False, top: None = None
     ) -> list[Tensor]: ...
 
+    @overload
+    def logprobs(
+        self, text: _Text, *, adapter: str | None = None, sampling: SamplingParams | bool = False, top: int
+    ) -> TextLogprobs: ...
+
+    @overload
+    def logprobs(
+        self, text: _Texts, *, adapter: str | None = None, sampling: SamplingParams | bool = False, top: int
+    ) -> list[TextLogprobs]: ...
+
     @checks_option_names
-    def logprobs(self, text: Any, *, adapter: str | None = None) -> Tensor | list[Tensor]:
+    def logprobs(
+        self,
+        text: Any,
+        *,
+        adapter: str | None = None,
+        sampling: SamplingParams | bool = False,
+        top: int | None = None,
+    ) -> Any:
         """The logprob of each id of a text, or of several, given the ids before it: those that `generate` and `score`
         report, bit for bit, with a gradient if the model is trained (docs/exact-training.md).
 
@@ -216,16 +264,25 @@ class Trained(LanguageModelPart):
             text: ids or a str, of which all but the first id get a logprob; or a `Completion`, or a pair (prompt, ids),
                 of which the generated ids get one. Or a list of those.
             adapter: the name of a loaded adapter; the parameters of one that is trained get the gradient.
+            sampling: whether the logprobs are those of the distributions that ids are drawn from, after penalties,
+                constraints, temperature and filters (`TokenLogprobs.sampling`), and not the model's own. True: by the
+                options of each completion's request. `SamplingParams`: by these, for any texts; `GenerateOptions` add a
+                constraint. An id that could not be drawn has -inf.
+            top: return the entropy of each distribution too, and the logprobs of this many of its most likely ids.
 
         Returns:
-            float32 [T - 1] for T ids, [generated] for a completion or a pair; for a list of texts a list of them.
+            float32 [T - 1] for T ids, [generated] for a completion or a pair; with `top` a `TextLogprobs` of that many
+            ids. For a list of texts a list of them.
 
         Raises:
-            RequestError: a text of fewer than 2 ids, a model of no built-in family, autocast.
+            RequestError: a text of fewer than 2 ids, a model of no built-in family, autocast; sampling of greedy texts
+                or beams, with XTC and no seed, or True for a text that is no completion.
             ContextOverflowError: a text longer than the context.
         """
+        if top is not None:
+            check_top("top", top, self.model.vocab_size)
         texts, is_batch = _as_texts(text)
-        scored = [self._scored_text(each) for each in texts]
+        scored = [self._scored_text(each, sampling) for each in texts]
         for each in scored:
             check_context_length(len(each.ids), context=self.model.max_seq_len, what="text")
         adapted = None
@@ -233,22 +290,57 @@ class Trained(LanguageModelPart):
             self.adapters.find(adapter)
             adapted = partial(self.adapters.params_of, adapter)
         self.model.refresh()
-        with self.model.weights_lock:
-            found = logprobs_of(self.model, scored, adapted)
+        with self.model.weights_lock.reading():
+            found = logprobs_of(self.model, scored, adapted, top)
         return found if is_batch else found[0]
 
-    def _scored_text(self, text: Any) -> ScoredText:
+    def _scored_text(self, text: Any, sampling: SamplingParams | bool) -> ScoredText:
+        options, answer = (None, None) if sampling is False else _sampling_of(text, sampling)
         if isinstance(text, Completion):
             text = text.prompt_ids, text.token_ids
         if _is_pair(text):
             prompt, ids = self._reader.prompt_ids(text[0]), plain_items(text[1])
-            return ScoredText(prompt + (checked_ids(ids, self.model.vocab_size) if ids else []), len(prompt))
-        ids = self._reader.prompt_ids(text)
-        if len(ids) < 2:
-            raise RequestError(
-                f"a text needs at least 2 ids for logprobs, since the first one is not predicted; got {ids}"
-            )
-        return ScoredText(ids, 1)
+            ids = checked_ids(ids, self.model.vocab_size) if ids else []
+        else:
+            all_ids = self._reader.prompt_ids(text)
+            if len(all_ids) < 2:
+                raise RequestError(
+                    f"a text needs at least 2 ids for logprobs, since the first one is not predicted; got {all_ids}"
+                )
+            prompt, ids = all_ids[:1], all_ids[1:]
+        drawn = None
+        if options is not None:
+            options.check_ids(self.model.vocab_size)
+            drawn = TextSequence(prompt, 0, sampling=options)
+            drawn.token_ids = ids
+            if isinstance(options, GenerateOptions):
+                constraint = new_constraint(options, answer, self._reader.tokenizer)
+                drawn.constraint = None if constraint is None else ConstraintState(constraint, options.stop_ids)
+        return ScoredText(prompt + ids, len(prompt), drawn)
+
+
+def _sampling_of(text: Any, sampling: SamplingParams | bool) -> tuple[SamplingParams, AnswerFormat | None]:
+    """The options that a text was drawn with, and the format of a chat's answer."""
+    if isinstance(sampling, SamplingParams):
+        options, answer = sampling, None
+    elif sampling is not True:
+        raise RequestError(f"sampling must be True, False or SamplingParams; got {brief(sampling)}", "sampling")
+    elif isinstance(text, Completion) and text.request is not None:
+        options, answer = text.request.options.with_values(seed=text.seed), text.request.answer
+    else:
+        raise RequestError(
+            "sampling=True takes the options of a Completion's request, and this text has none: give SamplingParams",
+            "sampling",
+        )
+    if options.temperature == 0:
+        raise RequestError(
+            "sampling= is of texts that are drawn, and a temperature of 0 draws nothing (beams, too): leave it out, or "
+            "give SamplingParams with a temperature",
+            "sampling",
+        )
+    if options.seed is None and options.xtc_probability:
+        raise RequestError("sampling= with xtc_probability needs the seed that the text was drawn with", "sampling")
+    return options if options.seed is not None else options.with_values(seed=0), answer
 
 
 def _as_texts(text: Any) -> tuple[list[Any], bool]:

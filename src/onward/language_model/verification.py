@@ -142,14 +142,21 @@ class Verifier(LanguageModelPart):
         """The receipt of a text that this model has generated, for `verify`: also of an engine's, and of each of
         `Completion.choices`. It has the logprobs that were requested.
 
-        The first call, and the first after a change of the weights, reads all their bytes. After a change, do not make
-        receipts of earlier texts.
+        The first call, and the first after a change of the weights, reads all their bytes.
 
         prompt: include the prompt's ids. Without them whoever verifies the receipt needs the prompt.
 
         Raises:
-            RequestError: a text of beam search, with a constraint that is no grammar, or in a custom message format.
+            RequestError: a text of beam search, with a constraint that is no grammar, or in a custom message format;
+                the weights have changed since.
         """
+        self.model.refresh()
+        now, versions = self.model.weights_version, {version for _, version in completion.weights_versions}
+        if versions - {now}:
+            raise RequestError(
+                f"the text is of weights with the version {' and '.join(map(str, sorted(versions)))}, and this model "
+                f"has the version {now}: make the receipt before the weights change"
+            )
         name = None if completion.request is None else completion.request.options.adapter
         return Receipt.of(completion, bits_fingerprint(self.model, self.adapters.find(name)), prompt=prompt)
 

@@ -12,6 +12,7 @@ from onward.checkpoint.dcp import NameMapSource, is_distributed
 from onward.checkpoint.formats import methods_of
 from onward.checkpoint.quantized_folder import read_manifest
 from onward.errors import RequestError, warn
+from onward.language_model.quantized_copy import QuantizedCopy
 from onward.models import Architecture, pack_layer, pack_params, stack_params
 from onward.models.adapters import Adapter, merged_params
 from onward.models.key_balance import balanced_keys
@@ -55,7 +56,7 @@ class LayersInPlace:
 
 @dataclass(frozen=True)
 class WeightsReader:
-    """Reads the params of a model. The fields are options of `load`."""
+    """Reads the params of a model. The fields are options of `load`. copy: of their quantized weights."""
 
     checkpoint: Checkpoint
     architecture: Architecture
@@ -66,11 +67,18 @@ class WeightsReader:
     adapter: Adapter | None
     layers: LayersInPlace
     cache_format: KVFormat | None = None
+    copy: QuantizedCopy | None = None
 
     def read(self) -> Any:
         """The params: quantized if the checkpoint or the caller says so, else packed for the kernels on a CPU. Their
         keys are balanced for a cache in another format than floats."""
-        params = self._read()
+        params = None if self.copy is None else self.copy.read(self.architecture)
+        if params is not None:
+            params = pack_params(params, release=self.layers.advance)
+        else:
+            params = self._read()
+            if self.copy is not None:
+                self.copy.write(self.architecture, params)
         return params if self.cache_format is None else balanced_keys(self.architecture, params)
 
     def _read(self) -> Any:

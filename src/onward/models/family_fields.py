@@ -6,6 +6,7 @@ from typing import Any
 
 from onward.errors import ConfigError
 from onward.models.blocks import Experts, Mamba2, RMSNorm
+from onward.models.blocks.decoder import MtpNames
 from onward.models.config import MAX_LAYERS, CommonFields, check_attends, check_layer_types, ignore
 from onward.models.fields import Config, flag, number_or_infinity, positive_int, words
 from onward.ops.ssd import WIDEST
@@ -140,10 +141,12 @@ def num_dense_layers(config: Config, default: int, name: str = "first_k_dense_re
     return 0 if value == 0 or (value is None and default == 0) else positive_int(config, name, default)
 
 
-def layers_ahead(config: Config, num_layers: int) -> tuple[str, ...]:
-    """The prefixes of multi-token prediction weights (arXiv 2412.19437): layers past the last one, not read here."""
+def layers_ahead(config: Config, num_layers: int) -> dict[str, Any]:
+    """Fields of a `Decoder` with multi-token prediction layers (arXiv 2412.19437), which follow the last one."""
     count = 0
     for name in ("num_nextn_predict_layers", "num_mtp_layers"):  # the latter in transformers 5
         if config.get(name):
             count = positive_int(config, name, most=MAX_LAYERS)
-    return tuple(f"model.layers.{num_layers + i}." for i in range(count))
+    roots = [f"model.layers.{num_layers + i}" for i in range(count)]
+    names = [MtpNames(root, "enorm", "hnorm", "eh_proj", "", "shared_head.norm") for root in roots[:1]]
+    return {"unread": tuple(f"{root}." for root in roots), "mtp": names[0] if names else None}

@@ -18,7 +18,7 @@ B unless the cache has blocks. A forward without a parameter of that name comput
 import math
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol, final
 
@@ -116,7 +116,7 @@ class Model:
     ) -> tuple[Tensor, Cache]:
         """Run the forward; logits [B, T, V], or [R, N, V] at `logits_at` int64 [R, N] of the first R rows."""
         self.refresh()
-        with self.weights_lock:
+        with self.weights_lock.reading():
             return logits_and_cache(self.forward(tokens, offsets, cache, self.params, logits_at=logits_at))
 
     def refresh(self) -> None:
@@ -129,6 +129,23 @@ class Model:
         """The number of the current weights: 0 at first. It increases with each update, and when a forward of a trained
         model finds new values of the parameters."""
         return self.weights_lock.version
+
+    def with_params(self, params: Params, version: int = 0) -> "Model":
+        """This model with other weights, which are not trained. Tensors of a trained model among them are copied, since
+        they change with its parameters. version: the number of the weights."""
+        if self.trainable is not None:
+            own = {id(leaf) for leaf in leaves_of(self.params) if isinstance(leaf, Tensor)}
+            copies: dict[int, Tensor] = {}  # by tensor: a tied weight stays one
+
+            def copied(leaf: object) -> object:
+                if not isinstance(leaf, Tensor) or id(leaf) not in own:
+                    return leaf
+                if id(leaf) not in copies:
+                    copies[id(leaf)] = leaf.clone()
+                return copies[id(leaf)]
+
+            params = pytree.tree_map(copied, params)
+        return replace(self, params=params, trainable=None, weights_lock=WeightsLock(version))
 
     @cached_property
     def taps(self) -> dict[str, TapValues]:

@@ -58,7 +58,7 @@ class Run:
         """See `onward.program.Executable`."""
         if sampler is None:  # otherwise all rows decode, after a step with their prompts
             self.model.refresh()
-        with self.model.weights_lock:
+        with self.model.weights_lock.reading():
             return self._step(batch, sampler)
 
     def _step(self, batch: ForwardBatch, sampler: SamplingKernel | None) -> StepResult:

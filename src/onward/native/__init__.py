@@ -6,7 +6,6 @@ None. The sources are in native/; its README shows how to add an op with a kerne
 
 from onward.native.interface import DType, Format, Status
 from onward.native.loader import (
-    ISAS,
     Library,
     available_isas,
     built_isas,
@@ -21,7 +20,6 @@ from onward.native.loader import (
 from onward.native.machine import advise_huge_pages, give_back_pages, last_level_cache_bytes
 
 __all__ = [
-    "ISAS",
     "DType",
     "Format",
     "Library",

@@ -1,7 +1,8 @@
 """Find, select and load the native library.
 
-One shared library is built per instruction set (ISA). The best one that the processor supports is loaded when a kernel
-is first called; `ONWARD_ISA` or `select_isa` select another, or none. Only the selected library runs threads.
+One shared library is built per instruction set (ISA): native/CMakeLists.txt lists them, and every library knows the
+list. The best one that the processor supports is loaded when a kernel is first called; `ONWARD_ISA` or `select_isa`
+select another, or none. Only the selected library runs threads.
 """
 
 from __future__ import annotations
@@ -17,10 +18,6 @@ from onward.errors import NativeError, NativeUnavailableError, RequestError
 from onward.native.interface import SIGNATURES, Status
 from onward.native.machine import MAX_THREADS, default_threads
 from onward.util.process import call_in_forks
-
-ISAS = ("avx512", "avx2", "portable")  # best first
-_FEATURE_BITS = {"portable": 0, "avx2": 1, "avx512": 2}  # of onward_cpu_features
-_SUFFIX = ".dylib" if sys.platform == "darwin" else ".so"
 
 
 class _Instructions(dict[str, int]):
@@ -85,15 +82,12 @@ def library_folder() -> Path:
 
 def built_isas() -> list[str]:
     """The instruction sets that were built at installation, best first."""
-    return [isa for isa in ISAS if _path(isa).exists()]
+    return [isa for isa in _isas() if _path(isa).exists()]
 
 
 def available_isas() -> list[str]:
     """The built instruction sets that this processor supports, best first."""
-    if not _path("portable").exists():
-        return []
-    features = _load("portable").onward_cpu_features()
-    return [isa for isa in built_isas() if not _FEATURE_BITS[isa] or features & _FEATURE_BITS[isa]]
+    return [isa for isa, usable in _isas().items() if usable and _path(isa).exists()]
 
 
 def library() -> Library | None:
@@ -106,13 +100,13 @@ def library() -> Library | None:
 
 
 def isa() -> str:
-    """The instruction set in use: one of `ISAS`, or "none"."""
+    """The instruction set in use: one of `available_isas()`, or "none"."""
     current = library()
     return current.isa if current else "none"
 
 
 def select_isa(name: str) -> None:
-    """Use the library of an instruction set: one of `ISAS`, "auto" for the best, or "none" to disable kernels.
+    """Use the library of an instruction set: one of `available_isas()`, "auto" for the best, or "none" for no kernels.
 
     Meant for tests and benchmarks: results may differ in their last bits between instruction sets.
 
@@ -152,8 +146,17 @@ def _renew_lock() -> None:
 call_in_forks(_renew_lock)
 
 
+def _isas() -> dict[str, bool]:
+    """Whether this processor supports each instruction set, best first: the list is the portable library's."""
+    if not _path("portable").exists():
+        return {}
+    portable = _load("portable")
+    usable: int = portable.onward_usable_isas()
+    return {isa: bool(usable >> bit & 1) for bit, isa in enumerate(portable.onward_isas().decode().split())}
+
+
 def _path(isa: str) -> Path:
-    return library_folder() / f"libonward_{isa}{_SUFFIX}"
+    return library_folder() / f"libonward_{isa}.so"
 
 
 def _load(isa: str) -> Library:
@@ -165,12 +168,12 @@ def _load(isa: str) -> Library:
 def _choose(name: str) -> None:
     """Switch to the library of instruction set `name`. The caller holds the lock."""
     global _current, _chosen
-    if name not in (*ISAS, "auto", "none"):
-        raise RequestError(f"unknown instruction set {name!r}: choose one of {', '.join(ISAS)}, auto, none")
     if name != "none":
-        available = available_isas()
+        isas, available = _isas(), available_isas()
         if name == "auto":
             name = available[0] if available else "none"
+        elif isas and name not in isas:
+            raise RequestError(f"unknown instruction set {name!r}: choose one of {', '.join(isas)}, auto, none")
         elif name not in available:
             reason = "this processor cannot run it" if name in built_isas() else "it was not built"
             raise NativeUnavailableError(

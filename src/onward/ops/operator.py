@@ -69,8 +69,9 @@ def choose(form: str) -> OpsBackend:
         RequestError: an unknown form. NativeUnavailableError: no such library, or the processor cannot run it.
     """
     global _forced
-    if form not in (*_FORMS, *native.ISAS):
-        raise RequestError(f"a form of the ops is {', '.join((*_FORMS, *native.ISAS))}; got {form!r}")
+    forms = (*_FORMS, *native.built_isas())
+    if form not in forms:
+        raise RequestError(f"a form of the ops is {', '.join(forms)}; got {form!r}")
     if form != "definition":
         native.select_isa("auto" if form == "native" else form)
         if native.library() is None:

@@ -3,23 +3,24 @@
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
 from onward.errors import RequestError
 
-# (name, x) -> the value that replaces x
-TapUpdate = Callable[[str, Tensor], Tensor]
+# By tap: x -> the value that replaces x
+TapUpdates = Mapping[str, Callable[[Tensor], Tensor]]
 
 
 class _Active(threading.local):
     """What the running forward's caller asks for. names: the taps to read; None reads all. values: those read so far;
-    None if nobody reads. update: changes values."""
+    None if nobody reads. updates: change values."""
 
     names: Collection[str] | None = ()
     values: dict[str, Tensor] | None = None
-    update: TapUpdate | None = None
+    updates: TapUpdates = MappingProxyType({})
 
 
 _active = _Active()
@@ -36,8 +37,8 @@ def tap(x: Tensor, name: str) -> Tensor:
     """
     if torch.compiler.is_compiling():
         return x
-    if _active.update is not None:
-        x = _active.update(name, x)
+    if name in _active.updates:
+        x = _active.updates[name](x)
     values, names = _active.values, _active.names
     if values is not None and (names is None or name in names):
         if name in values:
@@ -48,14 +49,16 @@ def tap(x: Tensor, name: str) -> Tensor:
 
 def is_active() -> bool:
     """Whether a caller reads or changes any tap in this thread."""
-    return _active.values is not None or _active.update is not None
+    return _active.values is not None or bool(_active.updates)
 
 
-def is_read(name: str) -> bool:
-    """Whether the caller reads this tap. A forward that has fewer positions at the tap then computes all of them."""
+def is_asked(name: str) -> bool:
+    """Whether the caller reads or changes this tap. A forward that has fewer positions at the tap then computes all of
+    them."""
     if torch.compiler.is_compiling():
         return False
-    return _active.values is not None and (_active.names is None or name in _active.names)
+    is_read = _active.values is not None and (_active.names is None or name in _active.names)
+    return is_read or name in _active.updates
 
 
 @contextmanager
@@ -70,13 +73,13 @@ def reading(names: Collection[str] | None) -> Iterator[dict[str, Tensor]]:
 
 
 @contextmanager
-def updating(update: TapUpdate) -> Iterator[None]:
+def updating(updates: TapUpdates) -> Iterator[None]:
     """Change values at taps of the forwards within the block, in this thread."""
-    before, _active.update = _active.update, update
+    before, _active.updates = _active.updates, updates
     try:
         yield
     finally:
-        _active.update = before
+        _active.updates = before
 
 
 def check_taps(values: Mapping[str, Tensor], names: Collection[str], shape: tuple[int, ...]) -> None:

@@ -154,7 +154,7 @@ def _read_header(system: FileSystem, handle: int, name: str) -> Segment:
     tensors = json.loads(content)
     fields = tensors.pop("__metadata__")
     if fields["onward_prefix"] != _VERSION:
-        raise ValueError(f"its format is {fields['onward_prefix']}, and this Onward reads {_VERSION}")
+        raise ValueError(f"its format is {fields['onward_prefix']}, and this Onward reads {_VERSION}: upgrade it")
     count, begin = tensors["tokens"]["data_offsets"][1], 8 + length
     if not isinstance(count, int) or not 0 <= count <= _MAX_HEADER:
         raise ValueError("it has too many tokens")

@@ -4,11 +4,15 @@ Nothing here runs a model or knows a web framework: an engine or a `LanguageMode
 `onward deploy` and `onward batch` use it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from onward.errors import RequestError
 from onward.language_model import GenerateOptions, LanguageModel
+from onward.language_model.fingerprint import bits_fingerprint
+from onward.language_model.receipt import check_request
+from onward.language_model.request import Request
 from onward.protocols.body import BodyError, Limits, Validation, error_fields, status_of, validated
 from onward.protocols.chat import ChatCompletions
 from onward.protocols.completions import Completions
@@ -113,11 +117,24 @@ class BodyReader:
             raise named_error(error, valid) from error
         fields = {field: value for field, value in dict(body).items() if value is not None}  # type: ignore[call-overload]
         ignored = tuple(validation.ignored)
+        bits = self._bits(prompts.requests, adapter) if getattr(valid, "receipt", None) else None
         parsed = ParsedBody(
-            protocol, name, prompts.requests, valid, prompts.echoes, key, fields, ignored, prompts.storage
+            protocol, name, prompts.requests, valid, prompts.echoes, key, fields, ignored, prompts.storage, bits
         )
         needs_seed = len(parsed.requests) > 1  # the response reports one seed for all requests
         return parsed.seeded(seed) if needs_seed or seed is not None else parsed
+
+    def _bits(self, requests: Sequence[Request], adapter: str | None) -> tuple[int, str]:
+        """`ParsedBody.bits`. Raises `BodyError`: the requests have no receipts."""
+        try:
+            for request in requests:
+                check_request(request)
+        except RequestError as error:
+            raise BodyError(f"receipt is not available for this request: {error}", "receipt") from error
+        version = -1
+        while version != (version := self.lm.weights_version):  # the weights may change meanwhile
+            fingerprint = bits_fingerprint(self.lm.model, self.lm.adapters.find(adapter))
+        return version, fingerprint
 
     def _resolve_model(self, model: str | None) -> tuple[str, str | None]:
         """The model name for the response, and the adapter of that name."""

@@ -34,6 +34,7 @@ class Choice(BaseModel):
     index: int
     finish_reason: Literal["stop", "length", "tool_calls", "function_call"]
     logprobs: dict[str, Any] | None
+    receipt: dict[str, Any] | None = None
 
 
 class ChoicesResponse(BaseModel):
@@ -72,7 +73,15 @@ def _usage(completions: Sequence[Completion]) -> dict[str, Any]:
     if drafts := [text.speculation for text in texts if text.speculation]:
         details["accepted_prediction_tokens"] = accepted = sum(draft.accepted for draft in drafts)
         details["rejected_prediction_tokens"] = sum(draft.drafted for draft in drafts) - accepted
-    return usage | ({"completion_tokens_details": details} if details else {})
+    usage |= {"completion_tokens_details": details} if details else {}
+    return usage | weights_version(completions)
+
+
+def weights_version(completions: Sequence[Completion]) -> dict[str, int]:
+    """The field of usage with the number of the newest weights that computed a token, unless that is 0."""
+    runs = (run for completion in completions for text in completion.choices for run in text.weights_versions)
+    newest = max((version for _, version in runs), default=0)
+    return {"weights_version": newest} if newest else {}
 
 
 def _versions(text: Completion) -> list[int]:
@@ -131,8 +140,9 @@ class ChoiceStream:
         pieces = [Piece("", id, entry, weights_version=version) for id, entry, version in tokens]
         return self._parts(content, self._details(pieces, is_last=True))
 
-    def finish(self, reason: str) -> str:
-        return f'{{"index":{self._number},{self.empty},"logprobs":null,"finish_reason":"{reason}"}}'
+    def finish(self, reason: str, fields: Mapping[str, Any]) -> str:
+        rest = "".join(f',"{name}":{as_json(value)}' for name, value in fields.items())
+        return f'{{"index":{self._number},{self.empty},"logprobs":null,"finish_reason":"{reason}"{rest}}}'
 
     def text(self, text: str) -> str:
         """A part with a text alone."""
@@ -199,7 +209,8 @@ class ChunkEvents:
         parts = []
         for number, text in enumerate(completion.choices):
             choice = self._choice(at, number)
-            parts += [*choice.rest(text), choice.finish(self._protocol.finish_reason(self._body, text))]
+            reason = self._protocol.finish_reason(self._body, text)
+            parts += [*choice.rest(text), choice.finish(reason, self._body.receipt(text))]
         return list(map(self._chunk, parts))
 
     def finish(self) -> list[str]:
@@ -260,7 +271,7 @@ class ChoicesProtocol(Protocol):
                     choice["token_ids"] = text.token_ids
                     if any(versions := _versions(text)):
                         choice["weights_versions"] = versions
-                choices.append(choice | {"finish_reason": self.finish_reason(body, text)})
+                choices.append(choice | {"finish_reason": self.finish_reason(body, text), **body.receipt(text)})
         head = self.head(body, self.kind, completions[0].seed, version)
         return {**head, "choices": choices, "usage": _usage(completions)}
 

@@ -93,7 +93,8 @@ def _logprobs(
     *,
     with_content: bool = False,
 ) -> dict[str, Any]:
-    """The logprobs of a completion's tokens. offset: of the first token in the text. "ids" is an extension.
+    """The logprobs of a completion's tokens. offset: of the first token in the text. "ids" is an extension, and so are
+    "sampling_logprobs" and "support", which are only there if they were requested.
 
     with_content: add another one, "content", in the format of chats: with the ids of alternatives, which a mapping by
         text cannot tell apart.
@@ -101,6 +102,13 @@ def _logprobs(
     offsets = [offset]
     for token in tokens[:-1]:
         offsets.append(offsets[-1] + len(token.text))
+    sampled = [entry for entry in entries if entry is not None and entry.sampling is not None]
+    of_sampling = {
+        "sampling_logprobs": [
+            None if entry is None or entry.sampling is None else finite(entry.sampling) for entry in entries
+        ],
+        "support": [None if entry is None else entry.support for entry in entries],
+    }
     return {
         "tokens": [token.text for token in tokens],
         "token_logprobs": [None if entry is None else finite(entry.chosen) for entry in entries],
@@ -112,6 +120,7 @@ def _logprobs(
         ],
         "text_offset": offsets[: len(tokens)],
         "ids": list(ids),
+        **(of_sampling if sampled else {}),
         **({"content": logprob_entries(tokens, ids, entries)} if with_content else {}),
     }
 

@@ -1,6 +1,7 @@
 """/v1/embeddings in OpenAI's format, and /v1/rerank in the common format of Jina, Cohere and vLLM."""
 
 import base64
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
@@ -90,31 +91,36 @@ class Ranking(BaseModel):
     usage: EmbeddingUsage
 
 
-class _WithoutStream(Protocol):
+class _Embedded(Protocol):
+    """An endpoint whose results are made of the values at the last norm."""
+
+    @abstractmethod
+    def requests(self, body: Any, reader: EmbeddingReader, adapter: str | None) -> list[Request]:
+        """The requests of a valid body."""
+
+    def prompts(self, body: GenerateBody, context: ModelContext) -> Prompts:
+        if body.stream:
+            raise BodyError("stream is not supported: remove it, or use false", "stream", "unsupported_value")
+        return Prompts(tuple(self.requests(body, context.lm._embedding_reader, context.options.get("adapter"))))
+
     def events(self, body: ParsedBody, tokenizer: Tokenizer, version: str) -> ResponseEvents:
         raise AssertionError("a body with stream is refused")
 
 
-class EmbeddingsProtocol(_WithoutStream):
+class EmbeddingsProtocol(_Embedded):
     """/v1/embeddings."""
 
     path, kind, summary = "/v1/embeddings", "list", "Embed texts."
     body, response = EmbeddingsBody, Embeddings
 
-    def prompts(self, body: EmbeddingsBody, context: ModelContext) -> Prompts:
-        _refuse_stream(body)
-        reader = EmbeddingReader(context.lm._reader, context.lm.embedding)
-        return Prompts(
-            tuple(
-                reader.texts(
-                    body.input,
-                    dimensions=body.dimensions,
-                    normalize=body.normalize is not False,
-                    prompt=body.prompt,
-                    prompt_name=body.prompt_name,
-                    adapter=context.options.get("adapter"),
-                )
-            )
+    def requests(self, body: EmbeddingsBody, reader: EmbeddingReader, adapter: str | None) -> list[Request]:
+        return reader.texts(
+            body.input,
+            dimensions=body.dimensions,
+            normalize=body.normalize is not False,
+            prompt=body.prompt,
+            prompt_name=body.prompt_name,
+            adapter=adapter,
         )
 
     def answer(
@@ -130,25 +136,15 @@ class EmbeddingsProtocol(_WithoutStream):
         return {"object": "list", "data": data, "model": body.model, "usage": _usage(body.requests)}
 
 
-class RerankProtocol(_WithoutStream):
+class RerankProtocol(_Embedded):
     """/v1/rerank."""
 
     path, kind, summary = "/v1/rerank", "rerank", "Rank documents by their relevance to a query."
     body, response = RerankBody, Ranking
 
-    def prompts(self, body: RerankBody, context: ModelContext) -> Prompts:
-        _refuse_stream(body)
-        reader = EmbeddingReader(context.lm._reader, context.lm.embedding)
-        return Prompts(
-            tuple(
-                reader.pairs(
-                    body.query,
-                    _documents(body),
-                    instruction=body.instruction,
-                    template=body.template,
-                    adapter=context.options.get("adapter"),
-                )
-            )
+    def requests(self, body: RerankBody, reader: EmbeddingReader, adapter: str | None) -> list[Request]:
+        return reader.pairs(
+            body.query, _documents(body), instruction=body.instruction, template=body.template, adapter=adapter
         )
 
     def answer(
@@ -176,8 +172,3 @@ def _documents(body: RerankBody) -> list[str]:
 def _usage(requests: Sequence[Request]) -> dict[str, int]:
     tokens = sum(len(request.prompt) for request in requests)
     return {"prompt_tokens": tokens, "total_tokens": tokens}
-
-
-def _refuse_stream(body: GenerateBody) -> None:
-    if body.stream:
-        raise BodyError("stream is not supported: remove it, or use false", "stream", "unsupported_value")

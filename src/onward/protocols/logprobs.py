@@ -15,19 +15,25 @@ _MIN_LOGPROB = -9999.0  # OpenAI's value for minus infinity, which JSON doesn't 
 def logprob_entries(
     tokens: Sequence[TokenText], ids: Sequence[int], entries: Sequence[TokenLogprobs | None]
 ) -> list[dict[str, Any]]:
-    """The tokens in a chat's logprobs. "id" is an extension."""
+    """The tokens in a chat's logprobs. "id", "sampling_logprob" and "support" are extensions."""
     content = []
     for token, id, entry in zip(tokens, ids, entries, strict=True):
         if entry is None:  # the first token of a prompt
             content.append({**_with_bytes(token, id, 0.0), "logprob": None, "top_logprobs": []})
         else:
             top = [_with_bytes(other, *pair) for other, pair in zip(token.top, entry.top, strict=True)]
-            content.append(_with_bytes(token, id, entry.chosen) | {"top_logprobs": top})
+            content.append(_with_bytes(token, id, entry.chosen) | {"top_logprobs": top} | _of_sampling(entry))
     return content
 
 
 def _with_bytes(token: TokenText, id: int, logprob: float) -> dict[str, Any]:
     return {"token": token.text, "logprob": finite(logprob), "bytes": list(token.bytes), "id": id}
+
+
+def _of_sampling(entry: TokenLogprobs) -> dict[str, Any]:
+    if entry.sampling is None:
+        return {}
+    return {"sampling_logprob": finite(entry.sampling), "support": entry.support}
 
 
 def finite(logprob: float) -> float:

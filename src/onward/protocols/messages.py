@@ -38,14 +38,14 @@ from onward.protocols.messages_input import (
     joined,
     text_of,
 )
-from onward.protocols.options import BUDGETS, Declared, body_with_options, synonyms
+from onward.protocols.options import BUDGETS, Declared, ReceiptField, body_with_options, synonyms
 from onward.protocols.protocol import ModelContext, ParsedBody, Prompts, Protocol
 from onward.tokenizer import Tokenizer
 from onward.util.options import options_of
 from onward.util.text import brief
 
 # Options of texts in general that messages do not have, or that have other names here.
-_NOT_FIELDS = ("n", "beams", "length_penalty", "early_stopping", "stop", "prompt_logprobs")
+_NOT_FIELDS = ("n", "beams", "length_penalty", "early_stopping", "stop", "prompt_logprobs", "sampling_logprobs")
 _OPTIONS = options_of(GenerateOptions)
 
 
@@ -232,6 +232,7 @@ class MessagesBody(_WithOptions):
     max_tokens: Annotated[int, Declared(_OPTIONS["max_new_tokens"])]
     stop_sequences: _Stops = None
     stream: bool | None = None
+    receipt: ReceiptField = None
     metadata: Label = None
     diagnostics: Label = None
     service_tier: Annotated[

@@ -12,7 +12,7 @@ from onward.chat import MessageDelta, ToolCall, ToolCallDelta
 from onward.errors import OnwardError
 from onward.language_model import Completion, Piece
 from onward.protocols.body import BodyError, error_fields, status_of
-from onward.protocols.choices import as_json, finish_reason
+from onward.protocols.choices import as_json, finish_reason, weights_version
 from onward.protocols.protocol import ParsedBody, counted_events
 
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
@@ -40,6 +40,7 @@ class Message(BaseModel):
     usage: MessageUsage
     seed: int | None
     system_fingerprint: str
+    receipt: dict[str, Any] | None = None
 
 
 class MessageError(BaseModel):
@@ -100,7 +101,13 @@ def message_body(body: ParsedBody, completion: Completion, version: str) -> dict
     ]
     reason, sequence = stop_of(body, completion)
     stop = {"stop_reason": reason, "stop_sequence": sequence}
-    return {**_head(body, version), "content": blocks, **stop, "usage": usage_of(completion)}
+    return {
+        **_head(body, version),
+        "content": blocks,
+        **stop,
+        "usage": usage_of(completion),
+        **body.receipt(completion),
+    }
 
 
 def omits_thinking(body: ParsedBody) -> bool:
@@ -139,7 +146,7 @@ def usage_of(completion: Completion) -> dict[str, Any]:
     usage = _usage(completion.prompt_tokens, completion.cached_tokens, len(completion.token_ids))
     if completion.reasoning_tokens:
         usage["output_tokens_details"] = {"thinking_tokens": completion.reasoning_tokens}
-    return usage
+    return usage | weights_version([completion])
 
 
 def _usage(prompt: int, cached: int, new: int) -> dict[str, Any]:
@@ -242,7 +249,7 @@ class MessageEventStream:
         self._close()
         reason, sequence = stop_of(self._body, completion)
         delta = {"stop_reason": reason, "stop_sequence": sequence}
-        self._emit("message_delta", delta=delta, usage=usage_of(completion))
+        self._emit("message_delta", delta=delta, usage=usage_of(completion), **self._body.receipt(completion))
         self._emit("message_stop")
         return self._sent()
 

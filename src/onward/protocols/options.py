@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias
 from pydantic import BeforeValidator, Field, WithJsonSchema, create_model, model_validator
 
 from onward.language_model.options import GenerateOptions, option_names
+from onward.language_model.steering import changed
 from onward.protocols.body import (
     AtMost,
     Body,
@@ -36,6 +37,7 @@ _EXCLUDED = {
         "logprobs",
         "taps",
         "steer",
+        "prompt_embeds",
         "draft",
         "stop_when",
         "cancel",
@@ -158,8 +160,18 @@ def type_of(option: Option) -> Any:
     return kind
 
 
+class ControlVector(Body):
+    """A control vector of the server, by name. scale, at: as in `onward.Steer`."""
+
+    name: str
+    scale: float | None = None
+    at: Literal["all", "prompt", "new"] | None = None
+
+
 class OptionsBody(GenerateBody):
     """A body with fields for options, which `body_with_options` adds."""
+
+    control_vector: str | ControlVector | None = None
 
     def set_options(self) -> dict[str, Any]:
         """The options that the body sets."""
@@ -167,7 +179,15 @@ class OptionsBody(GenerateBody):
 
     def options(self, context: ModelContext) -> dict[str, Any]:
         """The options of a request: those that the body sets, and the server's."""
-        return {**context.options, **self.set_options()}
+        options = {**context.options, **self.set_options()}
+        if (chosen := self.control_vector) is not None:
+            chosen = ControlVector(name=chosen) if isinstance(chosen, str) else chosen
+            scale, at = 1.0 if chosen.scale is None else chosen.scale, chosen.at or "all"
+            options["steer"] = changed(context.lm.adapters.control_vector(chosen.name), scale=scale, at=at)
+        return options
+
+    def field_of(self, option: str) -> str:
+        return "control_vector" if option == "steer" else super().field_of(option)
 
 
 def body_with_options(name: str, base: type[OptionsBody], without: Collection[str] = ()) -> type[OptionsBody]:
@@ -203,9 +223,14 @@ def synonyms(body: Body, names: Sequence[str]) -> dict[str, Any]:
     return values
 
 
-class LabeledBody(OptionsBody):
-    """A body with the fields that never change a response, and the hints that are not served."""
+# A receipt of the text, for `onward verify` (docs/receipts.md).
+ReceiptField = Annotated[bool | None, Field(description="Return a receipt of each text, which onward verify checks.")]
 
+
+class LabeledBody(OptionsBody):
+    """A body with the fields that never change a text, and the hints that are not served."""
+
+    receipt: ReceiptField = None
     metadata: Label = None
     prompt_cache_key: Label = None
     prompt_cache_retention: Label = None

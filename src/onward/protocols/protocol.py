@@ -19,7 +19,7 @@ from typing import Protocol as Interface
 from pydantic import BaseModel
 
 from onward.errors import ContextOverflowError, OnwardError, OptionError, RequestError, TokenizerError
-from onward.language_model import Completion, LanguageModel, Piece, Request
+from onward.language_model import Completion, LanguageModel, Piece, Receipt, Request
 from onward.protocols.body import Body, BodyError, Limits, error_fields
 from onward.tokenizer import Tokenizer
 
@@ -240,7 +240,8 @@ class ParsedBody:
 
     model: name for the response. requests: one for each prompt; a chat has one. values: the valid body. echoes: the
     prompts' texts, to be repeated. key: of the response. fields: of the body, as received. ignored: unsupported hints
-    that were dropped. storage: with the response; None if it is not to be stored.
+    that were dropped. storage: with the response; None if it is not to be stored. bits: the version of the weights and
+    the fingerprint, for receipts; None if the body asks for none.
     """
 
     protocol: Protocol
@@ -252,6 +253,16 @@ class ParsedBody:
     fields: Mapping[str, Any] = field(default_factory=dict, compare=False)
     ignored: tuple[str, ...] = ()
     storage: Storage | None = field(default=None, compare=False)
+    bits: tuple[int, str] | None = field(default=None, compare=False)
+
+    def receipt(self, text: Completion) -> dict[str, Any]:
+        """The field "receipt" of a response, if the body asks for it: null if the weights have changed since the body
+        was read."""
+        if self.bits is None:
+            return {}
+        version, fingerprint = self.bits
+        is_of_one = all(each == version for _, each in text.weights_versions)
+        return {"receipt": Receipt.of(text, fingerprint).to_json() if is_of_one else None}
 
     @property
     def kind(self) -> str:

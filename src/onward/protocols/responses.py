@@ -44,7 +44,7 @@ from onward.util.text import brief
 _LOGPROBS = "message.output_text.logprobs"
 _INCLUDABLE = (_LOGPROBS, ENCRYPTED)
 # Options of texts in general that responses do not have.
-_NOT_FIELDS = ("n", "beams", "length_penalty", "early_stopping", "stop", "prompt_logprobs")
+_NOT_FIELDS = ("n", "beams", "length_penalty", "early_stopping", "stop", "prompt_logprobs", "sampling_logprobs")
 
 
 class TextFormat(Body):

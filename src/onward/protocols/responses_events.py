@@ -10,7 +10,7 @@ from onward.chat.message import TEXT_KEYS
 from onward.errors import OnwardError
 from onward.language_model import Completion, Piece
 from onward.protocols.body import error_fields
-from onward.protocols.choices import as_json, finish_reason
+from onward.protocols.choices import as_json, finish_reason, weights_version
 from onward.protocols.logprobs import ContentLogprobs
 from onward.protocols.protocol import ParsedBody, ResponseKey, counted_events
 from onward.protocols.response_items import encoded_reasoning, name_fields
@@ -34,6 +34,7 @@ class Response(BaseModel):
     usage: dict[str, Any] | None
     seed: int | None
     system_fingerprint: str
+    receipt: dict[str, Any] | None = None
 
 
 Entry = dict[str, Any]  # of logprobs
@@ -193,6 +194,7 @@ class ResponseEventStream:
             "user": fields.get("user"),
             "seed": self._body.seed,
             "system_fingerprint": f"onward-{self._version}",
+            **({} if completion is None else self._body.receipt(completion)),
             **({} if conversation is None else {"conversation": {"id": conversation.id}}),
             **{name: fields[name] for name in _ECHOED if name in fields},
         }
@@ -213,6 +215,7 @@ def _usage(completion: Completion) -> dict[str, Any]:
         "output_tokens": new,
         "output_tokens_details": {"reasoning_tokens": completion.reasoning_tokens or 0},
         "total_tokens": completion.prompt_tokens + new,
+        **weights_version([completion]),
     }
 
 

@@ -9,8 +9,18 @@ import torch
 from torch import Tensor
 
 from onward.errors import OnwardError, RequestError
-from onward.ops.operator import check_no_gradient
+from onward.native.interface import Code, Int, Pointer, kernel
+from onward.ops.kernel_calls import DTYPES
+from onward.ops.operator import check_no_gradient, usable_library
 from onward.sampling.noise import UNITS, by_rows, logarithm, relative_probability, units
+
+# The kernel sums the units of at most this many ids in 64 bits.
+_MAX_SUMMED = 2**22
+
+
+# out: float64 [rows]
+@kernel
+def onward_log_sums(rows: Int, columns: Int, x: Pointer, dtype: Code, stride: Int, out: Pointer) -> Code: ...
 
 
 class Logprobs(NamedTuple):
@@ -54,7 +64,7 @@ def logprobs(logits: Tensor, chosen: Tensor, top_k: int = 0) -> Logprobs:
             f"logprobs: ids must be from 0 to {vocab - 1}; got {int(chosen.min())} … {int(chosen.max())}"
         )
     rows = logits.reshape(-1, vocab)
-    normaliser = by_rows(_normaliser, rows)
+    normaliser = _normalisers(rows)
     top_ids = by_rows(partial(_likeliest, count=top_k), rows)
 
     def of(ids: Tensor) -> Tensor:
@@ -63,6 +73,22 @@ def logprobs(logits: Tensor, chosen: Tensor, top_k: int = 0) -> Logprobs:
 
     of_chosen = of(chosen.reshape(-1, 1).to(torch.int64)).squeeze(-1)
     return Logprobs(of_chosen, top_ids.view(*logits.shape[:-1], top_k), of(top_ids))
+
+
+def _normalisers(logits: Tensor) -> Tensor:
+    """[N, V] -> float64 [N, 1], by the kernel or by its definition."""
+    library = usable_library()
+    plain = logits.device.type == "cpu" and logits.dtype in DTYPES and 0 < logits.shape[-1] <= _MAX_SUMMED
+    if library is None or not plain:
+        return by_rows(_normaliser, logits)
+    if logits.stride(-1) != 1:
+        logits = logits.contiguous()
+    out = torch.empty(len(logits), 1, dtype=torch.float64)
+    status = library.onward_log_sums(
+        *logits.shape, logits.data_ptr(), DTYPES[logits.dtype], logits.stride(0), out.data_ptr()
+    )
+    library.check(status, onward_log_sums)
+    return out
 
 
 def _normaliser(logits: Tensor) -> Tensor:
@@ -86,14 +112,52 @@ def _likeliest(logits: Tensor, count: int) -> Tensor:
     return torch.stack(top_ids)
 
 
+def entropies(logits: Tensor) -> Tensor:
+    """The entropy of softmax(logits) in nats: float [..., V] -> float32 [...], the same bits alone or in any batch. NaN
+    for a row that is no distribution.
+
+    Within 4e-7 + V 1e-11 of the exact value, and 4e-6 times it: the errors of `logprobs` for each id, and of its score
+    of at most 40, whose rounding is a relative error of e^x.
+    """
+    return by_rows(_entropy, logits.reshape(-1, logits.shape[-1])).view(logits.shape[:-1])
+
+
+def _entropy(logits: Tensor) -> Tensor:
+    logits = logits.to(torch.float32)
+    best = logits.amax(-1, keepdim=True)
+    surprise = (best - logits).nan_to_num(0.0).clamp(max=40.0)  # minus that of the most likely id
+    relative = relative_probability(-surprise)
+    total = (units(relative).sum(-1).to(torch.float64) / UNITS).clamp(min=1.0)
+    mean = units(relative * surprise).sum(-1).to(torch.float64) / UNITS / total
+    return torch.where(best.squeeze(-1).isfinite(), logarithm(total) + mean, float("nan")).to(torch.float32)
+
+
+def support(scores: Tensor) -> Tensor:
+    """How many ids are not excluded: float [..., V] -> int64 [...]."""
+    return (scores > float("-inf")).sum(-1)
+
+
+class DrawnLogprobs(NamedTuple):
+    """Of ids under the distributions that they were drawn from. logprobs: float32. support: int64, how many ids these
+    have."""
+
+    logprobs: Tensor
+    support: Tensor
+
+
 class TokenLogprobs(NamedTuple):
-    """Natural logarithms of probabilities under the model's own distribution.
+    """Natural logarithms of probabilities under the model's own distribution, and under that of sampling.
 
     chosen: the logprob of the token itself. top: (id, logprob) of the most likely ids, best first.
+    sampling: the token's logprob under the distribution that it was drawn from, after penalties, constraints,
+        temperature and filters; 0 with greedy decoding. None unless requested with `sampling_logprobs`.
+    support: how many ids could be drawn from that distribution.
     """
 
     chosen: float
     top: tuple[tuple[int, float], ...]
+    sampling: float | None = None
+    support: int | None = None
 
 
 class Token(NamedTuple):

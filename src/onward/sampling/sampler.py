@@ -6,15 +6,17 @@ and drafts. docs/sampling.md explains the order of the transforms before it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from onward.errors import NothingToDrawError, OptionError, RequestError
+from onward.ops.operator import is_followed
 from onward.sampling.constraint import ConstraintState, mask_logits, nothing_left
 from onward.sampling.draw import GREEDY, Greedy, GumbelSampler, greedy
 from onward.sampling.history import History
+from onward.sampling.logprobs import DrawnLogprobs, logprobs, support
 from onward.sampling.noise import by_rows
 from onward.sampling.params import SamplingParams
 from onward.sampling.transforms import Adjustment, Changes, Columns, Draws, Filter, LogitEntries, transforms_of
@@ -148,7 +150,7 @@ class Sampler:
             RequestError: an option names an id outside the vocabulary, histories are missing, or bans and constraints
                 leave nothing to sample.
         """
-        logits, draw, rows = self._prepared(logits, histories, drafts, constraints)
+        logits, draw, rows = self._masked(self._adjusted(logits, histories, drafts), drafts, constraints)
         if self._all_greedy:
             return greedy(logits).view(positions.shape)
         flat = positions.reshape(-1)
@@ -169,10 +171,37 @@ class Sampler:
     ) -> Tensor:
         """Logits after temperature and filters, float32 in the shape of `logits`; sampled rows have their softmax as
         distribution. The arguments are those of a call; positions may be left out if no row uses XTC.
+
+        Autograd follows the logits, for the gradient of a function of the distribution: one that a shift of all scores
+        of a row does not change. Excluded ids get none.
         """
-        shape = logits.shape
-        flat, draw, rows = self._prepared(logits, histories, drafts, constraints)
-        return self._scores(flat, positions, draw, rows).view(shape)
+        adjusted = self._adjusted(logits, histories, drafts)
+        with torch.no_grad():
+            flat, draw, rows = self._masked(adjusted, drafts, constraints)
+            scores = self._scores(flat, positions, draw, rows).view(logits.shape)
+        if not is_followed(adjusted):
+            return scores
+        temperature = torch.where(draw.temperature == 0, 1.0, draw.temperature).view(*logits.shape[:-1], 1)
+        followed: Tensor = _Scores.apply(adjusted, scores, temperature)  # type: ignore[no-untyped-call]
+        return followed
+
+    def drawn(
+        self,
+        ids: Tensor,
+        logits: Tensor,
+        positions: Tensor,
+        histories: Sequence[History] | None = None,
+        drafts: Sequence[Sequence[int]] | None = None,
+        constraints: Sequence[ConstraintState | None] | None = None,
+    ) -> DrawnLogprobs:
+        """The logprobs of ids under the distributions that they were drawn from; 0 for greedy rows.
+
+        ids: int, in the shape of `positions`. The other arguments, and the errors, are those of a call.
+        """
+        scores = self.scores(logits, positions, histories, drafts, constraints)
+        chosen, count = logprobs(scores, ids).chosen, support(scores)
+        is_greedy = (self._draw.temperature == 0).view(-1, *[1] * (ids.dim() - 1))
+        return DrawnLogprobs(torch.where(is_greedy, 0.0, chosen), torch.where(is_greedy, 1, count))
 
     def probabilities(
         self,
@@ -212,24 +241,30 @@ class Sampler:
         """A sampler of these rows, with their seeds."""
         return type(self)([self.row(row) for row in rows], self._device)
 
-    def _prepared(
-        self,
-        logits: Tensor,
-        histories: Sequence[History] | None,
-        drafts: Sequence[Sequence[int]] | None,
-        constraints: Sequence[ConstraintState | None] | None,
-    ) -> tuple[Tensor, GumbelSampler, Tensor | None]:
-        """Adjusted and masked logits [N, V], the options of the N = B K rows, and their index in B (None: N = B)."""
+    def _adjusted(
+        self, logits: Tensor, histories: Sequence[History] | None, drafts: Sequence[Sequence[int]] | None
+    ) -> Tensor:
+        """Adjusted logits in the same shape, float32 if any are."""
         batch = len(self._rows)
         if logits.dim() not in (2, 3) or logits.shape[0] != batch:
             raise RequestError(
                 f"a sampler of {batch} rows takes logits [{batch}, V] or [{batch}, K, V]; got {list(logits.shape)}"
             )
-        if logits.dim() == 2 and not self._adjust.any and constraints is None:
+        if not self._adjust.any:
+            return logits
+        several = logits.unsqueeze(1) if logits.dim() == 2 else logits
+        return self._adjust(several.to(torch.float32), histories, drafts).view(logits.shape)
+
+    def _masked(
+        self,
+        logits: Tensor,
+        drafts: Sequence[Sequence[int]] | None,
+        constraints: Sequence[ConstraintState | None] | None,
+    ) -> tuple[Tensor, GumbelSampler, Tensor | None]:
+        """Masked logits [N, V], the options of the N = B K rows, and their index in B (None: N = B)."""
+        if logits.dim() == 2 and constraints is None:
             return logits, self._draw, None
         several = logits.unsqueeze(1) if logits.dim() == 2 else logits
-        if self._adjust.any:
-            several = self._adjust(several.to(torch.float32), histories, drafts)
         if constraints is not None:
             several, left = mask_logits(several, constraints, drafts)
             if not bool(left.all()):
@@ -237,7 +272,7 @@ class Sampler:
         flat = several.reshape(-1, logits.shape[-1])
         if several.shape[1] == 1:
             return flat, self._draw, None
-        rows = torch.arange(batch, device=logits.device).repeat_interleave(several.shape[1])
+        rows = torch.arange(len(self._rows), device=logits.device).repeat_interleave(several.shape[1])
         return flat, self._draw.take(rows), rows
 
     def _scores(self, logits: Tensor, positions: Tensor | None, draw: GumbelSampler, rows: Tensor | None) -> Tensor:
@@ -257,6 +292,21 @@ class Sampler:
 
     def _column(self, name: str) -> Tensor:
         return torch.tensor([getattr(row, name) for row in self._rows], dtype=torch.float32, device=self._device)
+
+
+class _Scores(torch.autograd.Function):
+    """Scores [..., V] that were computed from logits, in the graph of these. temperature: [..., 1]."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, scores: Tensor, temperature: Tensor) -> Tensor:
+        ctx.save_for_backward(scores == float("-inf"), temperature)
+        ctx.dtype = logits.dtype
+        return scores.view_as(scores)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        excluded, temperature = ctx.saved_tensors
+        return (grad / temperature).masked_fill(excluded, 0.0).to(ctx.dtype), None, None
 
 
 def _filters(rows: Sequence[SamplingParams], device: torch.device | None) -> list[tuple[type[Filter], Columns]]:

@@ -337,7 +337,7 @@ class ModelLoader:
                         engine.lm.load_adapter(adapter, folder)
                 except OnwardError as error:  # the model works without it
                     log("load failed", model=name, adapter=adapter, error=one_line(error))
-            slot.adapters = {adapter: loaded.folder for adapter, loaded in engine.lm.adapters.items()}
+            slot.adapters = {each: loaded.folder for each, loaded in engine.lm.adapters.items() if loaded.folder}
             return self._serve(name, engine, variables)
         except BaseException:
             engine.close(drain=False)

@@ -1,4 +1,4 @@
-"""Endpoints for operators: load and unload models on demand, and adapters (`Settings.management`)."""
+"""Endpoints for operators: load and unload models and adapters, and update weights (`Settings.management`)."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -7,13 +7,20 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
 from starlette.responses import Response
+from torch import Tensor
 
-from onward.errors import OnwardError, one_line
+from onward.checkpoint import CheckpointFolder
+from onward.checkpoint.weights import read_by_stock_name
+from onward.engine.updates import InFlight
+from onward.errors import CheckpointError, ConfigError, OnwardError, RequestError, SourceError, one_line
+from onward.language_model import LanguageModel
+from onward.models import architecture_of, read_config
 from onward.protocols import BodyError
-from onward.protocols.body import Body, BodyT, Validation, validated
+from onward.protocols.body import Body, BodyT, Validation, expected, validated
 from onward.server.client import Client
 from onward.server.generate import BodyRoute, errors, read_logged
 from onward.server.service import Service, parsed
+from onward.util.lanes import Lane
 
 
 class ModelEntry(BaseModel):
@@ -69,6 +76,22 @@ class AdapterBody(Body):
     base_model_name: str | None = None
 
 
+class WeightsBody(Body):
+    """New weights of a model. weights_path: a folder of a checkpoint in floats, within that of --weights-dir.
+    in_flight: what happens to requests that have started; "finish" by default. version: the number of the weights."""
+
+    model: str
+    weights_path: Annotated[str, Field(min_length=1, max_length=4096)]
+    in_flight: Annotated[InFlight | None, expected("finish, recompute or keep", "invalid_value")] = None
+    version: Annotated[int | None, Field(ge=1, lt=2**53)] = None
+
+
+class UpdatedModel(ModelEntry):
+    """A model with new weights, and their number."""
+
+    weights_version: int
+
+
 class AdapterName(Body):
     """An adapter to unload."""
 
@@ -82,14 +105,18 @@ def router(service: Service) -> APIRouter:
     routes = APIRouter(route_class=BodyRoute)
     models = service.models
 
-    async def respond(request: Request, kind: type[BodyT], act: Callable[[BodyT], dict[str, Any]]) -> Response:
+    async def respond(
+        request: Request, kind: type[BodyT], act: Callable[[BodyT], dict[str, Any]], lane: Lane | None
+    ) -> Response:
         if not service.settings.management:
-            message = "requests may not load or unload models and adapters here: start the server with --management"
+            message = "requests may not change the models and adapters here: start the server with --management"
             raise BodyError(message, code="management_disabled", status=403)
         raw = await read_logged(request, service.settings)
         client = Client(request, len(raw))
         try:
-            return await service.respond(client, lambda: act(validated(kind, parsed(raw), Validation())), len(raw))
+            return await service.respond(
+                client, lambda: act(validated(kind, parsed(raw), Validation())), len(raw), lane=lane
+            )
         finally:
             client.close()
 
@@ -102,7 +129,7 @@ def router(service: Service) -> APIRouter:
         return models.entry(body.model)
 
     def load_adapter(body: AdapterBody) -> dict[str, Any]:
-        folder = _adapter_folder(service.settings.adapters_dir, body.lora_path)
+        folder = _folder_within(service.settings.adapters_dir, "--adapters-dir", body.lora_path, "lora_path")
         try:
             models.load_adapter(body.base_model_name, body.lora_name, folder)
         except BodyError:
@@ -116,31 +143,61 @@ def router(service: Service) -> APIRouter:
         models.drop_adapter(body.lora_name)
         return {"id": body.lora_name, "object": "model", "deleted": True}
 
-    def add(path: str, response: type[BaseModel], summary: str, act: Callable[[Any], dict[str, Any]]) -> None:
+    def update_weights(body: WeightsBody) -> dict[str, Any]:
+        folder = _folder_within(service.settings.weights_dir, "--weights-dir", body.weights_path, "weights_path")
+        if models.owner(body.model) != body.model:
+            raise BodyError(f"{body.model!r} is an adapter: name its model", "model")
+        engine = models.find(body.model).engine
+        try:
+            weights = _weights(engine.lm, folder)
+            version = engine.update_weights(weights, in_flight=body.in_flight or "finish", version=body.version)
+        except (CheckpointError, ConfigError, RequestError, SourceError) as error:
+            of_version = isinstance(error, RequestError) and error.option == "version"
+            reason = one_line(error).replace(str(folder), body.weights_path)
+            field = "version" if of_version else "weights_path"
+            raise BodyError(f"the weights were not updated: {reason}", field) from error
+        return {**models.entry(body.model), "weights_version": version}
+
+    def add(
+        path: str,
+        response: type[BaseModel],
+        summary: str,
+        act: Callable[[Any], dict[str, Any]],
+        lane: Lane | None = None,
+    ) -> None:
         kind = act.__annotations__["body"]
 
         async def endpoint(request: Request, body: Any) -> Response:
-            return await respond(request, kind, act)
+            return await respond(request, kind, act, lane)
 
         endpoint.__annotations__["body"] = kind
         routes.post(path, response_model=response, responses=_ERRORS, summary=summary)(endpoint)
 
     add("/models/load", ModelEntry, "Load a model on demand, and wait until it is loaded.", load)
     add("/models/unload", ModelEntry, "Unload a model on demand that serves no requests.", unload)
+    add("/models/weights", UpdatedModel, "Update the weights of a model.", update_weights, service.updates)
     add("/load_lora_adapter", ModelEntry, "Load an adapter.", load_adapter)
     add("/unload_lora_adapter", Deleted, "Unload an adapter.", unload_adapter)
     return routes
 
 
-def _adapter_folder(root: Path | None, path: str) -> Path:
-    """The folder of an adapter within `root`. Raises `BodyError`: it lies elsewhere, or doesn't exist."""
+def _folder_within(root: Path | None, flag: str, path: str, field: str) -> Path:
+    """A folder within `root`, the folder of a flag. Raises `BodyError`: it lies elsewhere, or doesn't exist."""
     if root is None:
-        message = "this server has no folder of adapters to load: start it with --adapters-dir"
+        message = f"this server has no folder for {field}: start it with {flag}"
         raise BodyError(message, code="management_disabled", status=403)
     if "\0" in path:
-        raise BodyError("lora_path contains a null character", "lora_path")
+        raise BodyError(f"{field} contains a null character", field)
     folder = (root / path).resolve()
     if not folder.is_relative_to(root.resolve()) or not folder.is_dir():
-        message = f"lora_path must be a folder within that of --adapters-dir; got {path!r}"
-        raise BodyError(message, "lora_path")
+        raise BodyError(f"{field} must be a folder within that of {flag}; got {path!r}", field)
     return folder
+
+
+def _weights(lm: LanguageModel, path: Path) -> dict[str, Tensor]:
+    """The weights of a folder, which must be those of the same architecture. Raises `OnwardError`."""
+    folder, own = CheckpointFolder(path), architecture_of(lm.model)
+    config = read_config(folder.config)
+    if own is not None and config.serving(1) != own.serving(1):
+        raise CheckpointError("its config.json describes another architecture than the model's")
+    return read_by_stock_name(folder, config)[0]

@@ -71,6 +71,7 @@ class Service:
         self.live: set[ActiveRequest] = set()
         self.metrics = Metrics(self.models, self._running)
         self._readers, self._large, self._status = Lane("reader", _READERS), Lane("large", 1), Lane("status", 1)
+        self.updates = Lane("weights", 1)  # of weights, which may wait for requests
 
     async def status(self, function: Callable[[], _Result]) -> _Result:
         """Run a function that may wait for the engines in a thread of its own."""
@@ -91,13 +92,18 @@ class Service:
             put(self.store, owner_of(client), body, response)
 
     async def respond(
-        self, client: Client, function: Callable[[], Any], nbytes: int, headers: Mapping[str, str] | None = None
+        self,
+        client: Client,
+        function: Callable[[], Any],
+        nbytes: int,
+        headers: Mapping[str, str] | None = None,
+        lane: Lane | None = None,
     ) -> Response:
-        """Run a function that makes a response in a thread. nbytes: how much it reads or writes. Raises
-        `ClientDisconnect`."""
+        """Run a function that makes a response in a thread, one of `lane` if it may take long. nbytes: how much it
+        reads or writes. Raises `ClientDisconnect`."""
         while True:
             try:
-                future = self._start(client, lambda: rendered(function()), nbytes)
+                future = self._start(client, lambda: rendered(function()), nbytes, lane)
                 content = await client.until(asyncio.wrap_future(future))
                 break
             except ModelPending as pending:
@@ -114,8 +120,12 @@ class Service:
         finally:
             client.pending = None
 
-    def _start(self, client: Client, function: Callable[[], _Result], nbytes: int) -> Future[_Result]:
+    def _start(
+        self, client: Client, function: Callable[[], _Result], nbytes: int, lane: Lane | None = None
+    ) -> Future[_Result]:
         function = partial(self.models.leasing, client.leases, function)
+        if lane is not None:
+            return lane.submit(function, client.name)
         if nbytes > _LARGE:
             return self._large.submit(partial(_without_collections, function), client.name)
         return self._readers.submit(function, client.name)
@@ -155,8 +165,10 @@ class Service:
                 return before
             active.usage, active.counted = stored.usage, bool(stored.usage)  # it was, if all of it is known
             emitted = stored.emitted if before is None else before.emitted()
+            if any(emitted or ()):
+                active.body = replace(active.body, bits=stored.bits)  # of the weights that computed these ids
             await self._run(client, lambda: active.submit(emitted), 0)
-            stored.digest, stored.request = active.digest, active
+            stored.digest, stored.bits, stored.request = active.digest, active.body.bits, active
             return active
 
     async def _read(
@@ -200,7 +212,8 @@ class Service:
             served, body = read(resume.key)
         body, prefix = body.seeded(), ""
         if body.stream:
-            prefix = event_prefix(body, served.engine.fingerprint_with(body.requests[0].options.adapter))
+            options = body.requests[0].options
+            prefix = event_prefix(body, served.engine.fingerprint_with(options.adapter, options.steering))
         if resume.last_event_id is not None:
             if not body.stream:
                 raise BodyError("Last-Event-ID requires stream: true: set it, or remove the header", "stream")

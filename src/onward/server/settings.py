@@ -44,8 +44,8 @@ class Settings:
         While others run, a batch serves one line at a time.
     cors_origins: origins whose pages may call the server; "*" for any.
     hosts: accepted Host headers; empty accepts any.
-    management: let requests load and unload models and adapters. adapters_dir: the folder of adapters that they may
-        load.
+    management: let requests load and unload models and adapters, and update weights. adapters_dir: the folder of
+        adapters that they may load. weights_dir: the folder of checkpoints whose weights models may get.
     access_log: log each request. log_prompts: include its body.
     otlp_endpoint: send OpenTelemetry traces to this URL by OTLP over HTTP (docs/observability.md).
 
@@ -78,6 +78,7 @@ class Settings:
     hosts: tuple[str, ...] = ()
     management: bool = False
     adapters_dir: Path | None = None
+    weights_dir: Path | None = None
     access_log: bool = True
     log_prompts: bool = False
     otlp_endpoint: str | None = None
@@ -101,8 +102,10 @@ class Settings:
             texts = getattr(self, name)
             if isinstance(texts, str) or not isinstance(texts, Iterable) or not all(isinstance(t, str) for t in texts):
                 raise RequestError(f"{name} must be a list of strings; got {texts!r}")
-        if self.adapters_dir is not None and not self.adapters_dir.is_dir():
-            raise RequestError(f"adapters_dir must be a folder; got {str(self.adapters_dir)!r}")
+        for name in ("adapters_dir", "weights_dir"):
+            folder = getattr(self, name)
+            if folder is not None and not folder.is_dir():
+                raise RequestError(f"{name} must be a folder; got {str(folder)!r}")
         Limits.of(self.limits)  # validates them
         if self.otlp_endpoint is not None:
             check_endpoint(self.otlp_endpoint)

@@ -172,11 +172,13 @@ _ENTRY = 1024  # bytes of an entry without its ids
 @dataclass(eq=False)
 class ReplayRecord:
     """A record of a response, for requests that repeat or resume it. key: with it, the same body gives the same
-    response. digest: of the body. request: while it has subscribers. emitted: afterwards, the token ids of its texts.
-    usage: of its completions, if all have ended. lock: held while a repetition checks the record."""
+    response. digest: of the body. bits: as in the first body, for receipts. request: while it has subscribers. emitted:
+    afterwards, the token ids of its texts. usage: of its completions, if all have ended. lock: held while a repetition
+    checks the record."""
 
     key: ResponseKey
     digest: str = ""
+    bits: tuple[int, str] | None = None
     request: ActiveRequest | None = None
     emitted: "Sequence[array[int]] | None" = None
     usage: Sequence[Usage] = ()

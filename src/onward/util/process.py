@@ -105,13 +105,19 @@ call_in_forks(sigint_deferred.renew)
 
 
 @contextmanager
-def without_collections() -> Iterator[None]:
+def without_collections(*, long_lived: bool = False) -> Iterator[None]:
     """Disable the cyclic garbage collector for work that makes very many objects and no cycles. Otherwise it would
-    repeatedly traverse all objects of the process, including torch's, which may take longer than the work."""
+    repeatedly traverse all objects of the process, including torch's, which may take longer than the work.
+
+    long_lived: the objects live as long as the process, as those of modules do. They become old without a traversal.
+    """
     enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         if enabled:
+            if long_lived and not gc.get_freeze_count():
+                gc.freeze()
+                gc.unfreeze()  # moves them to the oldest generation
             gc.enable()

@@ -12,13 +12,7 @@ constexpr int64_t kGroupBytes = 128 << 10;  // of b in a chunk
 constexpr int64_t kMaxPrefetch = 16 << 10;
 
 // Tiles of ROWS rows of a and COLUMNS rows of b, so that the sums stay in registers.
-#if defined(__AVX512F__)
-constexpr int kTileRows = 6, kTileColumns = 4;
-#elif defined(__AVX2__)
-constexpr int kTileRows = 2, kTileColumns = 2;
-#else
-constexpr int kTileRows = 1, kTileColumns = 2;
-#endif
+using namespace shapes::dots;
 
 template <class T>
 struct Dot {
@@ -43,31 +37,6 @@ inline typename Dot<T>::Vector take_first(const T* p, int64_t n) {
 }
 
 #define ONWARD_UNROLL _Pragma("GCC unroll 32")
-
-// sum_lanes of COLUMNS vectors, with the same bits.
-template <int COLUMNS>
-inline void sum_lanes_of(const f32x16 (&v)[COLUMNS], float* to) {
-#if defined(__AVX512F__)
-  // Four at once: the halves of two vectors make one vector, and so on.
-  if constexpr (COLUMNS == 4) {
-    const auto fold = [](__m512 a, __m512 b, auto lower, auto upper) {
-      return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, decltype(lower)::value),
-                           _mm512_shuffle_f32x4(a, b, decltype(upper)::value));
-    };
-    using Low = std::integral_constant<int, 0x44>;
-    using High = std::integral_constant<int, 0xee>;
-    using Even = std::integral_constant<int, 0x88>;
-    using Odd = std::integral_constant<int, 0xdd>;
-    const __m512 first = fold(v[0].v, v[1].v, Low{}, High{}), second = fold(v[2].v, v[3].v, Low{}, High{});
-    const __m512 four = fold(first, second, Even{}, Odd{});
-    const __m512 two = _mm512_add_ps(four, _mm512_permute_ps(four, 0x4e));
-    const __m512 one = _mm512_add_ps(two, _mm512_permute_ps(two, 0xb1));
-    _mm_storeu_ps(to, _mm512_castps512_ps128(_mm512_maskz_compress_ps(0x1111, one)));
-    return;
-  }
-#endif
-  ONWARD_UNROLL for (int c = 0; c < COLUMNS; ++c) to[c] = sum_lanes(v[c]);
-}
 
 // sums[r * 16 + c] of rows a + r * a_stride and b + c * b_stride.
 template <class T, int ROWS, int COLUMNS, bool STREAM>
@@ -98,7 +67,7 @@ void tile(const T* a, int64_t a_stride, const T* b, int64_t b_stride, int64_t k,
       ONWARD_UNROLL for (int c = 0; c < COLUMNS; ++c) sum[r][c] = D::step(sum[r][c], w[c], x);
     }
   }
-  ONWARD_UNROLL for (int r = 0; r < ROWS; ++r) sum_lanes_of<COLUMNS>(sum[r], sums + r * 16);
+  ONWARD_UNROLL for (int r = 0; r < ROWS; ++r) sum_lanes_of(sum[r], sums + r * 16);
 }
 
 template <class T, int COLUMNS, int ROWS = kTileRows>

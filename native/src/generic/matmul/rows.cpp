@@ -13,13 +13,7 @@ constexpr int64_t kBlockColumns = 64;
 constexpr int64_t kVectors = kBlockColumns / 16;
 
 // Tiles of ROWS rows of a and VECTORS * 16 columns, so that the sums stay in registers.
-#if defined(__AVX512F__)
-constexpr int kTileRows = 6, kTileVectors = 4;
-#elif defined(__AVX2__)
-constexpr int kTileRows = 6, kTileVectors = 1;
-#else
-constexpr int kTileRows = 2, kTileVectors = 1;
-#endif
+using namespace shapes::rows;
 
 #define ONWARD_UNROLL _Pragma("GCC unroll 32")
 

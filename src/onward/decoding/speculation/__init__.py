@@ -9,6 +9,7 @@ from onward.decoding.speculation.drafter import (
     TokenTable,
     check_same_tokens,
 )
+from onward.decoding.speculation.head_drafter import HeadDrafter
 from onward.decoding.speculation.lookup import PredictedOutput, PromptLookup, SuffixLookup
 from onward.decoding.speculation.model_drafter import ModelDrafter
 from onward.decoding.speculation.speculator import LOOKUPS, ModelHolder, Speculator, as_drafter
@@ -21,6 +22,7 @@ __all__ = [
     "DraftTarget",
     "Drafter",
     "Drafting",
+    "HeadDrafter",
     "ModelDrafter",
     "ModelHolder",
     "PredictedOutput",

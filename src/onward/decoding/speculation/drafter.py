@@ -1,14 +1,21 @@
 """The protocol of drafters: a drafter guesses the next ids, and the target, the model being decoded, verifies them."""
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+from torch import Tensor
 
+from onward.decoding.cache_manager import CacheManager
+from onward.decoding.sequence import Sequence as DecodedSequence
 from onward.decoding.speculation.pace import AcceptanceRate
 from onward.decoding.step import Select
 from onward.errors import TokenizerError
+from onward.models import Model, architecture_of
+from onward.models.blocks import Decoder
+from onward.ops.kv_format import format_of
 from onward.sampling import ConstraintState, History, SamplingParams
 from onward.tokenizer import Tokenizer
 
@@ -20,7 +27,7 @@ class DraftTarget:
     vocab_size: V; an id of V or more is an error. device: of its tokens.
     rows: the most rows at once. max_len: the most positions of a row's prompt and output together. positions: the most
         positions of all rows together. longest: the most ids of a draft.
-    select: picks the tokens of rows without sampling parameters.
+    select: picks the tokens of rows without sampling parameters. model: the model itself, if it is known.
     """
 
     vocab_size: int
@@ -30,6 +37,7 @@ class DraftTarget:
     positions: int
     longest: int
     select: Select | None = None
+    model: Model | None = None
 
 
 @dataclass(eq=False)
@@ -44,6 +52,8 @@ class DraftRow:
         same positions, guesses its samples. None if the target's `select` picks them.
     history, constraint: of the row, shared with the target: a drafter must remove the ids that it adds before it
         returns. None if there is none, or no option has read the history yet.
+    features: the values at the model's cached taps (`onward.models.blocks.Decoder`) at the positions first … last - 1,
+        float [N, W], before the row's last id. Only for a model that has such taps.
     state: the drafter's own. It starts as None.
     """
 
@@ -53,6 +63,7 @@ class DraftRow:
     sampling: SamplingParams | None = None
     history: History | None = None
     constraint: ConstraintState | None = None
+    features: Callable[[int, int], Tensor] | None = None
     state: Any = None
 
     def __len__(self) -> int:
@@ -61,6 +72,18 @@ class DraftRow:
     def ids(self, start: int = 0) -> list[int]:
         """The ids from `start` on."""
         return [*self.prompt[start:], *self.output[max(0, start - len(self.prompt)) :]]
+
+
+def cached_features(
+    model: Model | None, slots: CacheManager, sequence: "weakref.ref[DecodedSequence]", first: int, last: int
+) -> Tensor:
+    """`DraftRow.features` of a sequence of this model."""
+    decoder, of = None if model is None else architecture_of(model), sequence()
+    assert isinstance(decoder, Decoder), "only for a model with cached taps"
+    assert of is not None, "a row's sequence runs"
+    assert last <= of.computed, "later positions have no features yet"
+    layers = [slots.read_keys(of.slot, layer, first, last) for layer in decoder.tap_layers.values()]
+    return torch.cat([format_of(rows.dtype).load(rows).transpose(0, 1).flatten(1) for rows in layers], -1)
 
 
 class Drafting(Protocol):

@@ -1,5 +1,6 @@
 """A drafter that decodes with a smaller model than the target."""
 
+import sys
 from collections import abc
 
 import torch
@@ -37,24 +38,32 @@ class ModelDrafter:
         self.chunk = chunk
         self._run = Run(model, compile)
 
-    def start(self, target: DraftTarget) -> "_ModelDrafts":
-        return _ModelDrafts(self._run, self.model, target, self.chunk)
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weights."""
+        return self.model.nbytes
+
+    def start(self, target: DraftTarget) -> "ModelDrafts":
+        return ModelDrafts(self._run, self.model, target, self.chunk)
 
 
-class _DraftSequence(Sequence):
+class DraftSequence(Sequence):
     """A row in the draft model.
 
     Its slot holds the row's ids as of the last draft, then all ids of that draft but the last. When the next one
     begins, the rest of the row is pending: two ids after a fully accepted draft, one after any other, more after a
     pause.
 
-    confirmed: the length of the row's output when the last draft began.
+    skipped: how many ids of the row's output are in the sequence's prompt. confirmed: how many others the row had when
+    the last draft began. final: the positions whose entries are final, whatever the target accepts.
     """
 
     confirmed = 0
+    final = sys.maxsize
+    skipped = 0
 
 
-class _ModelDrafts:
+class ModelDrafts:
     """The rows of a target as sequences of the draft model; each is its row's `state`."""
 
     def __init__(self, run: Executable, model: Model, target: DraftTarget, chunk: int) -> None:
@@ -68,7 +77,16 @@ class _ModelDrafts:
         chooser: TokenSampler = SamplerCache(model.device) if select is None else FunctionSampler(select)
         if model.vocab_size != target.vocab_size:
             run = _FittedRun(run, model.vocab_size, target.vocab_size)
-        self._step = DecodeStep(run, self._slots, chooser, model.device)
+        self._step = self._new_step(run, chooser)
+
+    def _new_step(self, run: Executable, chooser: TokenSampler) -> DecodeStep:
+        return DecodeStep(run, self._slots, chooser, self._model.device)
+
+    def _new_sequence(self, row: DraftRow) -> DraftSequence | None:
+        """A sequence with the row's ids; None if it cannot be drafted for yet."""
+        sequence = DraftSequence(row.prompt, self._length, sampling=row.sampling)
+        sequence.token_ids = list(row.output)
+        return sequence
 
     def join(self, rows: abc.Sequence[DraftRow]) -> None:
         """Process all ids of these rows but the last."""
@@ -79,6 +97,7 @@ class _ModelDrafts:
         for row in rows:
             sequence, row.state = row.state, None
             if sequence is not None:
+                sequence.computed = min(sequence.computed, sequence.final)
                 sequence.release(self._slots)
 
     def propose(self, rows: abc.Sequence[DraftRow]) -> list[list[int]]:
@@ -93,9 +112,9 @@ class _ModelDrafts:
             for row, sequence in zip(rows, sequences, strict=True)
         ]
 
-    def _synced(self, row: DraftRow) -> _DraftSequence | None:
+    def _synced(self, row: DraftRow) -> DraftSequence | None:
         """The row's sequence with the row's current ids; those that its slot lacks are pending. None without room."""
-        sequence: _DraftSequence | None = row.state
+        sequence: DraftSequence | None = row.state
         length = len(row) + self._target.longest
         if length > self._length:
             self.leave([row])
@@ -105,24 +124,24 @@ class _ModelDrafts:
                 if not self._slots.reserve(sequence.slot, length):
                     return None
             else:
-                sequence = _DraftSequence(row.prompt, self._length, sampling=row.sampling)
-                sequence.token_ids, sequence.confirmed = list(row.output), len(row.output)
-                sequence.constraint = row.constraint
+                if (sequence := self._new_sequence(row)) is None:
+                    return None
+                sequence.confirmed, sequence.constraint = len(sequence.token_ids), row.constraint
                 if not sequence.acquire(self._slots, length):
                     return None
                 row.state = sequence
         except ContextOverflowError:  # more than the whole cache has
             return None
-        agreeing, ids = sequence.confirmed, sequence.token_ids
-        while agreeing < min(len(ids), len(row.output)) and ids[agreeing] == row.output[agreeing]:
+        agreeing, ids, output = sequence.confirmed, sequence.token_ids, row.output[sequence.skipped :]
+        while agreeing < min(len(ids), len(output)) and ids[agreeing] == output[agreeing]:
             agreeing += 1
-        ids[agreeing:] = row.output[agreeing:]
-        sequence.computed = min(sequence.computed, len(row.prompt) + agreeing, len(row) - 1)
+        ids[agreeing:] = output[agreeing:]
+        sequence.computed = min(sequence.computed, sequence.final, sequence.output_at + agreeing, sequence.length - 1)
         sequence.confirmed, sequence.history = len(ids), row.history
         self._slots.commit(sequence.slot, sequence.computed, sequence.ids)  # the target's ids are final
         return sequence
 
-    def _draft(self, sequences: abc.Sequence[_DraftSequence], count: int) -> None:
+    def _draft(self, sequences: abc.Sequence[DraftSequence], count: int) -> None:
         """Append up to `count` ids to each sequence."""
         try:
             self._prefill(sequences, self._chunk)
@@ -137,9 +156,9 @@ class _ModelDrafts:
                 sequence.deliver()
                 for shared in (sequence.history, sequence.constraint):
                     if shared is not None:
-                        shared.truncate(sequence.confirmed)
+                        shared.truncate(sequence.skipped + sequence.confirmed)
 
-    def _advanced(self, sequences: list[_DraftSequence]) -> list[_DraftSequence]:
+    def _advanced(self, sequences: list[DraftSequence]) -> list[DraftSequence]:
         """Append an id to each sequence. Returns those whose draft may continue."""
         try:
             work = [ScheduledSequence(sequence, sequence.pending) for sequence in sequences]
@@ -157,7 +176,7 @@ class _ModelDrafts:
             sequence.take_step(count, tokens, self._slots)
         return sequences
 
-    def _prefill(self, sequences: abc.Sequence[_DraftSequence], left: int) -> None:
+    def _prefill(self, sequences: abc.Sequence[DraftSequence], left: int) -> None:
         """Process pending ids, chunk by chunk, until at most `left` are left. A sequence without room stays behind."""
         slots = self._slots
         while behind := [sequence for sequence in sequences if sequence.pending > left]:

@@ -49,7 +49,11 @@ def as_drafter(draft: Any) -> Drafter:
         return ModelDrafter(draft.model, chunk=draft.prefill_chunk)
     known = "is 'lookup', 'suffix', a LanguageModel, a Model, a Drafter or a Speculator"
     if isinstance(draft, str):
-        raise OptionError("draft", f"{known}; got {draft!r}: to draft with a model of that name, onward.load it")
+        raise OptionError(
+            "draft",
+            f"{known}; got {draft!r}: to draft with a model of that name, onward.load it. 'mtp' and the names of "
+            "EAGLE-3 heads are for the draft= of onward.load, with their model",
+        )
     raise OptionError("draft", f"{known}; got {type(draft).__name__}")
 
 
@@ -98,13 +102,14 @@ class Speculator:
         rows: int,
         max_len: int,
         select: Select | None = None,
+        model: Model | None = None,
     ) -> SpeculativeStep:
         """The step for all sequences that draft with this speculator over one cache.
 
         plain, run, slots, chooser: as in `SpeculativeStep`. The others are those of `DraftTarget`.
         """
         positions = min(rows, slots.stats().total / slots.cost(max_len)) * max_len
-        target = DraftTarget(vocab_size, device, rows, max_len, int(positions), self.longest, select)
+        target = DraftTarget(vocab_size, device, rows, max_len, int(positions), self.longest, select, model)
         return SpeculativeStep(plain, run, slots, chooser, target, self.drafter, self._pace, self._acceptance)
 
     @property

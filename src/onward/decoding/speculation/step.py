@@ -10,9 +10,11 @@ The keys and values of rejected ids are then past the computed positions, where 
 
 import itertools
 import operator
+import weakref
 from collections import Counter, abc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -20,12 +22,26 @@ from torch import Tensor
 from onward.decoding.batch import ScheduledSequence, forward, inputs
 from onward.decoding.cache_manager import CacheManager
 from onward.decoding.sequence import Sequence
-from onward.decoding.speculation.drafter import Drafter, Drafting, DraftRow, DraftState, DraftTarget, Speculation
-from onward.decoding.speculation.pace import LENGTHS, AcceptanceRate, DraftLengthController, RowAcceptance
-from onward.decoding.step import Drafts, Emitted, SamplerCache, Step, TokenSampler
+from onward.decoding.speculation.drafter import (
+    Drafter,
+    Drafting,
+    DraftRow,
+    DraftState,
+    DraftTarget,
+    Speculation,
+    cached_features,
+)
+from onward.decoding.speculation.pace import (
+    LENGTHS,
+    AcceptanceRate,
+    DraftLengthController,
+    RowAcceptance,
+    paying_length,
+)
+from onward.decoding.step import Drafts, Emitted, SamplerCache, Step, TokenSampler, next_tokens
 from onward.errors import DraftError, NothingToDrawError, OnwardError, one_line, warn_once
 from onward.program import Executable
-from onward.sampling.logprobs import checked_ids, not_finite, tokens_of
+from onward.sampling.logprobs import checked_ids, not_finite
 
 
 def draft_state(sequence: Sequence) -> DraftState:
@@ -88,6 +104,7 @@ class SpeculativeStep:
                 if self._drafter is not None:
                     row = DraftRow(sequence.prompt, sequence.token_ids, constraint=sequence.constraint)
                     row.sampling = sequence.sampling if self._target.select is None else None
+                    row.features = partial(cached_features, self._target.model, self._slots, weakref.ref(sequence))
                 sequence.drafting = DraftState(row, self.leave, AcceptanceRate(self._overall.rate))
 
     def leave(self, sequence: Sequence) -> None:
@@ -276,7 +293,7 @@ class SpeculativeStep:
             positions = view.select(batch.offsets).unsqueeze(1) + steps
             new_ids = verify(self._chooser, sequences, logits, positions, group_drafts)
             for place, (index, sequence, new) in enumerate(zip(group, sequences, new_ids, strict=True)):
-                emitted[index] = tokens_of(new, logits[place, : len(new)], [sequence.top_logprobs] * len(new))
+                emitted[index] = next_tokens(sequence, new, logits[place, : len(new)])
         return emitted
 
     def _count(
@@ -380,21 +397,3 @@ def _with_finite_logits(logits: Tensor, ids: list[list[int]]) -> list[list[int]]
     if any(new and not count for count, new in zip(finite_counts, ids, strict=True)):
         raise not_finite()
     return [new[:count] for count, new in zip(finite_counts, ids, strict=True)]
-
-
-# A forward over this many ids takes about twice as long as over one: between 7 and 22 on CPUs.
-_DOUBLING_LENGTH = 16
-
-
-def paying_length(forced: abc.Sequence[int]) -> int:
-    """The number of forced ids to draft per row that emits the most ids for the time of its forward; 0 for none.
-
-    forced: the number of forced ids in each row. Every row is padded to the longest draft, so ids forced in one row
-    cost time in all.
-    """
-
-    def throughput(length: int) -> float:
-        emitted = sum(1 + min(length, count) for count in forced)
-        return emitted / (_DOUBLING_LENGTH + len(forced) * (1 + length))
-
-    return max(range(max(forced, default=0) + 1), key=throughput)

@@ -84,7 +84,7 @@ class AdaptedForward:
     ) -> tuple[Tensor, Any]:
         (slots,) = cache.adapters
         tables, params = params
-        with steering(tables, slots):
+        with steering(tables, slots, tokens, offsets):
             return self.architecture(tokens, offsets, cache, with_slots(params, slots), logits_at=logits_at)
 
 

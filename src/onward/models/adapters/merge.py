@@ -179,7 +179,8 @@ def fitting_bias(module: str, new: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def merged_model(model: Model, adapter: Adapter) -> Model:
-    """A model with an adapter merged into its weights (`merged_params`).
+    """A model with an adapter merged into its weights (`merged_params`). It shares the others with the original, unless
+    that one is trained.
 
     Raises:
         RequestError: the model has no architecture.
@@ -189,7 +190,8 @@ def merged_model(model: Model, adapter: Adapter) -> Model:
         raise RequestError(
             "an adapter with added tokens must be merged while the model is loaded: onward.load(…, merge=)"
         )
-    return replace(model, params=merged_params(architecture, model.params, adapter))
+    model.refresh()
+    return model.with_params(merged_params(architecture, model.params, adapter))
 
 
 def merged_params(architecture: Architecture, params: Any, adapter: Adapter) -> Any:

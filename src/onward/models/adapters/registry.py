@@ -26,19 +26,21 @@ from onward.util.text import described
 @dataclass(frozen=True, eq=False)
 class LoadedAdapter:
     """An adapter that rows can use; its slot, `index`, is freed when no request uses it. digest: of its contents.
-    folder: where it was read from."""
+    folder: where it was read from; None for steering and for one that is trained."""
 
     name: str
     index: int
     digest: str
-    folder: Path
+    folder: Path | None
 
 
 class Adapters(Mapping[str, LoadedAdapter]):
-    """The adapters of a model by name. run: the model; its `adapted`, set here, computes rows with adapters."""
+    """The adapters of a model by name. run: the model; its `adapted`, set here, computes rows with adapters.
+    control_vectors: by name too."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
+        self.control_vectors: dict[str, Steering] = {}
         self._by_name: dict[str, LoadedAdapter] = {}
         self._steered: weakref.WeakValueDictionary[str, LoadedAdapter] = weakref.WeakValueDictionary()  # by digest
         self._stacks: AdapterSlots | None = None
@@ -87,7 +89,7 @@ class Adapters(Mapping[str, LoadedAdapter]):
         """An adapter with this digest, if loaded."""
         return next((loaded for loaded in self._by_name.values() if loaded.digest == digest), None)
 
-    def load(self, name: str, adapter: Adapter, folder: Path) -> LoadedAdapter:
+    def load(self, name: str, adapter: Adapter, folder: Path | None) -> LoadedAdapter:
         """Load an adapter, without disturbing running requests.
 
         Raises:
@@ -98,7 +100,7 @@ class Adapters(Mapping[str, LoadedAdapter]):
 
     def train(self, name: str, trained: TrainedAdapter) -> LoadedAdapter:
         """Load an adapter that is trained; `find` brings it up to date. Requests that run keep its older values."""
-        return self._put(name, trained, Path())
+        return self._put(name, trained, None)
 
     def trained(self, name: str) -> TrainedAdapter:
         """Raises `RequestError` unless an adapter of this name is trained."""
@@ -106,6 +108,10 @@ class Adapters(Mapping[str, LoadedAdapter]):
         if (trained := self._trained_as(name)) is None:
             raise RequestError(f"the adapter {name!r} was loaded from a folder: lm.new_adapter makes one to train")
         return trained
+
+    def sources(self) -> dict[str, LoadedAdapter | TrainedAdapter]:
+        """Where a copy of the model gets its adapters from, by name (`Trained.add_adapters`)."""
+        return {name: self._trained_as(name) or loaded for name, loaded in self._by_name.items()}
 
     def params_of(self, name: str, params: Any, rows: int) -> Any:
         """The model's params with an adapter for all of `rows` rows: in the graph of its parameters if it is trained,
@@ -120,7 +126,7 @@ class Adapters(Mapping[str, LoadedAdapter]):
     def _trained_as(self, name: str) -> TrainedAdapter | None:
         return self._trained[name][0] if name in self._trained else None
 
-    def _put(self, name: str, source: Adapter | TrainedAdapter, folder: Path) -> LoadedAdapter:
+    def _put(self, name: str, source: Adapter | TrainedAdapter, folder: Path | None) -> LoadedAdapter:
         """Load an adapter, or the current values of one that is trained, which may replace its older ones."""
         if not isinstance(name, str) or not name:
             raise RequestError(f"the name of an adapter must be a non-empty string; got {name!r}")
@@ -138,37 +144,58 @@ class Adapters(Mapping[str, LoadedAdapter]):
             return loaded
 
     def steered(self, name: str | None, steering: Steering | None) -> LoadedAdapter | None:
-        """The adapter with this name, or of a request with this steering. Its slot is freed with the last such request.
+        """The adapter with this name, with this steering of a request. The slot of a steering is freed with its last
+        request.
 
         Raises:
-            RequestError: there is no such adapter, or the request has both, or the model is of no built-in family.
+            RequestError: there is no such adapter, or the model is of no built-in family.
         """
+        adapter = self.find(name)
         if steering is None:
-            return self.find(name)
-        self.check_steered(name)
+            return adapter
+        self.check_steered(steering.option)
+        digest = steering.digest if adapter is None else f"{adapter.digest} {steering.digest}"
         with self._lock:
-            loaded = self._steered.get(steering.digest)
+            loaded = self._steered.get(digest)
             if loaded is None:
-                loaded = self._fill("", steering.digest, Path(), {}, steering.steers)
-                self._steered[steering.digest] = loaded
+                loaded = self._fill("", digest, None, {}, steering.steers, 0 if adapter is None else adapter.index)
+                self._steered[digest] = loaded
             return loaded
 
-    def check_steered(self, name: str | None) -> None:
-        """Raise `OptionError` unless a request with this adapter can be steered."""
-        if name is not None:
-            raise OptionError("steer", "does not work with an adapter yet: leave one of them out")
+    def check_steered(self, option: str) -> None:
+        """Raise `OptionError` unless requests can be steered. option: that asks for it."""
         if architecture_of(self._run.model) is None:
-            raise OptionError("steer", "needs a model of a built-in family, whose rows can differ in a batch")
+            raise OptionError(
+                option, "needs a model of a built-in family in one process, whose rows can differ in a batch"
+            )
+
+    def add_control_vector(self, name: str, steers: Mapping[str, Steer]) -> None:
+        """Add a control vector, in place of an earlier one of this name. Raises `RequestError` if it is for another
+        model."""
+        if not isinstance(name, str) or not name:
+            raise RequestError(f"the name of a control vector must be a non-empty string; got {name!r}")
+        steering = Steering(steers, option=f"the control vector {name!r}")
+        self.check_steered(steering.option)
+        steering.check(self._run.model)
+        self.control_vectors = {**self.control_vectors, name: steering}
+
+    def control_vector(self, name: str) -> Mapping[str, Steer]:
+        """The steers of a control vector. Raises `OptionError` if there is none of this name."""
+        if name not in self.control_vectors:
+            known = ", ".join(map(repr, self.control_vectors)) or "none"
+            raise OptionError("steer", f"names no loaded control vector: {name!r}; loaded: {known}")
+        return self.control_vectors[name].steers
 
     def _fill(
         self,
         name: str,
         digest: str,
-        folder: Path,
+        folder: Path | None,
         updates: Mapping[str, LoraUpdate],
         steers: Mapping[str, Steer],
+        base: int = 0,
     ) -> LoadedAdapter:
-        """Fill an unused slot. The caller holds the lock."""
+        """Fill an unused slot, as `AdapterSlots.put`. The caller holds the lock."""
         self._free += [self._freed.popleft() for _ in range(len(self._freed))]
         index = self._free[-1] if self._free else self._max_index + 1
         stacks = self._stacks
@@ -178,7 +205,7 @@ class Adapters(Mapping[str, LoadedAdapter]):
             if stacks is not None:
                 larger.copy(stacks, [used for used in range(1, self._max_index + 1) if used not in self._free])
             stacks = larger
-        stacks.put(index, updates, steers)
+        stacks.put(index, updates, steers, base)
         if stacks is not self._stacks:
             self._stacks = stacks
             self._run.adapted = Run(stacks.model, self._run.compile)

@@ -26,23 +26,26 @@ _ALIGNMENT = 64  # bytes: a cache line
 @dataclass(frozen=True)
 class AdapterCapacity:
     """ranks: the maximum rank of each module; other modules have no stack. scaled: the modules whose updates have
-    scales and shifts. taps: those that are steered."""
+    scales and shifts. vectors: the maximum number of vectors at each tap that is steered."""
 
     slots: int = _INITIAL_SLOTS
     ranks: Mapping[str, int] = field(default_factory=dict)
     scaled: frozenset[str] = frozenset()
-    taps: frozenset[str] = frozenset()
+    vectors: Mapping[str, int] = field(default_factory=dict)
 
     def including(
         self, index: int, updates: Mapping[str, LoraUpdate], steers: Mapping[str, Steer] = MappingProxyType({})
     ) -> "AdapterCapacity":
         """This capacity, enlarged where needed to hold these updates and steers in slot `index`."""
         higher = {name: max(update.rank, self.ranks.get(name, 0)) for name, update in updates.items()}
+        # Powers of two, since a table of another size is another program.
+        counts = {name: 1 << (steer.count - 1).bit_length() for name, steer in steers.items()}
+        longer = {name: max(count, self.vectors.get(name, 0)) for name, count in counts.items()}
         return AdapterCapacity(
             slots=self.slots if index < self.slots else 2 * self.slots,
             ranks={**self.ranks, **higher},
             scaled=self.scaled | {name for name, update in updates.items() if update.scale is not None},
-            taps=self.taps | steers.keys(),
+            vectors={**self.vectors, **longer},
         )
 
 
@@ -61,21 +64,30 @@ class AdapterSlots:
             leaf if name is None or name not in self._updates else _adapted(leaf, self._updates[name])
             for name, leaf in modules
         ]
-        self._tables = {name: SteerTable.empty(capacity.slots, base, name) for name in sorted(capacity.taps)}
+        self._tables = {
+            name: SteerTable.empty(capacity.slots, count, base, name)
+            for name, count in sorted(capacity.vectors.items())
+        }
         self.params = pytree.tree_unflatten(parts, structure)
         forward = AdaptedForward(architecture)
         self.model = replace(base, forward=forward, params=(self._tables, self.params))
 
     def put(
-        self, index: int, updates: Mapping[str, LoraUpdate], steers: Mapping[str, Steer] = MappingProxyType({})
+        self,
+        index: int,
+        updates: Mapping[str, LoraUpdate],
+        steers: Mapping[str, Steer] = MappingProxyType({}),
+        base: int = 0,
     ) -> None:
-        """Write an adapter and steers into an unused slot."""
+        """Write an adapter and steers into an unused slot. base: the slot of the adapter if it is not in `updates`."""
         for name, table in self._tables.items():
             table.put(index, steers.get(name))
         for name, stack in self._updates.items():
             stack.ranks[index] = 0
             if name in updates:
                 write_update(stack, index, updates[name])
+            elif base:
+                _copy(stack, stack, base, index)
 
     def copy(self, other: "AdapterSlots", indices: Collection[int]) -> None:
         """Copy these slots from smaller stacks."""
@@ -83,7 +95,7 @@ class AdapterSlots:
             self._tables[name].copy(table, indices)
         for index in indices:
             for name, source in other._updates.items():
-                _copy(source, self._updates[name], index)
+                _copy(source, self._updates[name], index, index)
 
 
 def empty_stacks(parts: Mapping[str, Any], capacity: AdapterCapacity, base: Model) -> dict[str, Updates]:
@@ -145,13 +157,13 @@ def rounded_rows(matrix: Tensor) -> tuple[Tensor, Tensor]:
     return (matrix / scales.unsqueeze(1)).round().clamp(-127, 127), scales
 
 
-def _copy(source: Updates, to: Updates, index: int) -> None:
-    """Copy a slot to larger stacks, bit for bit."""
-    rank = int(source.ranks[index])
+def _copy(source: Updates, to: Updates, slot: int, index: int) -> None:
+    """Copy a slot of `source` to a slot of stacks of the same size or larger, bit for bit."""
+    rank = int(source.ranks[slot])
     if to.scale is not None and to.shift is not None:
-        to.scale[index] = 1.0 if source.scale is None else source.scale[index]
-        to.shift[index] = -0.0 if source.shift is None else source.shift[index]
+        to.scale[index] = 1.0 if source.scale is None else source.scale[slot]
+        to.shift[index] = -0.0 if source.shift is None else source.shift[slot]
     if to.factors is not None and source.factors is not None:
-        to.factors[index, :rank] = source.factors[index, :rank]
-    to.a[index, :rank], to.b[index, :rank] = source.a[index, :rank], source.b[index, :rank]
+        to.factors[index, :rank] = source.factors[slot, :rank]
+    to.a[index, :rank], to.b[index, :rank] = source.a[slot, :rank], source.b[slot, :rank]
     to.ranks[index] = rank

@@ -3,8 +3,9 @@
 Shapes: R rank, K inputs, N outputs of a linear layer, B rows.
 """
 
+import copy
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -63,6 +64,13 @@ class TrainedAdapter:
     def states(self) -> States:
         """They change with the parameters."""
         return states_of(self.parameters.values())
+
+    def beside(self, model: Model) -> Self:
+        """A copy for another model with the same modules. Its parameters begin with the current values."""
+        other = copy.copy(self)
+        other._model = model
+        other.parameters = {name: Parameter(each.detach().clone()) for name, each in self.parameters.items()}
+        return other
 
     def adapter(self) -> Adapter:
         """The current values."""

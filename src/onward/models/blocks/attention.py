@@ -56,7 +56,8 @@ class Attention:
     has one `qkv_proj`. output_gate: `q_proj` has a gate beside each head's queries, whose sigmoid multiplies the head's
     output. sinks: each head has an extra score without a value (`ops.cached_attention`). v_norm: the eps of a norm of
     each head's values without weights. k_eq_v: values are the output of `k_proj`, before norm and RoPE.
-    kv_source_layer: the cache index of the layer whose keys and values are shared; None: its own.
+    kv_source_layer: the cache index of the layer whose keys and values are shared; None: its own. input_size: of the
+    projections' input; hidden_size by default.
     """
 
     hidden_size: int
@@ -79,6 +80,7 @@ class Attention:
     k_eq_v: bool = False
     kv_source_layer: int | None = None
     names: AttentionNames = AttentionNames()
+    input_size: int | None = None
 
     @property
     def cached(self) -> LayerShape | None:
@@ -96,7 +98,7 @@ class Attention:
         own_keys = self.kv_source_layer is None
 
         def linear(name: str, width: int, exists: bool) -> Linear | None:
-            return scope.linear(name, width, self.hidden_size, self.qkv_bias) if exists else None
+            return scope.linear(name, width, self.input_size or self.hidden_size, self.qkv_bias) if exists else None
 
         return AttentionParams(
             qkv_proj=linear("qkv_proj", queries + keys + values, self.fused),

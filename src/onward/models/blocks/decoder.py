@@ -3,6 +3,7 @@
 Shapes: B rows, T new tokens, D hidden_size, V vocabulary.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -19,7 +20,10 @@ from onward.models.blocks.norm import RMSNorm, rounded
 from onward.models.contract import take_positions
 from onward.models.linear import Embedding, Linear
 from onward.models.rope import RotarySchedule
-from onward.ops.tap import is_read, tap
+from onward.ops.tap import is_asked, tap
+
+# A cached tap is stored in parts of at most this many features, each with its own scale in a format that has scales.
+_TAP_HEAD = 128
 
 
 class DecoderParams(NamedTuple):
@@ -44,6 +48,19 @@ class DecoderNames:
 
 
 @dataclass(frozen=True)
+class MtpNames:
+    """The names of a multi-token prediction (MTP) layer's parts in a checkpoint. layer: of the decoder layer within it;
+    "" if its parts are beside the others."""
+
+    root: str
+    embedding_norm: str = "pre_fc_norm_embedding"
+    hidden_norm: str = "pre_fc_norm_hidden"
+    projection: str = "fc"
+    layer: str = "layers.0"
+    norm: str = "norm"
+
+
+@dataclass(frozen=True)
 class Decoder:
     """The configuration of a decoder, and its forward.
 
@@ -51,7 +68,9 @@ class Decoder:
     context. embedding_multiplier, logits_multiplier: factors of the embedded tokens and of the logits.
     rounds_multiplier: the embedding's factor is first rounded to its dtype. logits_softcap: c in c * tanh(logits / c).
     layer_embeddings: a second input of each layer. unread: prefixes of tensor names in the checkpoint that belong to
-    other models, such as a vision tower.
+    other models, such as a vision tower. cached_taps: taps whose values the cache stores for every position, in layers
+    after those of attention: names of layers, or "norm". mtp: the names of the MTP layer that checkpoints of the
+    family may have.
     """
 
     vocab_size: int
@@ -68,10 +87,22 @@ class Decoder:
     names: DecoderNames = DecoderNames()
     unread: tuple[str, ...] = ()
     layer_embeddings: PerLayerEmbeddings | None = None
+    cached_taps: tuple[str, ...] = ()
+    mtp: MtpNames | None = None
 
     @cached_property
     def cached(self) -> tuple[LayerShape, ...]:
-        """The cache shape of each attention layer."""
+        """The cache shape of each attention layer, then of each cached tap."""
+        heads = math.gcd(self.hidden_size, _TAP_HEAD)
+        return (*self._attention_shapes, *[LayerShape(self.hidden_size // heads, heads, 0)] * len(self.cached_taps))
+
+    @cached_property
+    def tap_layers(self) -> dict[str, int]:
+        """The cache index of each cached tap."""
+        return {name: len(self._attention_shapes) + number for number, name in enumerate(self.cached_taps)}
+
+    @cached_property
+    def _attention_shapes(self) -> tuple[LayerShape, ...]:
         shapes = tuple(shape for layer in self.layers if (shape := _parts(layer.cached)[0]) is not None)
         for mixer in (layer.mixer for layer in self.layers):
             if mixer is not None and (source := mixer.kv_source_layer) is not None:
@@ -138,12 +169,19 @@ class Decoder:
         x_BTD, positions, embeddings = self.embedded(tokens, offsets, params)
         each = zip(self.layers, params.layers, self.places(), embeddings, strict=True)
         for number, (layer, layer_params, index, own) in enumerate(each):
-            x_BTD = tap(layer(layer_params, x_BTD, positions, cache, index, own), f"layers.{number}")
-        return self.normed(params, x_BTD, at)
+            name = f"layers.{number}"
+            x_BTD = tap(layer(layer_params, x_BTD, positions, cache, index, own), name)
+            if name in self.tap_layers:
+                cache.store(self.tap_layers[name], x_BTD, offsets)
+        if "norm" not in self.tap_layers:
+            return self.normed(params, x_BTD, at)
+        normed = self.normed(params, x_BTD, None)
+        cache.store(self.tap_layers["norm"], normed, offsets)
+        return normed if at is None else take_positions(normed, at)
 
     def normed(self, params: DecoderParams, x_BTD: Tensor, logits_at: Tensor | None) -> Tensor:
         """The final norm, float [B, T, D], or [R, N, D] at `logits_at`."""
-        if logits_at is not None and not is_read("norm"):
+        if logits_at is not None and not is_asked("norm"):
             x_BTD, logits_at = take_positions(x_BTD, logits_at), None
         normed = tap(self.norm(params.norm, x_BTD), "norm")
         return normed if logits_at is None else take_positions(normed, logits_at)

@@ -37,7 +37,7 @@ def _read_v3(config: Config) -> Decoder:
     fields, attention = latent_attention(config, _LATENT)
     experts = deepseek_experts(config, fields, count=256, inner=2048, scale=2.5, groups=(8, 4))
     layers = dense_then_sparse(config, fields, attention, experts, 3)
-    return fields.decoder(layers, unread=layers_ahead(config, fields.num_layers))
+    return fields.decoder(layers, **layers_ahead(config, fields.num_layers))
 
 
 def latent_attention(

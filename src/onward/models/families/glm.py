@@ -33,7 +33,7 @@ def _read_glm4_moe(config: Config) -> Decoder:
     attention = fields.attention(qkv_bias=flag(config, "attention_bias"), q_norm=norm, k_norm=norm)
     experts = deepseek_experts(config, fields, count=128, inner=1408, scale=1.0)
     layers = dense_then_sparse(config, fields, attention, experts, 1)
-    return fields.decoder(layers, unread=layers_ahead(config, fields.num_layers))
+    return fields.decoder(layers, **layers_ahead(config, fields.num_layers))
 
 
 def _read_glm4_moe_lite(config: Config) -> Decoder:
@@ -43,7 +43,7 @@ def _read_glm4_moe_lite(config: Config) -> Decoder:
     experts = deepseek_experts(config, fields, count=64, inner=1536, scale=1.8, chosen=4)
     types = _types(config, fields.num_layers)
     layers = (fields.layer(attention, experts if kind == "sparse" else fields.feed_forward()) for kind in types)
-    return fields.decoder(layers, unread=layers_ahead(config, fields.num_layers))
+    return fields.decoder(layers, **layers_ahead(config, fields.num_layers))
 
 
 def _types(config: Config, num_layers: int) -> list[str]:

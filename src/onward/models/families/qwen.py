@@ -1,6 +1,7 @@
 """Qwen2 and 2.5 (arXiv 2407.10671), Qwen3 (arXiv 2505.09388), Qwen3-Next, Qwen3.5 and 3.6; dense, and with experts.
 
-Multi-token prediction layers (`mtp.*`) are not used, nor is the vision tower of Qwen3.5 and 3.6 (`model.visual.*`).
+Multi-token prediction layers (`mtp.*`) draft (`onward.models.heads.mtp`). The vision tower of Qwen3.5 and 3.6
+(`model.visual.*`) is not used.
 """
 
 from collections.abc import Sequence
@@ -9,6 +10,7 @@ from typing import Any
 
 from onward.errors import ConfigError
 from onward.models.blocks import Attention, Decoder, ExpertNames, Experts, GatedDelta, LayerNames
+from onward.models.blocks.decoder import MtpNames
 from onward.models.blocks.layer import TokenBlock
 from onward.models.config import (
     CommonFields,
@@ -133,7 +135,7 @@ def _hybrid_decoder(config: Config, fields: CommonFields, blocks: Sequence[Token
         else fields.layer(delta, block, mixer_norm=norm, feed_forward_norm=norm, names=linear_names)
         for kind, block in zip(_layer_types(config, fields.num_layers), blocks, strict=True)
     ]
-    return fields.decoder(layers, norm=norm, unread=("mtp.",))
+    return fields.decoder(layers, norm=norm, unread=("mtp.",), mtp=MtpNames("mtp"))
 
 
 def _delta(config: Config, fields: CommonFields, fused: bool) -> GatedDelta:

@@ -1,4 +1,4 @@
-// Plain C++ with the vector extension of GCC and Clang. Included by simd.h.
+// Plain C++ with the vector extension of GCC and Clang, for every processor.
 #pragma once
 #include <cmath>
 #include <cstring>
@@ -139,6 +139,7 @@ inline int32_t sum_lanes(i32x16 a) {
   return int32_t(sum);
 }
 
+constexpr bool kDotsBf16 = false;
 // acc[i] += w[2i+1] * x[2i+1], then += w[2i] * x[2i], over bf16 pairs.
 inline f32x16 dot_bf16(f32x16 acc, i32x16 w, i32x16 x) {
   const i32x16 high = splat(int32_t(0xffff0000));
@@ -159,6 +160,9 @@ inline i32x16 dot_i8(i32x16 acc, i32x16 w, i32x16 x) {
 
 inline i32x16 dot_i8(i32x16 acc, i32x16 w, const int32_t* x) { return dot_i8(acc, w, splat(*x)); }
 
+constexpr bool kDotsBytes = false;
+struct ByteWords { static constexpr bool kUsed = false; };
+
 // acc[i] += w[2i] * x[2i] + w[2i+1] * x[2i+1] over pairs of 16-bit integers, exact modulo 2^32.
 inline i32x16 dot_i16(i32x16 acc, i32x16 w, i32x16 x) {
   const auto low = [](i32x16 a) { return (i32x16)((u32x16)a << 16) >> 16; };
@@ -174,6 +178,20 @@ inline i32x16 widen_first_i8(const int8_t* p, int64_t n) {
   return v;
 }
 inline i32x16 widen_i8(const int8_t* p) { return widen_first_i8(p, 32); }
+// The first n of 32 words of 16 bits; the others are 0.
+inline i32x16 load_first_words(const void* p, int64_t n) {
+  i32x16 v = {};
+  std::memcpy(&v, p, size_t(n < 32 ? n : 32) * sizeof(int16_t));
+  return v;
+}
+// The words a[0], b[0], a[1], b[1], … of 16 bits.
+inline void pair_words(i32x16 a, i32x16 b, i32x16 (&pairs)[2]) {
+  int16_t from[2][32], to[64];
+  std::memcpy(from[0], &a, sizeof a);
+  std::memcpy(from[1], &b, sizeof b);
+  for (int i = 0; i < 64; ++i) to[i] = from[i % 2][i / 2];
+  std::memcpy(pairs, to, sizeof to);
+}
 // The low 16 bits of every lane, which hold all of it.
 inline void store_low_words(int16_t* p, i32x16 a) {
   for (int i = 0; i < 16; ++i) p[i] = int16_t(a[i]);
@@ -221,4 +239,92 @@ inline i32x16 high_nibbles(i32x16 a) { return (i32x16)((u32x16)a >> 4) & 0x0f0f0
 inline i32x16 high_nibbles_16(i32x16 a) { return a & int32_t(0xf0f0f0f0); }
 inline i32x16 sixteenth(i32x16 a) { return a >> 4; }
 
+// Comparisons and masks.
+struct mask16 { i32x16 v; };
+inline mask16 less(f32x16 a, f32x16 b) { return {(i32x16)(a < b)}; }
+inline mask16 is_nan(f32x16 a) { return {(i32x16)(a != a)}; }
+inline mask16 either(mask16 a, mask16 b) { return {a.v | b.v}; }
+inline bool any(mask16 m) {
+  int32_t all = 0;
+  for (int i = 0; i < 16; ++i) all |= m.v[i];
+  return all != 0;
+}
+inline mask16 lanes_of(uint32_t bits) {
+  i32x16 lanes;
+  for (int i = 0; i < 16; ++i) lanes[i] = bits >> i & 1 ? -1 : 0;
+  return {lanes};
+}
+inline f32x16 select(mask16 m, f32x16 a, f32x16 b) { return m.v ? a : b; }
+// Adding 1.5 * 2^23 leaves no bits for a fraction.
+inline f32x16 round(f32x16 a) { return (a + 0x1.8p23f) - 0x1.8p23f; }
+// In two factors, because 2^n alone may be no float.
+inline f32x16 times_power_of_two(f32x16 a, f32x16 n) {
+  const i32x16 whole = to_i32(n), half = whole >> 1;
+  return a * (f32x16)((half + 127) << 23) * (f32x16)((whole - half + 127) << 23);
+}
+inline float highest(f32x16 a) { return max_lanes(a); }
+
+inline void transpose(f32x16 (&v)[16]) {
+  for (int i = 0; i < 16; ++i) {
+    for (int j = 0; j < i; ++j) {
+      const float lane = v[i][j];
+      v[i][j] = v[j][i];
+      v[j][i] = lane;
+    }
+  }
+}
+
+// Of sampling, see simd.h.
+inline uint32_t bits(mask16 m) {
+  uint32_t all = 0;
+  for (int i = 0; i < 16; ++i) all |= uint32_t(m.v[i] != 0) << i;
+  return all;
+}
+inline f32x16 complement_24(const uint32_t* words) {
+  return to_f32((i32x16)(~(u32x16)load_i32(words) >> 8));
+}
+
+class UnitSums {
+ public:
+  // Every lane in 0 … 1.
+  void add(f32x16 a) {
+    for (int i = 0; i < 16; ++i) total_ += int64_t((double(a[i] * kUnits) + 0x1.8p52) - 0x1.8p52);
+  }
+  int64_t total() const { return total_; }
+
+ private:
+  int64_t total_ = 0;
+};
+
+struct PhiloxLanes {
+  static constexpr int kLanes = 0;  // one quad after the other
+};
+
+// The shapes of tiles, for 16 registers of 4 floats at worst.
+namespace shapes {
+namespace linear {
+constexpr int kStreamRows = 4, kTileRows = 4;
+constexpr int kBlocks[kStreamRows + 1] = {0, 1, 1, 1, 1};
+constexpr int kInt4TileRows = 4, kInt4Blocks = 1, kGroupedStreamRows = 4;
+}  // namespace linear
+namespace attention {
+constexpr int kSumsAtOnce = 2;
+constexpr int kTileRows = 2;
+constexpr int kScoreRows = 2, kScoreGroups = 1;
+constexpr int tile_vectors(int) { return 1; }
+constexpr int kIntegerVectors = 1;
+}  // namespace attention
+namespace dots {
+constexpr int kTileRows = 1, kTileColumns = 2;
+}
+namespace rows {
+constexpr int kTileRows = 2, kTileVectors = 1;
+}
+namespace state {
+constexpr int kWide = 2;
+}
+}  // namespace shapes
+
 }  // namespace onward
+
+#include "plain_factors.h"

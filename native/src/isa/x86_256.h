@@ -1,4 +1,5 @@
-// AVX2, FMA, F16C. Included by simd.h.
+// Vectors of 16 in two registers of 256 bits: AVX2, FMA and F16C. The sets with these registers include it, and
+// add their dot products of bytes.
 #pragma once
 #include <immintrin.h>
 
@@ -135,6 +136,7 @@ inline int32_t sum_lanes(i32x16 a) {
   return _mm_cvtsi128_si32(four);
 }
 
+constexpr bool kDotsBf16 = false;
 // acc[i] += w[2i+1] * x[2i+1], then += w[2i] * x[2i], over bf16 pairs: the order of vdpbf16ps.
 inline f32x16 dot_bf16(f32x16 acc, i32x16 w, i32x16 x) {
   const __m256i high = _mm256_set1_epi32(int32_t(0xffff0000));
@@ -146,22 +148,6 @@ inline f32x16 dot_bf16(f32x16 acc, i32x16 w, i32x16 x) {
   };
   return {step(acc.lo, w.lo, x.lo), step(acc.hi, w.hi, x.hi)};
 }
-
-// acc[i] += the dot product of 4 unsigned bytes of w with 4 signed bytes of x, exact modulo 2^32.
-// vpmaddubsw would saturate: even and odd bytes are widened to 16 bits instead.
-inline i32x16 dot_i8(i32x16 acc, i32x16 w, i32x16 x) {
-  const auto step = [](__m256i a, __m256i wp, __m256i xp) {
-    const __m256i w_even = _mm256_and_si256(wp, _mm256_set1_epi16(0xff));
-    const __m256i w_odd = _mm256_srli_epi16(wp, 8);
-    const __m256i x_even = _mm256_srai_epi16(_mm256_slli_epi16(xp, 8), 8);
-    const __m256i x_odd = _mm256_srai_epi16(xp, 8);
-    a = _mm256_add_epi32(a, _mm256_madd_epi16(w_even, x_even));
-    return _mm256_add_epi32(a, _mm256_madd_epi16(w_odd, x_odd));
-  };
-  return {step(acc.lo, w.lo, x.lo), step(acc.hi, w.hi, x.hi)};
-}
-
-inline i32x16 dot_i8(i32x16 acc, i32x16 w, const int32_t* x) { return dot_i8(acc, w, splat(*x)); }
 
 // acc[i] += w[2i] * x[2i] + w[2i+1] * x[2i+1] over pairs of 16-bit integers, exact modulo 2^32.
 inline i32x16 dot_i16(i32x16 acc, i32x16 w, i32x16 x) {
@@ -177,6 +163,21 @@ inline i32x16 widen_first_i8(const int8_t* p, int64_t n) {
   int8_t padded[32] = {};
   std::memcpy(padded, p, size_t(n < 32 ? n : 32));
   return widen_i8(padded);
+}
+// The first n of 32 words of 16 bits; the others are 0.
+inline i32x16 load_first_words(const void* p, int64_t n) {
+  int16_t padded[32] = {};
+  std::memcpy(padded, p, size_t(n < 32 ? n : 32) * sizeof(int16_t));
+  return load_i32(padded);
+}
+// The words a[0], b[0], a[1], b[1], … of 16 bits.
+inline void pair_words(i32x16 a, i32x16 b, i32x16 (&pairs)[2]) {
+  const auto sixteen = [](__m256i x, __m256i y) -> i32x16 {
+    const __m256i low = _mm256_unpacklo_epi16(x, y), high = _mm256_unpackhi_epi16(x, y);
+    return {_mm256_permute2x128_si256(low, high, 0x20), _mm256_permute2x128_si256(low, high, 0x31)};
+  };
+  pairs[0] = sixteen(a.lo, b.lo);
+  pairs[1] = sixteen(a.hi, b.hi);
 }
 // The low 16 bits of every lane, which hold all of it.
 inline void store_low_words(int16_t* p, i32x16 a) {
@@ -248,4 +249,216 @@ inline i32x16 sixteenth(i32x16 a) {
   return {_mm256_srai_epi32(a.lo, 4), _mm256_srai_epi32(a.hi, 4)};
 }
 
+// Comparisons and masks.
+struct mask16 { __m256 lo, hi; };
+inline mask16 less(f32x16 a, f32x16 b) {
+  return {_mm256_cmp_ps(a.lo, b.lo, _CMP_LT_OQ), _mm256_cmp_ps(a.hi, b.hi, _CMP_LT_OQ)};
+}
+inline mask16 is_nan(f32x16 a) {
+  return {_mm256_cmp_ps(a.lo, a.lo, _CMP_UNORD_Q), _mm256_cmp_ps(a.hi, a.hi, _CMP_UNORD_Q)};
+}
+inline mask16 either(mask16 a, mask16 b) {
+  return {_mm256_or_ps(a.lo, b.lo), _mm256_or_ps(a.hi, b.hi)};
+}
+inline bool any(mask16 m) { return _mm256_movemask_ps(_mm256_or_ps(m.lo, m.hi)) != 0; }
+inline mask16 lanes_of(uint32_t bits) {
+  const auto eight = [](uint32_t of) {
+    const __m256i powers = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+    const __m256i found = _mm256_and_si256(_mm256_set1_epi32(int32_t(of)), powers);
+    return _mm256_castsi256_ps(_mm256_cmpeq_epi32(found, powers));
+  };
+  return {eight(bits), eight(bits >> 8)};
+}
+inline f32x16 select(mask16 m, f32x16 a, f32x16 b) {
+  return {_mm256_blendv_ps(b.lo, a.lo, m.lo), _mm256_blendv_ps(b.hi, a.hi, m.hi)};
+}
+inline f32x16 round(f32x16 a) {
+  constexpr int kNearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+  return {_mm256_round_ps(a.lo, kNearest), _mm256_round_ps(a.hi, kNearest)};
+}
+// In two factors, because 2^n alone may be no float.
+inline f32x16 times_power_of_two(f32x16 a, f32x16 n) {
+  const auto scale = [](__m256 value, __m256 power) {
+    const __m256i whole = _mm256_cvtps_epi32(power);
+    const __m256i half = _mm256_srai_epi32(whole, 1);
+    const auto factor = [](__m256i exponent) {
+      return _mm256_castsi256_ps(
+          _mm256_slli_epi32(_mm256_add_epi32(exponent, _mm256_set1_epi32(127)), 23));
+    };
+    return _mm256_mul_ps(_mm256_mul_ps(value, factor(half)),
+                         factor(_mm256_sub_epi32(whole, half)));
+  };
+  return {scale(a.lo, n.lo), scale(a.hi, n.hi)};
+}
+inline float highest(f32x16 a) {
+  const __m256 eight = _mm256_max_ps(a.lo, a.hi);
+  __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  four = _mm_max_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_max_ss(four, _mm_movehdup_ps(four)));
+}
+
+// The sums of the lanes of several vectors, see simd.h.
+// four: the lanes i, i + 4, i + 8, i + 12 of each vector together.
+template <class Add>
+__attribute__((always_inline)) inline __m128 folded_lanes(const __m128 (&four)[4], Add add) {
+  const __m128 a = add(_mm_movelh_ps(four[0], four[1]), _mm_movehl_ps(four[1], four[0]));
+  const __m128 b = add(_mm_movelh_ps(four[2], four[3]), _mm_movehl_ps(four[3], four[2]));
+  return add(_mm_shuffle_ps(a, b, 0x88), _mm_shuffle_ps(a, b, 0xdd));
+}
+
+__attribute__((always_inline)) inline void sum_lanes_of(const f32x16 (&v)[4], float* sums) {
+  __m128 four[4];
+  for (int i = 0; i < 4; ++i) {
+    const __m256 eight = _mm256_add_ps(v[i].lo, v[i].hi);
+    four[i] = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  }
+  _mm_storeu_ps(sums, folded_lanes(four, [](__m128 a, __m128 b) { return _mm_add_ps(a, b); }));
+}
+
+__attribute__((always_inline)) inline void sum_lanes_of(const i32x16 (&v)[4], float* sums) {
+  __m128 four[4];
+  for (int i = 0; i < 4; ++i) {
+    const __m256i eight = _mm256_add_epi32(v[i].lo, v[i].hi);
+    four[i] = (__m128)_mm_add_epi32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
+  }
+  const auto add = [](__m128 a, __m128 b) { return (__m128)_mm_add_epi32((__m128i)a, (__m128i)b); };
+  _mm_storeu_ps(sums, _mm_cvtepi32_ps((__m128i)folded_lanes(four, add)));
+}
+
+namespace avx2 {
+// A square of 8.
+__attribute__((always_inline)) inline void transpose(__m256 (&v)[8]) {
+  __m256 pairs[8], fours[8];
+  for (int i = 0; i < 8; i += 2) {
+    pairs[i] = _mm256_unpacklo_ps(v[i], v[i + 1]);
+    pairs[i + 1] = _mm256_unpackhi_ps(v[i], v[i + 1]);
+  }
+  for (int i = 0; i < 8; i += 4) {
+    for (int half = 0; half < 2; ++half) {
+      fours[i + 2 * half] = _mm256_shuffle_ps(pairs[i + half], pairs[i + half + 2], 0x44);
+      fours[i + 2 * half + 1] = _mm256_shuffle_ps(pairs[i + half], pairs[i + half + 2], 0xee);
+    }
+  }
+  for (int c = 0; c < 4; ++c) {
+    v[c] = _mm256_permute2f128_ps(fours[c], fours[4 + c], 0x20);
+    v[4 + c] = _mm256_permute2f128_ps(fours[c], fours[4 + c], 0x31);
+  }
+}
+}  // namespace avx2
+
+inline void transpose(f32x16 (&v)[16]) {
+  for (int part = 0; part < 3; ++part) {
+    // The squares on the diagonal, then the other two, which change places.
+    __m256 a[8], b[8];
+    for (int i = 0; i < 8; ++i) a[i] = part == 0 ? v[i].lo : part == 1 ? v[8 + i].hi : v[i].hi;
+    avx2::transpose(a);
+    if (part == 2) {
+      for (int i = 0; i < 8; ++i) b[i] = v[8 + i].lo;
+      avx2::transpose(b);
+    }
+    for (int i = 0; i < 8; ++i) {
+      if (part == 0) v[i].lo = a[i];
+      if (part == 1) v[8 + i].hi = a[i];
+      if (part == 2) v[8 + i].lo = a[i], v[i].hi = b[i];
+    }
+  }
+}
+
+// Of sampling, see simd.h.
+inline uint32_t bits(mask16 m) {
+  return uint32_t(_mm256_movemask_ps(m.lo)) | uint32_t(_mm256_movemask_ps(m.hi)) << 8;
+}
+inline f32x16 complement_24(const uint32_t* words) {
+  const auto eight = [](const uint32_t* p) {
+    const __m256i w = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+    return _mm256_cvtepi32_ps(_mm256_srli_epi32(_mm256_xor_si256(w, _mm256_set1_epi32(-1)), 8));
+  };
+  return {eight(words), eight(words + 8)};
+}
+
+class UnitSums {
+ public:
+  // Every lane in 0 … 1.
+  void add(f32x16 a) {
+    add_quad(_mm256_castps256_ps128(a.lo));
+    add_quad(_mm256_extractf128_ps(a.lo, 1));
+    add_quad(_mm256_castps256_ps128(a.hi));
+    add_quad(_mm256_extractf128_ps(a.hi, 1));
+    added_ += 16;
+  }
+  int64_t total() const {
+    uint64_t lanes[4];
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(lanes), sums_);
+    return int64_t(lanes[0] + lanes[1] + lanes[2] + lanes[3] - added_ * kBias);
+  }
+
+ private:
+  // A double of 1.5 * 2^52 and more holds an integer in its low bits: its bits, summed modulo 2^64,
+  // are the sum of the integers and as many biases.
+  static constexpr uint64_t kBias = 0x4338000000000000;
+  void add_quad(__m128 a) {
+    const __m256d units = _mm256_cvtps_pd(_mm_mul_ps(a, _mm_set1_ps(kUnits)));
+    const __m256d biased = _mm256_add_pd(units, _mm256_set1_pd(0x1.8p52));
+    sums_ = _mm256_add_epi64(sums_, _mm256_castpd_si256(biased));
+  }
+  __m256i sums_ = _mm256_setzero_si256();
+  uint64_t added_ = 0;
+};
+
+struct PhiloxLanes {
+  static constexpr int kLanes = 8;
+  using Word = __m256i;
+  static Word load(const uint32_t* p) {
+    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  }
+  static Word splat(uint32_t a) { return _mm256_set1_epi32(int32_t(a)); }
+  static Word mix(Word a, Word b, uint32_t key) {
+    return _mm256_xor_si256(_mm256_xor_si256(a, b), splat(key));
+  }
+  static void multiply(Word a, uint32_t by, Word& high, Word& low) {
+    const Word even = _mm256_mul_epu32(a, splat(by));
+    const Word odd = _mm256_mul_epu32(_mm256_srli_epi64(a, 32), splat(by));
+    high = _mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xaa);
+    low = _mm256_blend_epi32(even, _mm256_slli_epi64(odd, 32), 0xaa);
+  }
+  static void store_transposed(uint32_t* to, const Word (&w)[4]) {
+    const Word a = _mm256_unpacklo_epi32(w[0], w[1]), b = _mm256_unpackhi_epi32(w[0], w[1]);
+    const Word c = _mm256_unpacklo_epi32(w[2], w[3]), d = _mm256_unpackhi_epi32(w[2], w[3]);
+    const auto store = [to](int at, Word v) {
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + at), v);
+    };
+    store(0, _mm256_unpacklo_epi64(a, c));
+    store(8, _mm256_unpackhi_epi64(a, c));
+    store(16, _mm256_unpacklo_epi64(b, d));
+    store(24, _mm256_unpackhi_epi64(b, d));
+  }
+};
+
+// The shapes of tiles, for 16 registers.
+namespace shapes {
+namespace linear {
+constexpr int kStreamRows = 4, kTileRows = 4;
+constexpr int kBlocks[kStreamRows + 1] = {0, 4, 2, 1, 1};
+constexpr int kInt4TileRows = 4, kInt4Blocks = 1, kGroupedStreamRows = 4;
+}  // namespace linear
+namespace attention {
+constexpr int kSumsAtOnce = 4;
+constexpr int kTileRows = 6;
+constexpr int kScoreRows = 3, kScoreGroups = 1;
+constexpr int tile_vectors(int rows) { return rows <= 2 ? 2 : 1; }
+constexpr int kIntegerVectors = 1;
+}  // namespace attention
+namespace dots {
+constexpr int kTileRows = 2, kTileColumns = 2;
+}
+namespace rows {
+constexpr int kTileRows = 6, kTileVectors = 1;
+}
+namespace state {
+constexpr int kWide = 2;
+}
+}  // namespace shapes
+
 }  // namespace onward
+
+#include "plain_factors.h"

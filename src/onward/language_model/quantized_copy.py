@@ -1,0 +1,200 @@
+"""Quantized weights in the cache folder: a checkpoint that `load` has quantized is read from there afterwards.
+
+A copy is a folder whose name is a hash of its bytes, and a link to it has the identity of the checkpoint's files and of
+the options that they were read with (`checkpoint_identity`): names, sizes, times and inodes find a copy, so that no
+weight is hashed on the way to the first token. Equal copies of two checkpoints are one. A copy is made from weights
+that nobody else has seen, before `load` returns; a thread then hashes it, makes it durable and gives it its name.
+Weights are copied from the file into huge pages: decoding from the small pages of a mapped file takes 15 % longer
+(benchmarks/LOG.md).
+"""
+
+import hashlib
+import logging
+import os
+import secrets
+import shutil
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from onward.checkpoint import page_releaser, read_weights
+from onward.checkpoint.quantized_folder import read_manifest, write_copy
+from onward.checkpoint.shards import WEIGHTS, read_object, weight_files
+from onward.errors import CheckpointError, ConfigError, RequestError, one_line, warn_once
+from onward.language_model.prefix_disk import checkpoint_identity
+from onward.models import Architecture, ExpertLinear, marked_parts
+from onward.native.machine import default_threads
+from onward.ops.operator import usable_library
+from onward.util.process import lower_priority
+
+_log = logging.getLogger(__name__)
+
+MIN_NBYTES = 64 << 20  # of a checkpoint; a smaller one is quantized in a fraction of a second
+MAX_NBYTES = 16 << 30  # of all copies
+_PART = 8 << 20
+_ABANDONED_S = 600.0  # a copy that is still being written is younger
+
+
+def cache_folder() -> Path | None:
+    """ONWARD_CACHE_DIR, by default the user's cache folder; None if the variable is empty."""
+    chosen = os.environ.get("ONWARD_CACHE_DIR")
+    if chosen is not None:
+        return Path(chosen).expanduser().absolute() if chosen else None
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "onward"
+
+
+class QuantizedCopy:
+    """The copy of one checkpoint in the cache folder, read with the same options.
+
+    folder: of the copies. places, options: as `checkpoint_identity` takes them. identity: theirs.
+    """
+
+    def __init__(self, folder: Path, places: Sequence[Path], options: Sequence[object], identity: str) -> None:
+        self._folder, self._places, self._options, self._identity = folder, places, options, identity
+
+    @classmethod
+    def of(cls, checkpoint: Path, places: Sequence[Path], *options: object) -> "QuantizedCopy | None":
+        """That of a checkpoint folder; None if its weights are small, if they have just changed, or without kernels or
+        a cache folder."""
+        folder = cache_folder()
+        if folder is None or usable_library() is None:
+            return None
+        with suppress(OSError, CheckpointError):
+            if sum((checkpoint / file).stat().st_size for file in weight_files(checkpoint)) < MIN_NBYTES:
+                return None
+        identity = checkpoint_identity(places, *options)
+        return None if identity is None else cls(folder / "weights", places, options, identity)
+
+    def read(self, architecture: Architecture) -> Any:
+        """The params before `pack_params`; None if there is no copy."""
+        try:
+            place = (self._folder / self._identity).resolve(strict=True)
+            if not (_is_private(self._folder) and _is_private(place)):
+                return None
+            manifest = read_manifest(place, read_object(place / "config.json", ConfigError))
+            if manifest is None:
+                raise ConfigError(f"{place} has no manifest")
+            release = page_releaser(place)
+
+            def release_after(layer: Any) -> Any:
+                release()
+                return layer
+
+            params = read_weights(
+                place, architecture, dtype=None, device=torch.device("cpu"), manifest=manifest, mapped=False,
+                each_layer=release_after,
+            )  # fmt: skip
+            os.utime(place)
+        except (CheckpointError, ConfigError) as error:
+            _log.warning("quantized weights are damaged, and deleted: %s", error)
+            shutil.rmtree(place, ignore_errors=True)
+            return None
+        except OSError:
+            return None
+        return params
+
+    def write(self, architecture: Architecture, params: Any) -> None:
+        """Write a copy of params that nobody changes until this returns, if there is room for it."""
+        leaves = {id(leaf): leaf for leaf in pytree.tree_leaves(params) if isinstance(leaf, Tensor)}
+        nbytes = sum(leaf.nbytes for leaf in leaves.values())
+        if nbytes > MAX_NBYTES:
+            return
+        # Experts are stacked after they are read, which is another copy.
+        has_experts = any(isinstance(part, ExpertLinear) for part in marked_parts(params))
+        if has_experts or self._identity != checkpoint_identity(self._places, *self._options):
+            return
+        temporary = self._folder / f".{secrets.token_hex(8)}"
+        try:
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if not _is_private(self._folder):
+                raise OSError("it belongs to another user, or others can write to it")
+            if shutil.disk_usage(self._folder).free < 2 * nbytes:
+                raise OSError(f"less than {2 * nbytes >> 20:,} MiB are free")
+            temporary.mkdir(mode=0o700)
+            write_copy(architecture, params, temporary)
+        except (OSError, RequestError) as error:
+            shutil.rmtree(temporary, ignore_errors=True)
+            if isinstance(error, OSError):
+                warn_once(
+                    f"quantized weights cannot be stored in {self._folder} for the next load ({one_line(error)}): set "
+                    "ONWARD_CACHE_DIR to another folder, or to an empty text to store none"
+                )
+            return
+        threading.Thread(target=self._publish, args=(temporary,), name="onward-quantized-copy").start()
+
+    def _publish(self, temporary: Path) -> None:
+        """Make a complete copy durable, and give it its name and link."""
+        lower_priority()
+        try:
+            manifest, weights = temporary / "config.json", temporary / WEIGHTS
+            place = self._folder / hashlib.sha256(manifest.read_bytes() + _hash_of(weights)).hexdigest()
+            if place.exists():
+                os.utime(place)
+            else:
+                for path in (weights, manifest, temporary):
+                    _sync(path)
+                temporary.rename(place)
+            link = self._folder / f".{secrets.token_hex(8)}"
+            link.symlink_to(place.name)
+            link.replace(self._folder / self._identity)
+            _make_room(self._folder, place)
+        except OSError as error:
+            _log.warning("quantized weights were not stored in %s: %s", self._folder, one_line(error))
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _hash_of(file: Path) -> bytes:
+    """A SHA-256 of the hashes of a file's parts, by several threads."""
+    handle = os.open(file, os.O_RDONLY)
+    try:
+        parts = range(0, os.fstat(handle).st_size, _PART)
+        with ThreadPoolExecutor(default_threads()[0], initializer=lower_priority) as pool:
+            digests = pool.map(lambda start: hashlib.sha256(os.pread(handle, _PART, start)).digest(), parts)
+            return hashlib.sha256(b"".join(digests)).digest()
+    finally:
+        os.close(handle)
+
+
+def _make_room(folder: Path, newest: Path) -> None:
+    """Delete the least recently used copies over the bound, links to nothing, and copies that were not finished."""
+    copies = sorted(_copies(folder), key=lambda copy: copy[1])
+    over = sum(nbytes for _, _, nbytes in copies) - MAX_NBYTES
+    for place, modified, nbytes in copies:
+        is_unfinished = place.name.startswith(".")
+        if modified < time.time() - _ABANDONED_S if is_unfinished else over > 0 and place != newest:
+            shutil.rmtree(place, ignore_errors=True)
+            over -= nbytes
+    for path in folder.iterdir():
+        if path.is_symlink() and not path.exists():
+            path.unlink(missing_ok=True)
+
+
+def _copies(folder: Path) -> Iterator[tuple[Path, float, int]]:
+    """(path, last use, bytes) of each copy."""
+    for path in folder.iterdir():
+        with suppress(OSError):
+            if path.is_dir() and not path.is_symlink():
+                yield path, path.stat().st_mtime, sum(file.stat().st_size for file in path.iterdir())
+
+
+def _is_private(folder: Path) -> bool:
+    """Whether a folder belongs to this user, and no other one can write to it."""
+    status = folder.stat()
+    return status.st_uid == os.geteuid() and not status.st_mode & 0o022
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -270,7 +270,7 @@ class AppliedAdapterFlags(AdapterFlags):
 @dataclass(frozen=True, kw_only=True)
 class DraftFlags:
     draft: str | None = _model(
-        "Draft with lookup, suffix, mtp, an EAGLE-3 head or a smaller model: faster, the same text.", metavar="DRAFT"
+        "Draft with lookup, suffix, mtp, an EAGLE-3 head or a small model: the same text.", metavar="DRAFT"
     )
 
 

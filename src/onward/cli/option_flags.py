@@ -61,7 +61,7 @@ class GenerateFlags:
     logprobs: int | None = flag("With --json, include logprobs of each token and the N most likely.", group=OUTPUT)
     prompt_logprobs: int | None = flag("The same for the prompt's tokens.", group=OUTPUT)
     sampling_logprobs: bool = flag(
-        "With --logprobs, include that of the distribution that each token was drawn from.", group=OUTPUT, default=False
+        "With --logprobs, include those of the distribution after filters.", group=OUTPUT, default=False
     )
     steer: Path | None = flag("Steer with the control vector in FILE, a GGUF file.", "--control-vector", group=OUTPUT)
     json_schema: Path | None = flag("Generate JSON that conforms to the JSON Schema in FILE.", group=STRUCTURE)

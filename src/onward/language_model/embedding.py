@@ -14,7 +14,7 @@ from onward.decoding.tap_capture import TapPositions
 from onward.errors import ContextOverflowError, OptionError, RequestError
 from onward.language_model.options import GenerateOptions
 from onward.language_model.request import Ids, Request, RequestReader, needed_tokenizer
-from onward.language_model.tapped import check_head, weighted_mean
+from onward.language_model.tapped import weighted_mean
 from onward.models import Model, architecture_of
 from onward.util.checks import check_whole
 
@@ -146,7 +146,7 @@ class EmbeddingReader:
     ) -> list[Request]:
         """A request for the score of each document. The errors are those of `LanguageModel.rerank`."""
         if self.format.score is None:
-            check_head(self.reader.model)
+            self.reader.model.check_head()
         answers = self.format.answers or self._answers()
         if self.format.score is None and answers is None:
             raise RequestError(

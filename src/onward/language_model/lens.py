@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from onward.errors import RequestError
-from onward.language_model.tapped import check_head
 from onward.models import Model, architecture_of
 from onward.models.blocks import Decoder
 from onward.sampling.logprobs import logprobs
@@ -67,7 +66,7 @@ class Lens:
 
 def checked_decoder(model: Model) -> Decoder:
     """The model's decoder. Raises `RequestError` if it has none, or no head."""
-    check_head(model)
+    model.check_head()
     architecture: Any = architecture_of(model)
     if not isinstance(architecture, Decoder):
         raise RequestError("a lens needs a model of a built-in family, whose norm and head can be computed alone")

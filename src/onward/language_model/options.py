@@ -180,7 +180,7 @@ class GenerateOptions(SamplingParams):
     )
     prompt_logprobs: int | None = option(None, low=0, help="The same for the prompt's tokens.", group=OUTPUT)
     sampling_logprobs: bool = option(
-        False, help="With --logprobs, include that of the distribution that each token was drawn from.", group=OUTPUT
+        False, help="With --logprobs, include those of the distribution after filters.", group=OUTPUT
     )
     taps: Mapping[str, Literal["last", "new", "all"]] | None = option(
         None, help='Report the values at taps of the forward: name -> "last", "new" or "all".', group=OUTPUT, flag=""
@@ -299,6 +299,8 @@ class GenerateOptions(SamplingParams):
     @property
     def steering(self) -> Steering | None:
         """What changes the values at taps."""
+        if self.steer is None or self.prompt_embeds is None:
+            return self.steer or self.prompt_embeds
         return combined(self.steer, self.prompt_embeds)
 
     @property

@@ -19,7 +19,7 @@ from onward.errors import ContextOverflowError, OptionError, RequestError, Token
 from onward.language_model.options import GenerateOptions, option_names
 from onward.language_model.options_dict import GenerateOptionsDict
 from onward.language_model.reasoning import new_constraint
-from onward.language_model.tapped import check_capture, check_head
+from onward.language_model.tapped import check_capture
 from onward.models import Cache, Model
 from onward.models.adapters import Adapters
 from onward.tokenizer import TextLengths, Tokenizer
@@ -162,7 +162,7 @@ class RequestReader:
             self.adapters.find(options.adapter)
         context, vocab_size = self.model.max_seq_len, self.model.vocab_size
         if options.max_new_tokens != 0 or options.prompt_logprobs is not None:
-            check_head(self.model)
+            self.model.check_head()
         if options.stop and self.tokenizer is None:
             raise TokenizerError("stop strings need a tokenizer, but this model has none: use eos with ids")
         for name in ("logprobs", "prompt_logprobs"):

@@ -23,7 +23,6 @@ from onward.decoding.batch import LogitsNeeded, ScheduledSequence, processed
 from onward.decoding.prompt import check_context_length
 from onward.decoding.step import Emitted
 from onward.errors import RequestError
-from onward.language_model.tapped import check_head
 from onward.models import Run
 from onward.sampling import SamplingParams, TokenLogprobs
 from onward.util.checks import check_whole, plain
@@ -76,7 +75,7 @@ def score_texts(
     stride: score texts longer than the context in windows of its length, each `stride` ids after the previous one. Each
         window scores the ids that no earlier one contains. Without it such a text raises `ContextOverflowError`.
     """
-    check_head(run.model)
+    run.model.check_head()
     context = run.model.max_seq_len
     if stride is None:
         for ids in texts:
@@ -124,7 +123,7 @@ def score_continuations(
     adapter: AdapterRef | None = None,
 ) -> list[Score]:
     """The score of each continuation of the context, which is processed once, apart from a cached prefix."""
-    check_head(run.model)
+    run.model.check_head()
     if not all(continuations):
         raise RequestError("a continuation to score must have at least one id; got an empty one")
     for ids in continuations:
@@ -178,7 +177,7 @@ def _process(step: Step, schedule: BatchSchedule, slots: CacheManager) -> None:
 
 def logits_of(run: Run, ids: list[int], chunk: int, adapter: AdapterRef | None = None) -> Tensor:
     """The logits after each of the ids, processed chunk by chunk: float32 [T, V], on the CPU."""
-    check_head(run.model)
+    run.model.check_head()
     check_context_length(len(ids), context=run.model.max_seq_len)
     slots = slots_for(run.model, 1, len(ids))
     sequence = Sequence(ids, 0, adapter=adapter)

@@ -52,10 +52,8 @@ def read_prompt_embeds(embeds: object) -> Steering:
     return Steering({EMBEDDING: Steer(torch.cat(vectors), replace=True, at=positions)}, option)
 
 
-def combined(steer: Steering | None, embeds: Steering | None) -> Steering | None:
-    """What both options change. Raises `OptionError` if they exclude each other."""
-    if steer is None or embeds is None:
-        return steer or embeds
+def combined(steer: Steering, embeds: Steering) -> Steering:
+    """The steering of both options. Raises `OptionError` if they exclude each other."""
     if EMBEDDING in steer.steers:
         raise OptionError("prompt_embeds", f"and a steer of {EMBEDDING!r} exclude each other: give one of them")
     return Steering({**steer.steers, **embeds.steers})

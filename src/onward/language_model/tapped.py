@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from onward.decoding.tap_capture import TapPositions
-from onward.errors import OptionError, RequestError
+from onward.errors import OptionError
 from onward.models import Model
 from onward.util.text import in_bytes
 
@@ -20,14 +20,6 @@ _MAX_ROWS = 64
 _MAX_TOKENS = 2**14
 
 HiddenAt = Literal["all", "last", "mean"]
-
-
-def check_head(model: Model) -> None:
-    """Raise `RequestError` for a model whose checkpoint has no head."""
-    if not model.has_head:
-        raise RequestError(
-            "this checkpoint has no head over the vocabulary: it makes embeddings or scores, but no texts and logprobs"
-        )
 
 
 def check_names(model: Model, names: Sequence[str], option: str = "taps") -> None:

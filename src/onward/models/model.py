@@ -119,6 +119,14 @@ class Model:
         with self.weights_lock.reading():
             return logits_and_cache(self.forward(tokens, offsets, cache, self.params, logits_at=logits_at))
 
+    def check_head(self) -> None:
+        """Raise `RequestError` if the checkpoint has no head."""
+        if not self.has_head:
+            raise RequestError(
+                "this checkpoint has no head over the vocabulary: it makes embeddings or scores, but no texts and "
+                "logprobs"
+            )
+
     def refresh(self) -> None:
         """Bring the packed weights of a trained model up to date."""
         if self.trainable is not None and self.trainable.refresh():

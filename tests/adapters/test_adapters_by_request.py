@@ -388,4 +388,4 @@ def test_every_verb_takes_an_adapter_and_refuses_one_that_is_not_loaded(loaded):
         and {"text", "prompt", "ids", "messages", "context"} & set(inspect.signature(method).parameters)
     }
     chats = {"chat", "stream_chat", "chat_request", "chat_prompt"}  # they make requests; the model here has no template
-    assert runs_the_model - chats - {"encode", "decode", "receipt", "verify"} == set(verbs)
+    assert runs_the_model - chats - {"encode", "decode", "receipt", "verify", "lens"} == set(verbs)

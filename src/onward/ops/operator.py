@@ -31,7 +31,7 @@ from onward.ops.kernel_calls import LibraryCalls, Unsupported
 
 _FORMS = ("native", "definition")
 _PLAIN = (Tensor, Parameter)
-_is_transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active
+is_transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active
 # Advice for ops that write to a cache.
 TRAIN_WITHOUT_CACHE = (
     "train with a forward over whole sequences that writes to no cache (ops.scaled_dot_product_attention with "
@@ -150,7 +150,7 @@ class Operator(Generic[R]):
         if not plain:
             result: R = self._registered(*arguments)
             return result
-        if forward_ad._current_level >= 0 or _is_transformed():
+        if forward_ad._current_level >= 0 or is_transformed():
             return self._transformed(*arguments)
         return self._on_cpu(*arguments)
 
@@ -183,7 +183,7 @@ class Operator(Generic[R]):
         """The result, in the graph of reverse mode."""
         if self._instead is not None:
             self._refuse(*arguments)
-        if torch.compiler.is_compiling() or forward_ad._current_level >= 0 or _is_transformed():
+        if torch.compiler.is_compiling() or forward_ad._current_level >= 0 or is_transformed():
             return self.definition(*arguments)
         tensors = [each for each in arguments if isinstance(each, Tensor)]
         has_kernel = usable_library() is not None and all(each.device.type == "cpu" for each in tensors)
@@ -314,7 +314,7 @@ def _has_tangent(tensor: Tensor) -> bool:
 
 def may_be_followed(*arguments: Any) -> bool:
     """`is_followed`, or a transform of `torch.func` runs, which may hide that an outer one follows an argument."""
-    return is_followed(*arguments) or (not torch.compiler.is_compiling() and _is_transformed())
+    return is_followed(*arguments) or (not torch.compiler.is_compiling() and is_transformed())
 
 
 def check_no_gradient(action: str, instead: str, *arguments: Any) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from onward.errors import OnwardError, RequestError
 from onward.native.interface import Code, Int, Pointer, kernel
 from onward.ops.kernel_calls import DTYPES
-from onward.ops.operator import check_no_gradient, usable_library
+from onward.ops.operator import check_no_gradient, is_transformed, usable_library
 from onward.sampling.noise import UNITS, by_rows, logarithm, relative_probability, units
 
 # The kernel sums the units of at most this many ids in 64 bits.
@@ -79,7 +79,7 @@ def _normalisers(logits: Tensor) -> Tensor:
     """[N, V] -> float64 [N, 1], by the kernel or by its definition."""
     library = usable_library()
     plain = logits.device.type == "cpu" and logits.dtype in DTYPES and 0 < logits.shape[-1] <= _MAX_SUMMED
-    if library is None or not plain:
+    if library is None or not plain or is_transformed():
         return by_rows(_normaliser, logits)
     if logits.stride(-1) != 1:
         logits = logits.contiguous()

@@ -172,8 +172,7 @@ class Sampler:
         """Logits after temperature and filters, float32 in the shape of `logits`; sampled rows have their softmax as
         distribution. The arguments are those of a call; positions may be left out if no row uses XTC.
 
-        Autograd follows the logits, for the gradient of a function of the distribution: one that a shift of all scores
-        of a row does not change. Excluded ids get none.
+        Autograd follows the logits. Which ids are excluded counts as constant, and excluded ids get no gradient.
         """
         adjusted = self._adjusted(logits, histories, drafts)
         with torch.no_grad():
@@ -299,14 +298,16 @@ class _Scores(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, scores: Tensor, temperature: Tensor) -> Tensor:
-        ctx.save_for_backward(scores == float("-inf"), temperature)
+        ctx.save_for_backward(scores == float("-inf"), temperature, scores.argmax(-1, keepdim=True))
         ctx.dtype = logits.dtype
         return scores.view_as(scores)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        excluded, temperature = ctx.saved_tensors
-        return (grad / temperature).masked_fill(excluded, 0.0).to(ctx.dtype), None, None
+        excluded, temperature, best = ctx.saved_tensors
+        grad = (grad / temperature).masked_fill(excluded, 0.0)
+        grad = grad.scatter_add(-1, best, -grad.sum(-1, keepdim=True))  # scores are relative to the row's best
+        return grad.to(ctx.dtype), None, None
 
 
 def _filters(rows: Sequence[SamplingParams], device: torch.device | None) -> list[tuple[type[Filter], Columns]]:

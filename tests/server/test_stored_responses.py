@@ -475,6 +475,7 @@ BAD: list[tuple[str, str, Any, int, str | None, str]] = [
     ("GET", f"{PATH}/resp_0?stream=true", None, 400, "stream", "not supported"),
     ("DELETE", f"{PATH}/resp_0", None, 404, None, "resp_0"),
     ("POST", f"{PATH}/resp_0/cancel", None, 404, None, "resp_0"),
+    ("POST", "/v1/conversations", {"items": [{"type": [{}], "x": 5}]}, 400, "items[0].type", "must be a string"),
     ("POST", "/v1/conversations", {"items": [{"role": "user"}]}, 400, "items[0].content", "must be a string"),
     ("POST", "/v1/conversations", {"items": [{"type": "item_reference", "id": "x"}]}, 400, "items[0]", "not supported"),
     ("POST", "/v1/conversations", {"metadata": {"a": 5}}, 400, "metadata.a", "must be a string"),

@@ -86,8 +86,10 @@ class _MessageBuilder:
     def add(self, item: Any, at: str) -> None:
         """Add an item. Raises `FieldError`: it is invalid. at: its place."""
         kind = item.get("type") or "message"
-        if not isinstance(id := item.get("id") or "", str):
-            raise FieldError(f"must be a string; got {brief(id)}", "invalid_type", f"{at}.id")
+        id = item.get("id") or ""
+        for name, value in (("type", kind), ("id", id)):
+            if not isinstance(value, str):
+                raise FieldError(f"must be a string; got {brief(value)}", "invalid_type", f"{at}.{name}")
         if kind == "message":
             role, content = item.get("role"), self._text(item.get("content"), f"{at}.content")
             if not isinstance(role, str):

@@ -2,8 +2,8 @@
 
     python -m benchmarks.grpo [--seeds 0 1 2] [--steps 60] [--threads N] [--state FILE] [--picture FILE.svg]
 
-Each seed trains the demo model anew, and is measured on prompts that it is not trained on, before and after, always
-over the same random numbers. It passes if the lower end of the 95 % interval of the mean gain (Student's t over the
+Each seed trains a fresh copy of the demo model. Before and after, the model is measured on held-out prompts, always
+with the same random numbers. It passes if the lower end of the 95 % interval of the mean gain (Student's t over the
 seeds) is above THRESHOLD. --state: a file of the seeds that are done, which a later run continues. --picture: the share
 of right texts in each step. The last line is one JSON object.
 """

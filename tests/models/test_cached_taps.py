@@ -30,7 +30,7 @@ def values(slots, slot, model, tap, count):
     return format_of(rows.dtype).load(rows).transpose(0, 1).flatten(1)
 
 
-def written(model, slots, ids=IDS, chunk=512):
+def processed(model, slots, ids=IDS, chunk=512):
     """The ids of a text, and the sequence with its slot."""
     sequence = Sequence(ids, NEW, sampling=onward.SamplingParams(temperature=0.0))
     step = DecodeStep(Run(model), slots, SamplerCache(CPU), CPU)
@@ -49,7 +49,7 @@ def test_the_cache_has_the_hidden_states(family, chunk, paged, tmp_path):
     model = storing(lm, "layers.0", "norm")
     if not paged:
         model = replace(model, new_blocks=None)
-    sequence = written(model, slots := slots_for(model, 1, len(IDS) + NEW), chunk=chunk)
+    sequence = processed(model, slots := slots_for(model, 1, len(IDS) + NEW), chunk=chunk)
     assert sequence.token_ids == lm.generate(IDS, max_new_tokens=NEW, temperature=0, ignore_eos=True).token_ids
     count = len(IDS) + NEW - 1
     states = lm.hidden_states([*IDS, *sequence.token_ids], ["layers.0", "norm"])
@@ -63,13 +63,13 @@ def test_a_prefix_hit_and_a_fork_bring_the_values(tmp_path):
     lm = onward.load(random_checkpoint(tmp_path, "llama", seed=3))
     model = storing(lm, "norm")
     with SharedCache(1 << 26).lease(model, 2, 256) as slots:
-        first = written(model, slots)
+        first = processed(model, slots)
         want = values(slots, first.slot, model, "norm", len(IDS) - 1)
         fork = slots.fork(first.slot, len(IDS) - 1, 200)
         assert torch.equal(values(slots, fork, model, "norm", len(IDS) - 1), want)
         slots.release(fork)
         first.release(slots)
-        again = written(model, slots)
+        again = processed(model, slots)
         assert again.cached == len(IDS) - 1
         assert torch.equal(values(slots, again.slot, model, "norm", len(IDS) - 1), want)
         again.release(slots)
@@ -78,7 +78,7 @@ def test_a_prefix_hit_and_a_fork_bring_the_values(tmp_path):
 def test_a_cache_in_int8_stores_them_with_a_scale_for_each_part(tmp_path):
     lm = onward.load(random_checkpoint(tmp_path, "llama", seed=3), cache_format="int8")
     model = storing(lm, "layers.0", format=format_of(torch.int8))
-    sequence = written(model, slots := slots_for(model, 1, len(IDS) + NEW))
+    sequence = processed(model, slots := slots_for(model, 1, len(IDS) + NEW))
     want = lm.hidden_states([*IDS, *sequence.token_ids], "layers.0")[: len(IDS)]
     parts = want.unflatten(-1, (-1, architecture_of(model).cached[-1].key_dim))
     # Half a step of the scale, which is the largest of a part / 127; and the roundings of float32.

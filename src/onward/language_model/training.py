@@ -130,7 +130,7 @@ class Trained(LanguageModelPart):
         """Add the adapters of another model (`Adapters.sources`): from their folders, or copies of trained ones."""
         for name, source in sources.items():
             if isinstance(source, TrainedAdapter):
-                self.adapters.train(name, source.beside(self.model))
+                self.adapters.train(name, source.copy_for(self.model))
             else:
                 self.adapters.load(name, reread_adapter(source), source.folder)
 

@@ -65,7 +65,7 @@ class TrainedAdapter:
         """They change with the parameters."""
         return states_of(self.parameters.values())
 
-    def beside(self, model: Model) -> Self:
+    def copy_for(self, model: Model) -> Self:
         """A copy for another model with the same modules. Its parameters begin with the current values."""
         other = copy.copy(self)
         other._model = model

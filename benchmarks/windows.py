@@ -21,7 +21,7 @@ import onward
 from benchmarks.checkpoints import GEMMA3_1B, random_checkpoint
 from benchmarks.machine import bandwidth_buffer, description, read_bandwidth
 from onward.cache import KVPool
-from onward.engine.cache_memory import engine_slots
+from onward.decoding.shared_cache import engine_slots
 
 NEW, LENGTHS = 24, (512, 4000)
 

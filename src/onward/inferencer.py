@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from onward.cache import length_of
-from onward.decoding import BatchSchedule, DecodeStep, RowCacheManager, Select, Sequence, decode_loop
+from onward.decoding import BatchSchedule, DecodeStep, RowCacheManager, Sequence, decode_loop
 from onward.decoding.api import chooser_of
+from onward.decoding.loop import run_to_end
 from onward.decoding.prompt import check_context_length
 from onward.decoding.speculation.drafter import Speculation
 from onward.decoding.speculation.model_drafter import ModelDrafter
@@ -274,13 +275,10 @@ def speculate(
     ]
     slots = RowCacheManager(model.new_cache(rows, max_len), rows, max_len, None)
     speculator = Speculator(ModelDrafter(_as_model(drafter, query)), length=length)
-    run = Run(model)
-    plain, vocab_size = DecodeStep(run, slots, chooser, device), model.vocab_size
-    select = None if sampling[0] else _select(sample_strategy)
-    step = speculator.step(plain, run, slots, chooser, device, vocab_size, rows=rows, max_len=max_len, select=select)
+    plain = DecodeStep(Run(model), slots, chooser, device)
+    step = speculator.step(plain, chooser, model, rows=rows, max_len=max_len)
     step.join(sequences)
-    for _ in decode_loop(step, BatchSchedule(slots, sequences), slots):
-        pass  # the sequences collect their ids
+    run_to_end(step, slots, sequences)
     token_ids = _padded([sequence.token_ids for sequence in sequences], device)
     return SpeculateOutput(token_ids, [draft_state(sequence).counts(sequence.token_ids) for sequence in sequences])
 
@@ -301,8 +299,3 @@ def _as_model(inferencer: Inferencer, query: Tensor) -> Model:
         device=query.device,
         compiles=False,
     )
-
-
-def _select(strategy: SampleStrategy) -> Select:
-    assert not isinstance(strategy, Sampler), "a sampler is each sequence's own"
-    return lambda logits, positions: strategy(logits)

@@ -32,10 +32,9 @@ from onward.decoding.speculation import HeadDrafter
 from onward.distributed import Settings, load_ranks
 from onward.errors import OptionError, RequestError, UnsupportedArchitectureError, warn
 from onward.language_model import Draft, LanguageModel, generation_defaults, within_vocabulary
-from onward.language_model.draft_head import find_head, is_draft_source, read_draft_head
 from onward.language_model.prefix_disk import checkpoint_identity
 from onward.language_model.quantized_copy import QuantizedCopy
-from onward.language_model.weights import LayersInPlace, WeightsReader
+from onward.language_model.weights import LayersInPlace, WeightsReader, find_head, is_draft_source, read_draft_head
 from onward.models import (
     Architecture,
     Model,

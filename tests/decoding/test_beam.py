@@ -55,7 +55,7 @@ def test_copies_bring_every_beam_its_parents_past(seed, width, new, kind):
     rows = 2 * width
     slots = CountingSlots.allocate(model, rows, 12) if kind == "own" else None
     slots = CountingSlots.wrap(model, model.new_cache(rows, 12), rows) if slots is None else slots
-    step = BeamStep(DecodeStep(Run(model, "eager"), slots, SamplerCache(CPU), CPU), Run(model, "eager"), slots, CPU)
+    step = BeamStep(DecodeStep(Run(model, "eager"), slots, SamplerCache(CPU), CPU))
     before = [list(texts(search)) for search in searches]
     for _ in decode_loop(step, BatchSchedule(slots, searches), slots):
         expected = 0

@@ -11,7 +11,7 @@ from onward.testing import ByteTokenizer, tiny_model
 
 ROOT = Path(onward.__file__).parent
 
-# runner, loop, sequence, step, batch; cache/{manager, slot, block_table}; models/run; program/{compiled, leaves,
+# runner, loop, sequence, step, batch; cache/{manager, slot, paged}; models/run; program/{compiled, leaves,
 # executable}; sampling/{sampler, draw}; tokenizer/text_stream. A tokenizer of Onward's own is one more.
 MOST_FILES = 16
 

@@ -169,7 +169,7 @@ def test_sequences_take_tokens_from_the_loop_alone_and_their_forks_from_beams():
     assert replaying - {"program/cuda_graph.py"} == {
         "language_model/runner.py",
         "language_model/verification.py",
-        "engine/engine.py",
+        "engine/request.py",
     }
     taking_over = {module for module, node in code() if called(node) == "take_over"}
     assert taking_over == {"decoding/beam.py"}

@@ -176,7 +176,7 @@ def test_a_text_outgrows_its_cache_and_does_not_notice(make):
     def growing():
         for sequence in sequences:
             assert sequence.slot is None or slots.reserve(sequence.slot, sequence.length)
-        lengths.append(slots.length)
+        lengths.append(slots.max_len)
         return schedule()
 
     list(decode_loop(step, growing, slots))
@@ -348,5 +348,5 @@ def test_a_pinned_row_grows_by_doubling():
     for length in (10, 11, 20, 21, 100):
         pin, _ = slots.acquire([1], length, pin=pin)
         slots.release(pin, [1], pin=True)
-        lengths.append(slots.length)
+        lengths.append(slots.max_len)
     assert lengths == [10, 20, 20, 40, 100]

@@ -82,11 +82,11 @@ def outcome(kind: str, prompts, seed: int | None) -> tuple[list, int]:
     chooser = SamplerCache(CPU)
     step = DecodeStep(run, slots, chooser, CPU)
     if kind == "beams":
-        step = BeamStep(step, run, slots, CPU)
+        step = BeamStep(step)
     elif kind != "plain":
         drafter = PromptLookup(1) if kind == "lookup" else ModelDrafter(model, "eager")
         speculator = Speculator(drafter, length=3)
-        step = speculator.step(step, run, slots, chooser, CPU, VOCAB, rows=len(sequences), max_len=24)
+        step = speculator.step(step, chooser, model, rows=len(sequences), max_len=24)
         step.join(sequences)
 
     def may_fail(work):

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 import onward
 from onward.distributed.pipeline import MAX_TOKENS, Microbatch, divide_layers, microbatches
 from onward.errors import RequestError
-from onward.language_model.session_fingerprint import fingerprint
+from onward.language_model.fingerprint import model_fingerprint
 from onward.testing import random_checkpoint
 
 FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "phi3", "olmo2", "gptoss", "deepseekv3"]
@@ -144,7 +144,7 @@ def test_fingerprints_tell_what_every_rank_holds(tmp_path: Path) -> None:
     found = []
     for folder in folders:
         with over_ranks(folder, 2) as split:
-            found.append(fingerprint(split.model))
+            found.append(model_fingerprint(split.model))
     assert found[0] == found[1] != found[2]
 
 

@@ -23,8 +23,8 @@ class CheckedEngine(Engine):
 
     def _check_reserved(self):
         for request in self._worker._scheduler.running:
-            slots = [holder.slot for sequence in request.state.sequences for holder in sequence.holders()]
-            assert request.sequences == 1 or self.slots.cost_of(slots) <= request._blocks
+            slots = [holder.slot for sequence in request.sequences for holder in sequence.holders()]
+            assert request.num_sequences == 1 or self.slots.cost_of(slots) <= request._blocks
 
     def _submit(self, *args):
         generation = super()._submit(*args)

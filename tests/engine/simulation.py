@@ -49,7 +49,7 @@ class Request:
     prompt: int
     new: int = 1
     asked: int = 0  # max_new_tokens beyond `new`
-    sequences: int = 1
+    num_sequences: int = 1
     priority: int = 0
     client: str | None = None
     deadline: float = math.inf
@@ -64,7 +64,7 @@ class Request:
     ended: float = math.nan
 
     def __post_init__(self) -> None:
-        self.rows = [SimulatedRow(self.prompt, self.new, self.client) for _ in range(self.sequences)]
+        self.rows = [SimulatedRow(self.prompt, self.new, self.client) for _ in range(self.num_sequences)]
 
     @property
     def prompt_tokens(self) -> int:
@@ -80,7 +80,7 @@ class Request:
 
     def blocks_for(self, new_tokens: int) -> int:
         """Blocks of the prompt and of so many new tokens, for each of its sequences."""
-        return self.sequences * math.ceil((self.prompt_tokens + new_tokens) / BLOCK)
+        return self.num_sequences * math.ceil((self.prompt_tokens + new_tokens) / BLOCK)
 
     @property
     def most_blocks(self) -> int:

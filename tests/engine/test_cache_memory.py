@@ -9,7 +9,7 @@ from checked_engine import CheckedEngine
 from block_accounts import check_accounts
 from onward import LanguageModel
 from onward.cache import KVPool
-from onward.engine.cache_memory import engine_slots
+from onward.decoding.shared_cache import engine_slots
 from onward.testing import ByteTokenizer, tiny_model
 
 BLOCK = 64

@@ -14,9 +14,8 @@ from demo_adapters import demo_adapter
 from onward import LanguageModel
 from onward.engine.engine import probe
 from onward.errors import RequestError
-from onward.language_model import build
-from onward.language_model.build import COMPUTING
-from onward.language_model.fingerprint import PARTS, parts_that_differ
+from onward.language_model import fingerprint as build
+from onward.language_model.fingerprint import COMPUTING, PARTS, parts_that_differ
 from onward.testing import ByteTokenizer, tiny_model
 
 
@@ -106,11 +105,11 @@ OUTSIDE = {
     "inferencer.py", "integrations", "loading.py", "prefix_store", "protocols", "quantization", "server", "testing",
     "util",
     *(f"distributed/{name}.py" for name in ("__init__", "__main__", "launchers", "links", "ranks")),
-    *(f"language_model/{name}.py" for name in ("__init__", "base", "build", "completion", "embedder", "fingerprint")),
-    *(f"language_model/{name}.py" for name in ("draft_head", "lens", "quantized_copy")),
+    *(f"language_model/{name}.py" for name in ("__init__", "base", "completion", "embedder", "fingerprint")),
+    *(f"language_model/{name}.py" for name in ("lens", "quantized_copy")),
     *(f"language_model/{name}.py" for name in ("generation_config", "language_model", "logprobs", "new_weights")),
     *(f"language_model/{name}.py" for name in ("options_dict", "prefix_disk", "quantize_model", "receipt")),
-    *(f"language_model/{name}.py" for name in ("scoring", "session", "session_fingerprint", "training")),
+    *(f"language_model/{name}.py" for name in ("scoring", "session", "training")),
     *(f"language_model/{name}.py" for name in ("verification", "weights")),
 }  # fmt: skip
 

@@ -127,7 +127,7 @@ def test_a_smaller_priority_goes_first():
 
 def test_the_head_of_the_queue_is_not_overtaken_while_its_rows_or_its_blocks_find_no_room():
     queue = scheduler(max_sequences=4)
-    running, wide, narrow = Request(0.0, 1, sequences=2), Request(0.0, 1, sequences=3), Request(0.0, 1)
+    running, wide, narrow = Request(0.0, 1, num_sequences=2), Request(0.0, 1, num_sequences=3), Request(0.0, 1)
     for request in (running, wide, narrow):
         queue.offer(request, 0.0)
     assert queue.admit(always) == [running]

@@ -15,12 +15,12 @@ requests = st.builds(
     prompt=st.integers(1, 700),
     new=st.integers(1, 60),
     asked=st.sampled_from([0, 30, 600]),
-    sequences=st.integers(1, 4),
+    num_sequences=st.integers(1, 4),
     priority=st.sampled_from([0, 0, 0, -1, 2]),
 )
 mortal = st.builds(
     lambda request, deadline, cancel: Request(
-        request.arrival, request.prompt, request.new, request.asked, request.sequences, request.priority,
+        request.arrival, request.prompt, request.new, request.asked, request.num_sequences, request.priority,
         deadline=request.arrival + deadline, cancel=request.arrival + cancel,
     ),
     requests,
@@ -44,7 +44,7 @@ class Watch:
 
     def __call__(self, simulation):
         running = simulation.scheduler.running
-        assert sum(request.sequences for request in running) <= self.max_sequences
+        assert sum(request.num_sequences for request in running) <= self.max_sequences
         held = sum(request.blocks for request in running)
         assert held + simulation.free == simulation.blocks
         assert simulation.free >= 0

@@ -51,7 +51,7 @@ class Text:
     emitted: int = 0
     priority: int = 0
     client: str | None = None
-    sequences: int = 1
+    num_sequences: int = 1
     cache_share: float = 0.0
     deadline: float = math.inf
     computed: int = 0

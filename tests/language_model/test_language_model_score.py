@@ -10,7 +10,7 @@ import onward
 from onward import LanguageModel, Score, native
 from onward.decoding import loop
 from onward.errors import ContextOverflowError, OnwardError, RequestError, TokenizerError
-from onward.language_model import scoring
+from onward.language_model import tapped
 from onward.models import pack_params
 from onward.sampling import noise
 from onward.testing import ByteTokenizer, scripted_model, tiny_model
@@ -44,7 +44,7 @@ def test_a_text_scores_alone_as_among_others_and_in_any_chunks(lm, monkeypatch):
     same(lm.score([lm.encode(text) for text in TEXTS[::-1]], logprobs=2), alone[::-1])
     many = TEXTS * 5
     same(lm.score(many, logprobs=2), alone * 5)
-    monkeypatch.setattr(scoring, "_MAX_TOKENS", 60)
+    monkeypatch.setattr(tapped, "_MAX_TOKENS", 60)
     monkeypatch.setattr(loop, "_MAX_LOGITS", 258 * 3)
     monkeypatch.setattr(noise, "_MOST_AT_ONCE", 258 * 2)
     same(lm.score(many, logprobs=2), alone * 5)

@@ -11,7 +11,7 @@ from onward.prefix_store.exported import load_prefix, read_prefix, save_prefix
 
 IDS = list(range(10))  # two blocks of 4, and half of one
 DATA = [os.urandom(5000), os.urandom(5000), os.urandom(2500), b"state"]
-PARTS = [Part(at, 0, [memoryview(data)]) for at, data in enumerate(DATA[:3])] + [Part(2, 1, [memoryview(DATA[3])], 10)]
+PARTS = [Part(at, 0, [memoryview(data)]) for at, data in enumerate(DATA[:3])] + [Part(2, 1, [memoryview(DATA[3])])]
 
 
 def save(file: Path) -> None:
@@ -25,9 +25,7 @@ def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
     segment = load_prefix(tmp_path / "link")
     assert (segment.key, segment.root, segment.block) == ("key", "root", 4)
     assert (segment.tokens, segment.metadata) == (IDS, {"notes": '{"a": "ü"}'})
-    assert [(entry.block, entry.kind, entry.part.note) for entry in segment.entries] == [
-        (0, 0, 0), (1, 0, 0), (2, 0, 0), (2, 1, 10),
-    ]  # fmt: skip
+    assert [(entry.block, entry.kind) for entry in segment.entries] == [(0, 0), (1, 0), (2, 0), (2, 1)]
     targets = [bytearray(len(data)) for data in DATA]
     wanted = [(entry.part, [memoryview(target)]) for entry, target in zip(segment.entries, targets, strict=True)]
     assert read_prefix(tmp_path / "link", wanted)

@@ -16,11 +16,7 @@ def content(root: str, ids: Sequence[int], block: int, kind: int, nbytes: int = 
 
 
 def parts(root: str, ids: Sequence[int], blocks: Sequence[int], kinds: Sequence[int] = (0,)) -> list[Part]:
-    return [
-        Part(block, kind, [memoryview(content(root, ids, block, kind))], note=10 * block + kind)
-        for block in blocks
-        for kind in kinds
-    ]
+    return [Part(block, kind, [memoryview(content(root, ids, block, kind))]) for block in blocks for kind in kinds]
 
 
 def opened(folder: object, key: str = "key", **options: object) -> PrefixStore:
@@ -40,9 +36,8 @@ def read_right(store: PrefixStore, root: str, ids: Sequence[int]) -> int:
     wanted = [(block, kind, part) for block, kinds in enumerate(found) for kind, part in sorted(kinds.items())]
     buffers = [bytearray(part.nbytes) for _, _, part in wanted]
     right = store.read([(part, [memoryview(buffer)]) for (*_, part), buffer in zip(wanted, buffers, strict=True)])
-    for (block, kind, part), buffer in zip(wanted[:right], buffers, strict=False):
+    for (block, kind, _), buffer in zip(wanted[:right], buffers, strict=False):
         assert bytes(buffer) == content(root, ids, block, kind), f"wrong bytes of block {block}, kind {kind}"
-        assert part.note == 10 * block + kind
     return wanted[right][0] if right < len(wanted) else len(found)
 
 

@@ -11,8 +11,8 @@ from torch.utils import _pytree as pytree
 
 import onward
 from onward import LanguageModel
-from onward.language_model import session_fingerprint as digesting
-from onward.language_model.session_fingerprint import difference, digests_of, fingerprint, weights_of
+from onward.language_model import fingerprint as digesting
+from onward.language_model.fingerprint import difference, digests_of, model_fingerprint, weights_of
 from onward.ops import QuantizedWeight
 from onward.ops.packed import NativeWeight, pack_native
 from onward.testing import ByteTokenizer, tiny_model
@@ -114,5 +114,5 @@ def test_nothing_is_read_before_it_is_asked_for(monkeypatch):
 
 def test_other_weights_are_another_model():
     model, other = tiny_model(seed=7), tiny_model(seed=8)
-    assert difference(fingerprint(model), model) is None
-    assert "other numbers" in difference(fingerprint(model), other)
+    assert difference(model_fingerprint(model), model) is None
+    assert "other numbers" in difference(model_fingerprint(model), other)

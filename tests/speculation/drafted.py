@@ -67,7 +67,7 @@ def decode(model, sequences, *, speculator=None, room=64, kind="own", run=None):
     step = DecodeStep(run, slots, chooser, CPU)
     if speculator is not None:
         max_len = max(sequence.longest for sequence in sequences)
-        step = speculator.step(step, run, slots, chooser, CPU, model.vocab_size, rows=len(sequences), max_len=max_len)
+        step = speculator.step(step, chooser, model, rows=len(sequences), max_len=max_len)
         step.join(sequences)
         if isinstance(speculator.drafter, Guess):
             speculator.drafter.sequences = sequences

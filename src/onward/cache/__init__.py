@@ -8,16 +8,6 @@ from onward.cache.slot import AdapterRef, Slot
 from onward.cache.whole import WholeTexts
 
 __all__ = [
-    "AdapterRef",
-    "CachePlan",
-    "KVCache",
-    "KVPool",
-    "LayerShape",
-    "PagedCacheManager",
-    "PagedKVCache",
-    "SizedCache",
-    "Slot",
-    "StateShape",
-    "WholeTexts",
-    "length_of",
-]
+    "AdapterRef", "CachePlan", "KVCache", "KVPool", "LayerShape", "PagedCacheManager", "PagedKVCache", "SizedCache",
+    "Slot", "StateShape", "WholeTexts", "length_of",
+]  # fmt: skip

@@ -8,7 +8,7 @@ from collections.abc import Callable, Container, Sequence
 from functools import partial
 
 from onward.cache.allocator import Allocator, BlockKind, Prefix
-from onward.cache.paged import KVPool, WindowBlocks
+from onward.cache.paged import KVPool, LayerPool
 from onward.cache.plan import first_seen, window_blocks
 from onward.cache.slot import PrefixMatch, PrefixNode, Slot
 from onward.ops.recurrent_state import STATE_BLOCK
@@ -92,7 +92,7 @@ class SlidingWindow(BlockKind):
     if there are more. Slots may share blocks, so they hold no more than is reserved.
     """
 
-    def __init__(self, number: int, memory: WindowBlocks, nbytes: int, size: int, warm_blocks: int) -> None:
+    def __init__(self, number: int, memory: LayerPool, nbytes: int, size: int, warm_blocks: int) -> None:
         super().__init__(number, memory, nbytes, size, warm_blocks)
         self._max_blocks = window_blocks(memory.window, size)
         self._reserved = 0

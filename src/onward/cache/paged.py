@@ -1,4 +1,5 @@
-"""Keys and values in blocks of 64 positions, so that rows can be added and removed without copies.
+"""Keys and values in blocks of 64 positions, so that rows can be added and removed without copies; and the block tables
+that name each row's blocks.
 
 Source: Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention"
 (arXiv 2309.06180).
@@ -6,15 +7,25 @@ Source: Kwon et al., "Efficient Memory Management for Large Language Model Servi
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import torch
 from torch import Tensor
 
 from onward.cache.dense import AttentionOptions, KVCache, layers_of, write_and_attend, write_features
-from onward.cache.plan import CachePlan, RecurrentState, RecurrentStatePool, is_lazy, lazy_zeros, of_layer
-from onward.cache.slot import Slot
-from onward.cache.tensor_bytes import as_bytes, copied_bytes, load_bytes
+from onward.cache.plan import (
+    CachePlan,
+    RecurrentState,
+    RecurrentStatePool,
+    as_bytes,
+    copied_bytes,
+    is_lazy,
+    lazy_zeros,
+    load_bytes,
+    of_layer,
+    widest_window,
+)
+from onward.cache.slot import RELEASED, Slot, index_of
 from onward.errors import RequestError
 from onward.native import give_back_pages
 from onward.ops.heads import BLOCK
@@ -25,12 +36,14 @@ class LayerPool:
     """Blocks 0 to `count` of a plan's layers; the last one is a spare that holds nothing.
 
     layers: keys [N + 1, G, 64, D] and values [N + 1, G, 64, E] of each. block_nbytes: bytes of a block, all layers.
+    window: of sliding layers, the most positions that a token sees in any of them, itself included; otherwise 0.
     """
 
     def __init__(self, plan: CachePlan, count: int) -> None:
         self._buffer, keys, values = plan.new_layers(count + 1, BLOCK, by_row=True)
         self.layers = list(zip(keys, values, strict=True))
         self.count, self.block_nbytes, self.device = count, plan.block_nbytes, self._buffer.device
+        self.window = widest_window(plan.shapes) or 0
 
     def copy(self, source: int, to: int, positions: int) -> None:
         """Copy the first `positions` positions of block `source` to block `to`, all layers."""
@@ -58,14 +71,6 @@ class LayerPool:
             return
         for first, count in _runs(sorted(set(blocks))):
             give_back_pages(self._buffer.data_ptr() + first * self.block_nbytes, count * self.block_nbytes)
-
-
-class WindowBlocks(LayerPool):
-    """Sliding-window blocks. window: the most positions a token sees in any layer, itself included."""
-
-    def __init__(self, plan: CachePlan, count: int) -> None:
-        super().__init__(plan, count)
-        self.window = max(shape.window or 0 for shape in plan.shapes)
 
 
 def _runs(sorted_blocks: Sequence[int]) -> list[tuple[int, int]]:
@@ -102,7 +107,7 @@ class KVPool(LayerPool):
             for slides in (False, True)
         )
         super().__init__(own, count)
-        self.windows = WindowBlocks(sliding, count if windows is None else windows) if sliding.shapes else None
+        self.windows = LayerPool(sliding, count if windows is None else windows) if sliding.shapes else None
         kinds = iter(self.layers), iter(() if self.windows is None else self.windows.layers)
         layers = [next(kinds[slides]) for slides in self._slides]
         self._keys, self._values = tuple(keys for keys, _ in layers), tuple(values for _, values in layers)
@@ -255,3 +260,82 @@ def _side_by_side(layer: Tensor, blocks: Sequence[int | None]) -> Tensor:
         if block is not None:
             rows[:, index] = layer[block]
     return rows.flatten(1, 2).unsqueeze(0)
+
+
+class _Table(NamedTuple):
+    """A block table for some number of rows.
+
+    host: int32 [B, K * M]: M full-attention blocks, then M sliding-window blocks, if any. device: the same on the
+    pool's device. states, adapters: int32 [B] there, each row's block of states and adapter index. stamps: of the slot
+    that each row was written for; -1 for none.
+    """
+
+    host: Tensor
+    device: Tensor
+    states: Tensor
+    adapters: Tensor
+    stamps: list[int]
+
+
+class BlockTableTensors:
+    """Views of a pool through tables of `width` blocks per row. Consecutive forwards over the same rows reuse the
+    tensors: only changed rows are written.
+
+    Batch sizes up to the same power of two share a table, so rows that end one by one need no table each.
+    """
+
+    def __init__(self, memory: KVPool, width: int) -> None:
+        self._memory, self._width = memory, width
+        self._spares = [memory.count] if memory.windows is None else [memory.count, memory.windows.count]
+        self._tables: dict[int, _Table] = {}
+        self._caches: dict[tuple[int, bool], Any] = {}
+        self._views = 0
+
+    def views(self) -> int:
+        """The number of calls of `view`."""
+        return self._views
+
+    def view(self, slots: Sequence[Slot]) -> Any:
+        """The cache of these rows, valid until the next call; the same object while rows stay. Entries without a block
+        name the spare block."""
+        self._views += 1
+        batch = len(slots)
+        stamps = [slot.stamp for slot in slots]
+        adapters = [index_of(slot.adapter) for slot in slots]
+        key = batch, any(adapters)
+        table = self._table(batch)
+        if table.stamps[:batch] != stamps:
+            for row, slot in enumerate(slots):
+                if table.stamps[row] != slot.stamp:
+                    assert slot.stamp, RELEASED
+                    table.stamps[row] = -1  # until it is complete, in case of an interrupt
+                    self._write(table, row, slot, adapters[row])
+                    table.stamps[row] = slot.stamp
+        if key not in self._caches:
+            states = () if self._memory.states is None else (table.states[:batch],)
+            cache = self._memory.view(*torch.split(table.device[:batch], self._width, 1), *states)
+            self._caches[key] = cache._replace(adapters=(table.adapters[:batch],)) if key[1] else cache
+        return self._caches[key]
+
+    def _write(self, table: _Table, row: int, slot: Slot, adapter: int) -> None:
+        host = table.host.numpy()[row]
+        host[: len(slot.blocks)] = slot.blocks
+        host[len(slot.blocks) : self._width] = self._spares[0]
+        if len(self._spares) > 1:
+            windows = host[self._width :]
+            windows[:] = self._spares[1]
+            windows[list(slot.windows)] = list(slot.windows.values())
+        if table.device is not table.host:
+            table.device[row].copy_(table.host[row])
+        if slot.state is not None:
+            table.states[row] = slot.state
+        table.adapters[row] = adapter
+
+    def _table(self, batch: int) -> _Table:
+        rows = 1 << max(batch - 1, 0).bit_length()
+        if rows not in self._tables:
+            host = torch.zeros(rows, len(self._spares) * self._width, dtype=torch.int32)
+            device = host if self._memory.device.type == "cpu" else host.to(self._memory.device)
+            states, adapters = torch.zeros(2, rows, dtype=torch.int32, device=device.device)
+            self._tables[rows] = _Table(host, device, states, adapters, [-1] * rows)
+        return self._tables[rows]

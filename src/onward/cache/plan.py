@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from onward.cache.tensor_bytes import copied_bytes, load_bytes
 from onward.errors import RequestError, one_line
 from onward.native import advise_huge_pages
 from onward.native.machine import memory_limit
@@ -277,3 +277,26 @@ class RecurrentStatePool:
     def write(self, slot: int, states: Sequence[Tensor]) -> None:
         for tensor, new in zip(self.tensors, states, strict=True):
             tensor[slot] = new[0]
+
+
+def as_bytes(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the CPU."""
+    return tensor.view(-1).view(torch.uint8).numpy().data
+
+
+def copied_bytes(tensors: Sequence[Tensor]) -> memoryview:
+    """A copy of the bytes of contiguous tensors, one after another."""
+    copies = [np.asarray(as_bytes(tensor.cpu())) for tensor in tensors]
+    return (copies[0].copy() if len(copies) == 1 else np.concatenate(copies)).data
+
+
+def load_bytes(tensors: Sequence[Tensor], content: memoryview) -> None:
+    """Overwrite contiguous tensors with bytes, one after another."""
+    start = 0
+    for tensor in tensors:
+        own = np.frombuffer(content[start : start + tensor.nbytes], np.uint8)
+        start += tensor.nbytes
+        if tensor.device.type == "cpu":
+            np.copyto(np.asarray(as_bytes(tensor)), own)
+        else:
+            tensor.view(-1).view(torch.uint8).copy_(torch.from_numpy(own.copy()))

@@ -11,9 +11,8 @@ from contextlib import contextmanager
 
 from onward.cache.allocator import Allocator, Prefix
 from onward.cache.block_kinds import RecurrentStates, SlidingWindow, kinds_of
-from onward.cache.block_table import BlockTableTensors
 from onward.cache.disk import CurrentStore, DiskCounts, DiskPrefixes
-from onward.cache.paged import KVPool
+from onward.cache.paged import BlockTableTensors, KVPool
 from onward.cache.prefix_index import PrefixIndex
 from onward.cache.slot import (
     NEVER,
@@ -104,6 +103,10 @@ class SlotManager:
         total, available, cached, *_ = self.stats()
         blocks = f"{total} blocks of {self.block} positions"
         return described(self, blocks, f"{available - cached} free", f"{cached} cached", f"{total - available} held")
+
+    @property
+    def nbytes(self) -> int:
+        return self._allocator.total * self.unit_nbytes
 
     def stats(self) -> CacheStats:
         with self.lock:

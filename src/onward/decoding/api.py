@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from onward.cache import length_of
-from onward.decoding.loop import BatchSchedule, decode_loop
+from onward.decoding.loop import BatchSchedule, decode_loop, run_to_end
 from onward.decoding.prompt import PromptIds, check_context_length, prompt_ids
 from onward.decoding.row_cache import RowCacheManager
 from onward.decoding.sequence import Sequence
@@ -91,8 +91,7 @@ def generate(
     ]
     slots = slots_for(model, len(prompts), prompt_tokens.shape[1] + max_new_tokens)
     step = DecodeStep(reused_run(model, compile), slots, SamplerCache(model.device), model.device)
-    for _ in decode_loop(step, BatchSchedule(slots, sequences), slots):
-        pass  # the sequences collect their ids
+    run_to_end(step, slots, sequences)
     outputs = [sequence.token_ids for sequence in sequences]
     if pad is None and max_new_tokens and not all(outputs):
         raise RequestError(f"row {outputs.index([])} ended before its first token, so no id can fill it: give pad")

@@ -151,27 +151,26 @@ def processed(
     device: torch.device,
     sampler: SamplingKernel | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Process items together. The caller holds the slots' lock. sampler: for items that all decode one id.
+    """Process items together, with the slots' lock. sampler: for items that all decode one id.
 
     Returns:
         The items' logits: [N, T, V] if all are needed, [N, 1, V] after each item's last id, or None if none are needed.
         Mixed batches return only the logits of the items that need them. And the ids int64 [N] that were sampled, if
         the run could.
     """
-    if len({count for _, count in work}) > 1 and slots.shares_rows:
-        return _processed_as_rows(run, slots, work, device), None
-    batch, view = inputs(work, slots, device)
-    if needs is not LogitsNeeded.ALL and batch.tokens.shape[1] > 1:
-        last = [0] * len(batch.tokens)
-        for row, (_, count) in zip(view.rows, work, strict=True):
-            last[row] = count - 1
-        at = torch.tensor(last, dtype=torch.int64, device=device).unsqueeze(1)
-        batch = batch._replace(logits_at=at[:, : int(needs)])
-    # The kernel takes all rows of the cache.
-    logits, ids, *_ = forward(run, slots, batch, view, work, sampler if view.offsets is None else None)
-    if not needs:
-        return None, ids
-    return logits if view.offsets is None else view.select(logits), ids
+    with slots.lock:
+        if len({count for _, count in work}) > 1 and slots.shares_rows:
+            return _processed_as_rows(run, slots, work, device), None
+        batch, view = inputs(work, slots, device)
+        if needs is not LogitsNeeded.ALL and batch.tokens.shape[1] > 1:
+            last = [0] * len(batch.tokens)
+            for row, (_, count) in zip(view.rows, work, strict=True):
+                last[row] = count - 1
+            at = torch.tensor(last, dtype=torch.int64, device=device).unsqueeze(1)
+            batch = batch._replace(logits_at=at[:, : int(needs)])
+        # The kernel takes all rows of the cache.
+        logits, ids, *_ = forward(run, slots, batch, view, work, sampler if view.offsets is None else None)
+    return (view.select(logits) if needs else None), ids
 
 
 def _taps_of(work: abc.Sequence[ScheduledSequence]) -> tuple[str, ...]:

@@ -15,12 +15,11 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from onward.decoding.batch import ScheduledSequence, batches, processed
+from onward.decoding.batch import ScheduledSequence, batches
 from onward.decoding.cache_manager import CacheManager
 from onward.decoding.sequence import FinishReason, Sequence
-from onward.decoding.step import Emitted, Step
+from onward.decoding.step import DecodeStep, Emitted
 from onward.errors import RequestError
-from onward.program import Executable
 from onward.sampling.constraint import mask_logits, nothing_left
 from onward.sampling.logprobs import TokenLogprobs, not_finite, token_logprobs
 from onward.sampling.sampler import AdjustmentPass
@@ -207,11 +206,11 @@ class BeamSearch(Sequence):
 class BeamStep:
     """Emits the candidates for the next token of every search, best first.
 
-    plain: processes the prompts. run, slots, device: as in `DecodeStep`.
+    plain: processes the prompts, and the last ids of beams.
     """
 
-    def __init__(self, plain: Step, run: Executable, slots: CacheManager, device: torch.device) -> None:
-        self._plain, self._run, self._slots, self._device = plain, run, slots, device
+    def __init__(self, plain: DecodeStep) -> None:
+        self._plain = plain
 
     @torch.no_grad()
     def __call__(self, work: abc.Sequence[ScheduledSequence]) -> Emitted:
@@ -242,9 +241,8 @@ class BeamStep:
 
     def _logits(self, items: abc.Sequence[ScheduledSequence]) -> Tensor:
         rows: list[Tensor | None] = [None] * len(items)
-        for indices, needs in batches(items, self._slots):
-            with self._slots.lock:
-                logits, _ = processed(self._run, self._slots, [items[index] for index in indices], needs, self._device)
+        for indices, needs in batches(items, self._plain.slots):
+            logits, _ = self._plain.processed([items[index] for index in indices], needs)
             assert logits is not None, "a running beam needs the logits after its last id"
             if indices == list(range(len(items))):
                 return logits[:, 0]

@@ -31,6 +31,14 @@ class CacheManager(Protocol):
     shares_rows: bool
     weights_version: object
 
+    @property
+    def max_len(self) -> int | None:
+        """The most positions of a slot; None if unknown."""
+
+    @property
+    def nbytes(self) -> int:
+        """The most memory that the cache takes."""
+
     def acquire(
         self,
         ids: Sequence[int],

@@ -5,6 +5,7 @@ import time
 import weakref
 from collections import abc
 from collections.abc import Callable, Iterator
+from contextlib import closing
 
 from onward.cache.disk import Restoration
 from onward.decoding.batch import ScheduledSequence
@@ -55,6 +56,15 @@ def _take(work: abc.Sequence[ScheduledSequence], emitted: Emitted, slots: CacheM
             slots.commit(holder.slot, holder.computed, holder.ids)
 
 
+def run_to_end(
+    step: Step, slots: CacheManager, sequences: abc.Sequence[Sequence], chunk: int = 512, *, vocab_size: int = 0
+) -> None:
+    """Run sequences until all have ended; they collect their results. The arguments are those of `BatchSchedule`."""
+    with closing(BatchSchedule(slots, sequences, chunk, vocab_size=vocab_size)) as schedule:
+        for _ in decode_loop(step, schedule, slots):
+            pass
+
+
 class StepRouter:
     """A `Step` that runs each sequence with its kind of step: plain, beam search, or speculative with its drafter.
 
@@ -67,13 +77,12 @@ class StepRouter:
     """
 
     def __init__(self, run: Run, slots: CacheManager, *, rows: int, max_len: int, isolates: bool = False) -> None:
-        self._run, self._slots, self._isolates = run, slots, isolates
-        self._rows, self._max_len = rows, max_len
+        self._model, self._isolates, self._rows, self._max_len = run.model, isolates, rows, max_len
         device = run.model.device
         self._plain = DecodeStep(run, slots, SamplerCache(device), device)
-        self._beams = BeamStep(self._plain, run, slots, device)
+        self._beams = BeamStep(self._plain)
         target = DraftTarget(run.model.vocab_size, device, rows, max_len, rows * max_len, LENGTHS[-1])
-        self._forced = SpeculativeStep(self._plain, run, slots, SamplerCache(device), target)
+        self._forced = SpeculativeStep(self._plain, SamplerCache(device), target)
         self._speculative: weakref.WeakKeyDictionary[Speculator, SpeculativeStep] = weakref.WeakKeyDictionary()
 
     def join(self, sequences: abc.Sequence[Sequence], draft: Speculator | None) -> None:
@@ -87,14 +96,11 @@ class StepRouter:
         elif draft in self._speculative:
             step = self._speculative[draft]
         else:
-            device, vocab_size = self._run.model.device, self._run.model.vocab_size
-            sampler, rows, longest = SamplerCache(device), self._rows, self._max_len
-            step = draft.step(
-                self._plain, self._run, self._slots, sampler, device, vocab_size, rows=rows, max_len=longest,
-                model=self._run.model,
-            )  # fmt: skip
+            sampler = SamplerCache(self._model.device)
+            step = draft.step(self._plain, sampler, self._model, rows=self._rows, max_len=self._max_len)
             self._speculative[draft] = step
-        step.join(drafted)
+        if drafted:
+            step.join(drafted)
 
     def by_kind(self, work: abc.Sequence[ScheduledSequence]) -> list[tuple[Step, abc.Sequence[int]]]:
         """Divide work by kind: steps with the indices of their items."""

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from onward.decoding.batch import LogitsNeeded, ScheduledSequence, batches, needs_of, processed
 from onward.decoding.cache_manager import CacheManager
-from onward.decoding.loop import BatchSchedule, decode_loop
 from onward.decoding.sequence import Sequence
 from onward.decoding.step import Emitted, missing_logprobs, sampling_of
 from onward.errors import NothingToDrawError
@@ -110,8 +109,7 @@ class ReplayStep:
         results = []
         for indices, needs in batches(work, self._slots):
             items = [work[index] for index in indices]
-            with self._slots.lock:
-                logits, _ = processed(self._run, self._slots, items, needs, self._run.model.device)
+            logits, _ = processed(self._run, self._slots, items, needs, self._run.model.device)
             if logits is None:
                 continue
             for item, after in zip(items, logits, strict=True):
@@ -128,13 +126,3 @@ def _results(item: ScheduledSequence, logits: Tensor) -> tuple[ReplayedSequence,
     first = sequence.scoring_from
     assert first is not None, "logits are needed for ids to draw"
     return sequence, sequence.draws(logits[first - sequence.computed :]), missing_logprobs(item, logits)[1]
-
-
-def replay(run: Run, slots: CacheManager, sequences: abc.Sequence[ReplayedSequence], chunk: int) -> None:
-    """Process the sequences, at most `chunk` ids of each at once, until all their ids are drawn."""
-    schedule = BatchSchedule(slots, sequences, chunk, vocab_size=run.model.vocab_size)
-    try:
-        for _ in decode_loop(ReplayStep(run, slots), schedule, slots):
-            pass
-    finally:
-        schedule.close()

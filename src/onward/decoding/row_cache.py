@@ -38,7 +38,7 @@ class CacheRow:
 class RowCacheManager:
     """A `CacheManager` over the rows of one cache, which may be any pytree. Each row is one slot.
 
-    length: positions per row; None if unknown.
+    max_len: positions per row; None if unknown.
     dims: the row dimension of each tensor in the cache; None if unknown: then rows are never moved or copied, and every
         forward gets all of them.
     model: allocates a longer cache on `reserve`. Only for a cache that the manager owns, since rows may move.
@@ -52,13 +52,13 @@ class RowCacheManager:
         self,
         cache: Cache,
         rows: int,
-        length: int | None,
+        max_len: int | None,
         dims: Sequence[int] | None,
         model: Model | None = None,
         filled: Sequence[int] | None = None,
     ) -> None:
         self.lock = threading.RLock()
-        self.cache, self.rows, self.length, self.model = cache, rows, length, model
+        self.cache, self.rows, self.max_len, self.model = cache, rows, max_len, model
         self.whole = dims is None and rows > 1
         self._dims = dims
         self._slots = [CacheRow(row, count, count) for row, count in enumerate(filled or [0] * rows)]
@@ -81,8 +81,12 @@ class RowCacheManager:
     def stats(self) -> CacheStats:
         return CacheStats(self.rows, sum(not slot.used for slot in self._slots), 0)
 
+    @property
+    def nbytes(self) -> int:
+        return sum(leaf.nbytes for leaf in pytree.tree_leaves(self.cache) if isinstance(leaf, Tensor))
+
     def cost(self, length: int, shared: int = 0) -> int:
-        return 1 if self.length is None or length <= self.length else self.rows + 1
+        return 1 if self.max_len is None or length <= self.max_len else self.rows + 1
 
     def cost_of(self, slots: Sequence[CacheRow]) -> int:
         return len(slots)
@@ -134,17 +138,17 @@ class RowCacheManager:
 
     def reserve(self, slot: CacheRow, length: int) -> bool:
         """Lengthen the cache if necessary. It at least doubles, so a growing sequence is copied at most twice."""
-        if self.model is None or self.length is None or length <= self.length:
+        if self.model is None or self.max_len is None or length <= self.max_len:
             return True
-        doubled = 2 * self.length if self.model.max_seq_len is None else min(2 * self.length, self.model.max_seq_len)
+        doubled = 2 * self.max_len if self.model.max_seq_len is None else min(2 * self.max_len, self.model.max_seq_len)
         longer = max(padded_length(length, self.model), doubled)
         cache, filled = self.model.new_cache(self.rows, longer), max(slot.written for slot in self._slots)
-        dims = position_dims(self.cache, self.length, cache, longer)
+        dims = position_dims(self.cache, self.max_len, cache, longer)
         if dims is not None:
             copy_positions(self.cache, cache, dims, filled)
         elif filled:
             return False  # the position dimension is unknown
-        self.cache, self.length, self._views = cache, longer, {}
+        self.cache, self.max_len, self._views = cache, longer, {}
         return True
 
     def commit(self, slot: CacheRow, computed: int, ids: Ids) -> None:
@@ -179,7 +183,7 @@ class RowCacheManager:
         return count
 
     def room(self, slots: Sequence[CacheRow], computed: Sequence[int]) -> int | None:
-        length = length_of(self.cache) or self.length
+        length = length_of(self.cache) or self.max_len
         others = [slot.written for slot in self._slots if self.whole]
         room = None if length is None else length - max([*computed, *others])
         if isinstance(self.cache, KVCache) and self.cache.states:

@@ -1,6 +1,7 @@
 """A sequence during generation: the single place that decides when it ends."""
 
 import copy
+import math
 import threading
 import time
 from collections import abc
@@ -53,7 +54,7 @@ class Sequence:
     replayed: how many of `token_ids` were emitted elsewhere. Their logprobs are added when they are computed.
     slot: the cache slot, once there is one, with room for `reserved` positions. pinned: the `PinnedPrefix` of its
         session, if any.
-    history: the ids for penalties. drafting: the state of a speculative step.
+    history: the ids for penalties. drafting: the state of a speculative step. weights_versions: as in `Completion`.
     step: the `Step` that runs it; None: the plain one. leader: one with the same prompt, whose computed part it takes.
     error: the exception of its step or of one of its functions, if the loop isolates errors; it takes no more tokens.
     lap_seconds, waited: the seconds of each new token, and of the steps since the last one.
@@ -79,15 +80,14 @@ class Sequence:
         sampling_logprobs: bool = False,
         taps: abc.Mapping[str, TapPositions] | None = None,
         stop_when: StopWhen | None = None,
-        deadline: float | None = None,
+        deadline: float = math.inf,
         cancel: threading.Event | None = None,
     ) -> None:
         assert prompt, "an empty prompt has nothing to predict from"
         self.prompt = prompt
         self.start, self.computed, self.output_at = start, start, start + len(prompt)
         self.cached: int | None = None
-        self.adapter, self.salt = adapter, salt
-        self.sampling, self.constraint = sampling, constraint
+        self.adapter, self.salt, self.sampling, self.constraint = adapter, salt, sampling, constraint
         self.top_logprobs, self.prompt_top, self.sampling_logprobs = top_logprobs, prompt_top, sampling_logprobs
         self.prompt_logprobs: list[TokenLogprobs | None] = [None]
         self.capture = TapCapture(taps, start, self.output_at - 1) if taps else None
@@ -100,6 +100,7 @@ class Sequence:
         self.error: BaseException | None = None
         self.parser: Any = None
         self.lap_seconds: list[float] = []
+        self.weights_versions: list[tuple[int, int]] = []
         self.waited, self.replayed, self.reserved = 0.0, 0, 0
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
@@ -371,8 +372,7 @@ class Sequence:
         other.history = None if self.history is None else self.history.fork()
         other.constraint = None if self.constraint is None else self.constraint.fork()
         other.capture = None if self.capture is None else self.capture.fork()
-        other.slot, other._undelivered = None, []
-        other._stream = self._stream.fork()
+        other.slot, other._undelivered, other._stream = None, [], self._stream.fork()
         return other
 
     def take_over(self, ended: "Sequence") -> None:
@@ -397,4 +397,4 @@ class Sequence:
             return None
         if self._cancel is not None and self._cancel.is_set():
             return "cancelled"
-        return "time" if self._deadline is not None and time.monotonic() >= self._deadline else None
+        return "time" if self._deadline < math.inf and time.monotonic() >= self._deadline else None

@@ -1,4 +1,5 @@
-"""Slots for a call: its own, or slots shared by all calls of one owner; and what a session keeps in them."""
+"""Slots for a call: its own, or slots shared by all calls of one owner; what a session keeps in them; and those of an
+engine."""
 
 import sys
 import threading
@@ -14,20 +15,25 @@ import torch
 from onward.cache import AdapterRef, KVPool
 from onward.cache.disk import CurrentStore
 from onward.cache.manager import PagedCacheManager
-from onward.cache.plan import is_lazy
+from onward.cache.plan import is_lazy, total_memory
 from onward.decoding.cache_manager import CacheManager, Slot
-from onward.decoding.row_cache import RowCacheManager
+from onward.decoding.row_cache import RowCacheManager, dims_of
 from onward.decoding.sequence import Sequence
-from onward.errors import ContextOverflowError, RequestError
+from onward.errors import ContextOverflowError, OptionError, RequestError
 from onward.models import Cache, Model, NewBlocks, padded_length
 from onward.models.model import WeightsVersion, computation
 from onward.native.machine import memory_limit
 from onward.ops.heads import BLOCK
 from onward.util.checks import check_whole
 from onward.util.process import renew_in_forks, sigint_deferred
+from onward.util.text import in_bytes
 
 # Every block costs some bytes of accounting, even if it is never used.
 MAX_BLOCKS = 2**15
+# The largest share of a device's memory that the cache of an engine takes by default.
+_MAX_MEMORY_SHARE = 0.25
+# Positions per sequence of an engine for models without a max_seq_len.
+_DEFAULT_CONTEXT = 4096
 # (model, its `computation`) -> the store of its prefixes, if it has one now
 StoreOf = Callable[[Model, object], CurrentStore | None]
 # The positions of a block table of a model without a limit, at least.
@@ -50,6 +56,54 @@ def bounded_slots(model: Model, rows: int, length: int, positions: int) -> Cache
     count = min(rows * -(-length // BLOCK), rows + -(-positions // BLOCK), MAX_BLOCKS)
     blocks = blocks_within(model.new_blocks, sys.maxsize, count, model.device)
     return PagedCacheManager(blocks, max_len=_table_length(model, length), cached_blocks=count)
+
+
+def context_of(model: Model) -> int:
+    return _DEFAULT_CONTEXT if model.max_seq_len is None else model.max_seq_len
+
+
+def engine_slots(model: Model, max_sequences: int, cache_memory: int | None) -> CacheManager:
+    """The cache of an engine. Raises `RequestError` for too little memory for one block.
+
+    cache_memory: bytes of keys, values and recurrent states. None allocates for all sequences at full length, up to a
+        quarter of the memory of the model's device. A paged cache takes memory only as it is written.
+    """
+    if cache_memory is not None:
+        check_whole("cache_memory", cache_memory, low=1)
+    limit = int(_MAX_MEMORY_SHARE * total_memory(model.device)) if cache_memory is None else cache_memory
+    context = context_of(model)
+    if model.new_blocks is None:
+        return _engine_rows(model, max_sequences, context, limit, cache_memory)
+    single = _one_block(model, context)
+    unit = single.unit_nbytes
+    limit = min(limit, max_sequences * single.cost(context) * unit)
+    if limit < (minimum := single.cost(BLOCK) * unit):
+        raise OptionError(
+            "cache_memory",
+            f"must be at least one block of {BLOCK} positions, {in_bytes(minimum)}; got {in_bytes(limit)}",
+        )
+    max_blocks = min(MAX_BLOCKS, max_sequences * -(-context // BLOCK))
+    blocks = blocks_within(model.new_blocks, limit, max_blocks, model.device)
+    return PagedCacheManager(blocks, max_len=context, cached_blocks=limit // unit, nbytes=limit)
+
+
+def _engine_rows(model: Model, rows: int, context: int, limit: int, cache_memory: int | None) -> CacheManager:
+    minimum = min(BLOCK, context)
+    position = RowCacheManager(model.new_cache(1, minimum), 1, minimum, None).nbytes // minimum
+    length = context if not position else min(context, limit // (rows * position))
+    if length < minimum:
+        raise RequestError(
+            f"cache_memory={limit} bytes is too little for {rows} texts of {minimum} positions, of which each takes "
+            f"{in_bytes(position)}: give more, or lower max_sequences"
+        )
+    cache = model.new_cache(rows, length)
+    return RowCacheManager(cache, rows, length, dims_of(model, cache, rows), model)
+
+
+def _one_block(model: Model, max_len: int) -> PagedCacheManager:
+    """Slots over a single block, which show what a block and a sequence take."""
+    assert model.new_blocks is not None, "checked by the caller"
+    return PagedCacheManager(model.new_blocks(1), max_len=max_len, cached_blocks=0)
 
 
 def _table_length(model: Model, length: int) -> int:
@@ -131,7 +185,7 @@ class SharedCache:
             # On the CPU, memory that is never written is never allocated, so the limit may be all of the machine's.
             limit = memory_limit()
             limit = limit if is_lazy(limit, model.device) else self.memory
-            unit = PagedCacheManager(model.new_blocks(1), max_len=1, cached_blocks=0).unit_nbytes
+            unit = _one_block(model, 1).unit_nbytes
             slots = PagedCacheManager(
                 blocks_within(model.new_blocks, limit, MAX_BLOCKS, model.device),
                 max_len=_table_length(model, length),
@@ -209,7 +263,7 @@ class PinnedPrefix:
         if not count or self.slots is None:
             return None
         cache = self.slots.read(self._source, count)
-        return cache, (self.slots.length or count) if isinstance(self.slots, RowCacheManager) else count
+        return cache, (self.slots.max_len or count) if isinstance(self.slots, RowCacheManager) else count
 
     def adopt(
         self, model: Model, cache: Cache, capacity: int, ids: abc.Sequence[int], adapter: AdapterRef | None

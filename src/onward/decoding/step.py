@@ -26,6 +26,10 @@ Drafts = abc.Sequence[abc.Sequence[int]]
 class TokenSampler(Protocol):
     """Chooses the next id of sequences from their logits."""
 
+    @property
+    def select(self) -> Select | None:
+        """The function that it applies; None if it draws with the parameters of each sequence."""
+
     def __call__(
         self, logits: Tensor, positions: Tensor, sequences: abc.Sequence[Sequence], drafts: Drafts | None = None
     ) -> Tensor:
@@ -38,6 +42,8 @@ class TokenSampler(Protocol):
 
 class SamplerCache:
     """Chooses with each sequence's `sampling` and history. device: the device of the logits."""
+
+    select = None
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -92,14 +98,14 @@ class FunctionSampler:
     """Chooses with one function of logits and positions, whose attribute `pick` may be its kernel."""
 
     def __init__(self, select: Select) -> None:
-        self._select = select
+        self.select = select
         self._kernel: SamplingKernel | None = getattr(select, "pick", None)
 
     def __call__(
         self, logits: Tensor, positions: Tensor, sequences: abc.Sequence[Sequence], drafts: Drafts | None = None
     ) -> Tensor:
         assert drafts is None, "a function takes no drafts"
-        return self._select(logits, positions)
+        return self.select(logits, positions)
 
     def kernel(self, sequences: abc.Sequence[Sequence]) -> SamplingKernel | None:
         return self._kernel
@@ -153,8 +159,7 @@ class DecodeStep:
             items = [work[index] for index in indices]  # in the order of their rows
             sequences = [sequence for sequence, _ in items]
             sampler = self.chooser.kernel(sequences) if all(map(_decodes, items)) else None
-            with self.slots.lock:
-                logits, ids = self.processed(items, needs, sampler)
+            logits, ids = self.processed(items, needs, sampler)
             if logits is None:
                 continue
             if needs is LogitsNeeded.ALL:
@@ -171,10 +176,14 @@ class DecodeStep:
         return emitted
 
     def processed(
-        self, items: abc.Sequence[ScheduledSequence], needs: LogitsNeeded, sampler: SamplingKernel | None
+        self, items: abc.Sequence[ScheduledSequence], needs: LogitsNeeded, sampler: SamplingKernel | None = None
     ) -> tuple[Tensor | None, Tensor | None]:
-        """`onward.decoding.batch.processed` for these items. The caller holds the slots' lock."""
+        """`onward.decoding.batch.processed` for these items."""
         return processed(self.run, self.slots, items, needs, self.device, sampler)
+
+    def choose(self, logits: Tensor, sequences: abc.Sequence[Sequence]) -> Tensor:
+        """The next ids [B] of sequences, from logits [B, V]."""
+        return self.chooser(logits, positions_of(sequences, self.device), sequences)
 
     def _tokens(
         self, indices: abc.Sequence[int], items: abc.Sequence[ScheduledSequence], logits: Tensor, ids: Tensor | None
@@ -197,9 +206,8 @@ class DecodeStep:
         else:
             last = logits[places, [items[place].tokens - 1 for place in places]]
         if ids is None:
-            positions = positions_of(sequences, self.device)
             with torch.no_grad():
-                ids = self.chooser(last, positions, sequences)
+                ids = self.choose(last, sequences)
         tokens = tokens_of(checked_ids(ids, last), last, [sequence.top_logprobs for sequence in sequences])
         if isinstance(self.chooser, SamplerCache):
             tokens = self.chooser.drawn(tokens, last, sequences)

@@ -19,7 +19,7 @@ from onward.distributed.launchers import Processes, RankHandles, RayRanks, addre
 from onward.distributed.links import Links, await_all, is_loopback, meet
 from onward.distributed.pipeline import PipelineForward, Stage, StageParams, hidden_states, rank_run, stage_of
 from onward.errors import RequestError
-from onward.language_model.session_fingerprint import weights_fingerprint
+from onward.language_model.fingerprint import weights_fingerprint
 from onward.language_model.weights import LayersInPlace, WeightsReader
 from onward.models import Embedding, Model, read_config
 from onward.models.architecture import cache_plan, num_parameters

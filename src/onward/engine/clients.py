@@ -45,7 +45,7 @@ class SchedulerRequest(Protocol):
         """The name of the one who asks. Requests without a name share a client."""
 
     @property
-    def sequences(self) -> int:
+    def num_sequences(self) -> int:
         """The rows that it takes at once, samples or beams: at most `max_sequences`."""
 
     @property
@@ -130,7 +130,7 @@ class Clients(Generic[ItemT]):
     def wait(self, item: ItemT, rank: tuple[float, int]) -> None:
         """Queue a request."""
         client = self._clients.setdefault(item.client, _Client())
-        share = max(item.sequences / self._max_sequences, item.cache_share)
+        share = max(item.num_sequences / self._max_sequences, item.cache_share)
         waiting = self.waiting[item] = Waiting(rank, item, item.prompt_tokens, share, self._seconds)
         insort(client.waiting, waiting)
         client.tokens += waiting.tokens
@@ -145,7 +145,7 @@ class Clients(Generic[ItemT]):
         self._unqueue(client, item)
         client.running[item] = waiting.share
         self.running[item] = None
-        self.sequences += item.sequences
+        self.sequences += item.num_sequences
         self._changed(client, running=True)
         if protected:
             self._protected[item] = _TURN
@@ -155,7 +155,7 @@ class Clients(Generic[ItemT]):
         client = self._clients[item.client]
         if item in self.running:
             del self.running[item], client.running[item]
-            self.sequences -= item.sequences
+            self.sequences -= item.num_sequences
             self._protected.pop(item, None)
             self._changed(client, running=True)
         else:

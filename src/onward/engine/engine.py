@@ -7,11 +7,10 @@ from collections import abc
 from typing import Any, NoReturn, Self, Unpack, overload
 
 from onward.cache.slot import digest_of
-from onward.decoding import RowCacheManager
+from onward.decoding.shared_cache import context_of, engine_slots
 from onward.decoding.speculation import HeadDrafter, ModelDrafter
-from onward.engine.cache_memory import context_of, engine_slots, nbytes_of
 from onward.engine.generation import Generation
-from onward.engine.request import EngineRequest, needed_blocks
+from onward.engine.request import EngineRequest
 from onward.engine.scheduler import Scheduler
 from onward.engine.stats import EngineStats
 from onward.engine.updates import InFlight, PendingUpdate, checked_in_flight, served
@@ -21,7 +20,6 @@ from onward.language_model import ChatOptionsDict, GenerateOptionsDict, Language
 from onward.language_model.fingerprint import bits_fingerprint, check_same_bits, with_changes
 from onward.language_model.new_weights import NewWeights, WeightsUpdate
 from onward.language_model.request import Emitted, checked_emitted, one_prompt
-from onward.language_model.runner import RequestState
 from onward.models.adapters import Steering
 from onward.util.checks import check_whole, is_finite
 from onward.util.option_names import checks_option_names
@@ -97,8 +95,8 @@ class Engine:
             ageing=ageing,
             joins=slots.shares_rows,
         )
-        max_len = slots.length if isinstance(slots, RowCacheManager) else None
-        self._worker = EngineWorker(lm._model_run, slots, scheduler, max_len or context_of(lm.model), lm._disk)
+        max_len = slots.max_len or context_of(lm.model)
+        self._worker = EngineWorker(lm._model_run, slots, scheduler, max_len, lm._disk)
         weakref.finalize(self, self._worker.abandon).atexit = False
 
     def __repr__(self) -> str:
@@ -149,7 +147,7 @@ class Engine:
             EngineBusyError: the queue is full; `retry_after` estimates in how many seconds to try again.
             EngineError: the engine is closed.
         """
-        return self._submit(self._request(prompt, messages, options), priority, client, None)
+        return self._submit(self._request(prompt, messages, options), priority, client, ())
 
     @overload
     def resume(
@@ -212,7 +210,7 @@ class Engine:
         return self._submit(request, priority, client, checked_emitted(emitted, request, self.lm.model.vocab_size))
 
     def _submit(
-        self, request: Request, priority: int, client: str | None, emitted: list[list[int]] | None
+        self, request: Request, priority: int, client: str | None, emitted: abc.Sequence[list[int]]
     ) -> Generation:
         check_whole("priority", priority, low=-_MAX_PRIORITY)
         if priority > _MAX_PRIORITY:
@@ -226,16 +224,12 @@ class Engine:
                 "give the engine a larger max_sequences",
                 "n" if request.options.n == rows else "beams",
             )
-        worker, vocab_size = self._worker, self.lm.model.vocab_size
-        blocks = needed_blocks(request, worker.slots)
-        state = RequestState(request, self.lm.tokenizer, self.lm.adapters)
-        if emitted is not None:
-            state.replay(emitted)
+        worker = self._worker
         queued = EngineRequest(
-            state, priority, client, worker.slots, blocks, vocab_size, worker.cancel, worker.notifier.add
+            request, emitted, self.lm, priority, client, worker.slots, worker.cancel, worker.notifier.add
         )
-        queued.generation.add(state.new_pieces(self.weights_version)[0], None)
-        if state.has_ended:  # no tokens are asked for, or all were emitted
+        queued.generation.add(queued.new_pieces(self.weights_version)[0], None)
+        if queued.has_ended:  # no tokens are asked for, or all were emitted
             queued.end()
         else:
             worker.offer(queued)
@@ -300,7 +294,7 @@ class Engine:
         """Bytes of the weights, also of a draft model, and the most that the cache takes."""
         drafter = None if self.lm.draft is None else self.lm.draft.drafter
         of_drafter = drafter.nbytes if isinstance(drafter, ModelDrafter | HeadDrafter) else 0
-        return self.lm.model.nbytes + of_drafter + nbytes_of(self._worker.slots)
+        return self.lm.model.nbytes + of_drafter + self._worker.slots.nbytes
 
     def check_open(self) -> None:
         """Raise `EngineError` if the engine is closed or has failed, or if this is a forked process."""

@@ -125,7 +125,7 @@ class Scheduler(Generic[ItemT]):
 
     def offer(self, item: ItemT, now: float) -> QueueFull | None:
         """Queue a request and return None, or reject it and change nothing."""
-        assert 0 < item.sequences <= self.max_sequences, "such a request could never run"
+        assert 0 < item.num_sequences <= self.max_sequences, "such a request could never run"
         tokens, most, most_tokens = item.prompt_tokens, self._max_waiting, self._max_waiting_tokens
         waiting, waiting_tokens = self.waiting, self.waiting_tokens
         if waiting >= most or waiting_tokens + tokens > most_tokens:
@@ -170,7 +170,7 @@ class Scheduler(Generic[ItemT]):
         admitted: list[ItemT] = []
         clients = self._clients
         while not self._waits_for_an_end and (item := clients.next() if new else self._next_preempted()) is not None:
-            if clients.sequences + item.sequences > self.max_sequences:
+            if clients.sequences + item.num_sequences > self.max_sequences:
                 break
             returns = item in self._preempted
             overcommit = 1.0 if returns else self._overcommit

@@ -1,11 +1,6 @@
 """The statistics of an engine."""
 
 from dataclasses import dataclass, field
-from typing import Any
-
-from onward.cache.disk import DiskCounts
-from onward.cache.manager import PagedCacheManager
-from onward.decoding import CacheManager
 
 
 @dataclass
@@ -51,19 +46,3 @@ class EngineStats:
     restored_tokens: int = 0
     blocks_written: int = 0
     blocks_dropped: int = 0
-
-
-def block_counts(slots: CacheManager) -> dict[str, Any]:
-    """The fields of `EngineStats` that describe the cache."""
-    total, available, cached, hits, lookups = slots.stats()
-    disk = slots.disk_counts if isinstance(slots, PagedCacheManager) else DiskCounts()
-    return {
-        "restored_tokens": disk.restored,
-        "blocks_written": disk.written,
-        "blocks_dropped": disk.dropped,
-        "blocks": total,
-        "blocks_used": total - available,
-        "blocks_cached": cached,
-        "blocks_free": available - cached,
-        "hit_rate": hits / lookups if lookups else 0.0,
-    }

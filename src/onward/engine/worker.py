@@ -11,17 +11,16 @@ import threading
 import time
 import weakref
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
-from onward.cache.disk import EXIT_SECONDS
+from onward.cache.disk import EXIT_SECONDS, DiskCounts
 from onward.cache.manager import PagedCacheManager
 from onward.decoding import CacheManager, FinishReason, ScheduledSequence, StepRouter, decode_loop
 from onward.decoding.shared_cache import StoreOf
-from onward.engine.notifier import LoopNotifier
-from onward.engine.request import EngineRequest, Row
-from onward.engine.restoring import Restorer
+from onward.engine.generation import LoopNotifier
+from onward.engine.request import EngineRequest, Restorer, Row
 from onward.engine.scheduler import Scheduler
-from onward.engine.stats import EngineStats, Seconds, block_counts
+from onward.engine.stats import EngineStats, Seconds
 from onward.engine.updates import PendingUpdate, Updates
 from onward.errors import ContextOverflowError, EngineBusyError, EngineError, one_line
 from onward.models import Run
@@ -64,7 +63,7 @@ class EngineWorker:
         self._state: Literal["open", "draining", "closed"] = "open"
         self._failure: BaseException | None = None
         self._process = os.getpid()
-        self._blocks = block_counts(slots)
+        self._blocks = _block_counts(slots)
         self._seconds = Seconds()
         self._steps_run = self._output_tokens = 0
         self._busy_since: float | None = None  # when the thread began to plan the current step; None while it waits
@@ -92,7 +91,7 @@ class EngineWorker:
                     f"the engine is busy: {rejected.reason}; try again in {rejected.seconds:.1f} s", rejected.seconds
                 )
             self._requests[request] = None
-            if (cancel := request.state.request.options.cancel) is not None:
+            if (cancel := request.options.cancel) is not None:
                 self._cancel_events[request] = cancel
         self._wakes.put(None)
 
@@ -125,7 +124,7 @@ class EngineWorker:
             return EngineStats(
                 waiting=scheduler.waiting,
                 running=len(scheduler.running),
-                sequences=sum(len(request.state.sequences) for request in scheduler.running),
+                sequences=sum(len(request.sequences) for request in scheduler.running),
                 waiting_tokens=scheduler.waiting_tokens,
                 tokens_per_second=scheduler.throughput.output,
                 prompt_tokens_per_second=scheduler.throughput.prompt,
@@ -189,7 +188,7 @@ class EngineWorker:
                 self._wakes.get()
             with self._lock:
                 work = self._next_work()
-                self._blocks = block_counts(self.slots)
+                self._blocks = _block_counts(self.slots)
                 idle = not work and not self._restorer
                 assert not idle or not self._requests, "a request waits, and nothing runs that could make room for it"
                 done = idle and self._state != "open"
@@ -215,7 +214,7 @@ class EngineWorker:
         while True:
             for request in self._scheduler.admit(self._begin, new=new):
                 try:
-                    self._steps.join(request.state.sequences, request.state.request.options.draft)
+                    self._steps.join(request.sequences, request.options.draft)
                 except Exception as error:
                     request.error = error
             if not new or (victim := self._scheduler.make_room()) is None:
@@ -313,9 +312,9 @@ class EngineWorker:
         for request in cancelled:
             self._end(request, "cancelled")
         for request in self._scheduler.running:
-            if request.error is not None or request.state.has_ended:
+            if request.error is not None or request.has_ended:
                 self._end(request)
-            elif request.deadline <= now and not request.state.has_tokens:
+            elif request.deadline <= now and not request.has_tokens:
                 self._end(request, "time")
             else:
                 request.release_ended()
@@ -340,8 +339,24 @@ class EngineWorker:
                     request.error.__cause__ = self._failure
                 self._end(request, "cancelled")
             self._updates.end(self._failure)
-            self._blocks = block_counts(self.slots)
+            self._blocks = _block_counts(self.slots)
         self.notifier.notify()
+
+
+def _block_counts(slots: CacheManager) -> dict[str, Any]:
+    """The fields of `EngineStats` that describe the cache."""
+    total, available, cached, hits, lookups = slots.stats()
+    disk = slots.disk_counts if isinstance(slots, PagedCacheManager) else DiskCounts()
+    return {
+        "restored_tokens": disk.restored,
+        "blocks_written": disk.written,
+        "blocks_dropped": disk.dropped,
+        "blocks": total,
+        "blocks_used": total - available,
+        "blocks_cached": cached,
+        "blocks_free": available - cached,
+        "hit_rate": hits / lookups if lookups else 0.0,
+    }
 
 
 _alive: weakref.WeakSet[EngineWorker] = weakref.WeakSet()

@@ -21,8 +21,7 @@ import torch
 
 from onward.cache.disk import MAX_QUEUED, CurrentStore
 from onward.errors import OptionError, one_line, warn
-from onward.language_model.build import build, reading_build
-from onward.language_model.session_fingerprint import computed_by, fingerprint
+from onward.language_model.fingerprint import build, computed_by, model_fingerprint, reading_build
 from onward.models import Model
 from onward.models.model import computation
 from onward.ops.heads import BLOCK
@@ -178,7 +177,7 @@ def key_of(model: Model, backend: str, weights: str) -> str:
 
 def _hash_of_weights(model: Model) -> str:
     """A hash of a model's config and weights; "" for weights in a layout whose bytes are unknown."""
-    described = fingerprint(model)
+    described = model_fingerprint(model)
     if any(weight.endswith("?") for weight in described["weights"].values()):
         warn("prefix_cache_dir has no effect for this model: the bytes of its weights cannot be read")
         return ""

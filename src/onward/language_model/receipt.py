@@ -5,7 +5,7 @@ import hashlib
 import json
 import math
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -109,8 +109,9 @@ class Receipt:
         for name in [*fields.keys() - known.keys(), *needed - fields.keys()]:
             raise RequestError(f"the receipt {'has an unknown field' if name in fields else 'lacks'} {name!r}")
         for name, value in fields.items():
-            if not _CHECKS[name](value) and not (value is None and name not in needed):
-                raise RequestError(f"{name} of the receipt must be {_EXPECTED[name]}; got {brief(value)}")
+            expected, is_valid = _FIELDS[name]
+            if not is_valid(value) and not (value is None and name not in needed):
+                raise RequestError(f"{name} of the receipt must be {expected}; got {brief(value)}")
         if fields.get("logprobs") is not None:
             fields["logprobs"] = [-math.inf if logprob is None else logprob for logprob in fields["logprobs"]]
             if len(fields["logprobs"]) != len(fields["token_ids"]):
@@ -209,27 +210,16 @@ def _are_ids(value: object) -> bool:
     return _are(value, int) and isinstance(value, Sequence) and all(0 <= token < 2**31 for token in value)
 
 
-_CHECKS: Mapping[str, Any] = {
-    "fingerprint": lambda value: isinstance(value, str),
-    "prompt_sha256": lambda value: isinstance(value, str),
-    "options": lambda value: isinstance(value, Mapping) and _are(list(value), str),
-    "seed": lambda value: value is None or (isinstance(value, int) and not isinstance(value, bool)),
-    "token_ids": _are_ids,
-    "finish_reason": lambda value: value in FINISH_REASONS,
-    "prompt_ids": lambda value: _are_ids(value) and len(value) > 0,
-    "logprobs": lambda value: _are(value, (int, float, type(None))),
-    "grammar": lambda value: isinstance(value, str),
-    "answer": lambda value: isinstance(value, Mapping),
-}
-_EXPECTED: Mapping[str, str] = {
-    "fingerprint": "a text",
-    "prompt_sha256": "a text",
-    "options": "an object",
-    "seed": "a whole number or null",
-    "token_ids": "a list of ids",
-    "finish_reason": f"one of {', '.join(FINISH_REASONS)}",
-    "prompt_ids": "a list of ids, at least one",
-    "logprobs": "a list of numbers or null",
-    "grammar": "a text",
-    "answer": "an object",
+# For each field, the values that it may have, in words, and a test of them.
+_FIELDS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
+    "fingerprint": ("a text", lambda value: isinstance(value, str)),
+    "prompt_sha256": ("a text", lambda value: isinstance(value, str)),
+    "options": ("an object", lambda value: isinstance(value, Mapping) and _are(list(value), str)),
+    "seed": ("a whole number or null", lambda value: value is None or _are([value], int)),
+    "token_ids": ("a list of ids", _are_ids),
+    "finish_reason": (f"one of {', '.join(FINISH_REASONS)}", lambda value: value in FINISH_REASONS),
+    "prompt_ids": ("a list of ids, at least one", lambda value: _are_ids(value) and len(value) > 0),
+    "logprobs": ("a list of numbers or null", lambda value: _are(value, (int, float, type(None)))),
+    "grammar": ("a text", lambda value: isinstance(value, str)),
+    "answer": ("an object", lambda value: isinstance(value, Mapping)),
 }

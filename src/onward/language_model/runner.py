@@ -1,5 +1,6 @@
 """Runs requests through the decode loop, and yields pieces and completions."""
 
+import math
 import time
 from collections import abc
 from collections.abc import Generator
@@ -25,7 +26,8 @@ from onward.decoding import (
     StepRouter,
     decode_loop,
 )
-from onward.decoding.replay import ReplayedSequence, replay
+from onward.decoding.loop import run_to_end
+from onward.decoding.replay import ReplayedSequence, ReplayStep
 from onward.decoding.shared_cache import PinnedPrefix
 from onward.decoding.speculation.step import speculation_of
 from onward.errors import RequestError
@@ -43,7 +45,7 @@ from onward.tokenizer import NoTextStream, StopStrings, StreamingDetokenizer, Te
 class RequestState:
     """The state of one request: a sequence for each of its `n` texts, or one beam search.
 
-    deadline: on the clock `time.monotonic`; None for none. kind: the class of the texts' sequences.
+    deadline: on the clock `time.monotonic`; infinity for none. kind: the class of the texts' sequences.
     """
 
     def __init__(
@@ -51,8 +53,8 @@ class RequestState:
     ) -> None:
         """Create the sequences and start the time limit. Raises `RequestError` if the adapter has been dropped."""
         self.request = request
-        options = request.options
-        self.deadline = None if options.time_limit is None else time.monotonic() + options.time_limit
+        self.options = options = request.options
+        self.deadline = math.inf if options.time_limit is None else time.monotonic() + options.time_limit
         adapter, constraint = (
             adapters.steered(options.adapter, options.steering),
             new_constraint(options, request.answer, tokenizer),
@@ -61,8 +63,7 @@ class RequestState:
         searches = options.beams > 1
         base = 0 if searches else fresh_seed() if options.seed is None else options.seed
         self.sequences: list[Sequence] = []
-        self._versions: list[list[tuple[int, int]]] = []  # `Completion.weights_versions` of each
-        self._version = 0  # of the last step
+        self._version = 0  # of the weights of the last step
         for index in range(1 if searches else options.n):
             text: TextStream = NoTextStream()
             if tokenizer is not None:
@@ -93,7 +94,6 @@ class RequestState:
             if sequence.streams:  # beams are parsed at the end
                 sequence.parser = self._new_parser(sequence)
             self.sequences.append(sequence)
-            self._versions.append([])
 
     @property
     def has_ended(self) -> bool:
@@ -122,7 +122,7 @@ class RequestState:
         new = []
         self._version = version
         for choice, sequence in enumerate(self.sequences):
-            versions = self._versions[choice]
+            versions = sequence.weights_versions
             for at, token, text, drafted in sequence.deliver():
                 if not versions or versions[-1][1] != version:
                     versions.append((at, version))
@@ -142,18 +142,18 @@ class RequestState:
         texts = [
             self._completion(sequence, text, score)
             for sequence in self.sequences
-            for score, text in sequence.results(self.request.options.n)
+            for score, text in sequence.results(self.options.n)
         ]
         return replace(texts[0], others=texts[1:])
 
     @cached_property
     def _reported(self) -> Request:
         """The request in its completions, which keep no draft model and no event alive."""
-        return replace(self.request, options=self.request.options.with_values(draft=None, cancel=None))
+        return replace(self.request, options=self.options.with_values(draft=None, cancel=None))
 
     def _completion(self, timed: Sequence, text: Sequence, score: float | None) -> Completion:
         """The completion of a text of a sequence, which is the sequence itself or one of its beams."""
-        request, options = self.request, self.request.options
+        request, options = self.request, self.options
         parser = timed.parser
         if parser is None and (parser := self._new_parser(text)) is not None:
             parser.read(text, len(text.token_ids) - 1, text.text)
@@ -173,7 +173,8 @@ class RequestState:
             json_schema=_json_schema(options.constrained_by),
             message=None if parser is None else parser.message(),
             reasoning_tokens=None if parser is None else parser.reasoning_tokens(text.ends),
-            weights_versions=self._weights_versions(timed, text),
+            # A search, which begins again with new weights, delivers no tokens before its end.
+            weights_versions=timed.weights_versions or ([(0, self._version)] if text.token_ids else []),
             taps=(taps := self._taps(text)),
             embedding=None if request.pooling is None or not taps else request.pooling(taps),
             request=self._reported,
@@ -183,19 +184,13 @@ class RequestState:
         of_prompt = self.sequences[0].capture
         return None if of_prompt is None or text.capture is None else text.capture.results(of_prompt)
 
-    def _weights_versions(self, timed: Sequence, text: Sequence) -> list[tuple[int, int]]:
-        if timed.streams:
-            return self._versions[self.sequences.index(timed)]
-        return [(0, self._version)] if text.token_ids else []  # a search begins again with new weights
-
     def _new_parser(self, sequence: Sequence) -> AnswerParser | None:
         answer = self.request.answer
         return None if answer is None else AnswerParser(answer, sequence.prompt, self._seed(sequence))
 
     def _seed(self, sequence: Sequence) -> int | None:
-        options = self.request.options
         assert sequence.sampling is not None
-        return None if options.temperature == 0 or options.beams > 1 else sequence.sampling.seed
+        return None if self.options.temperature == 0 or self.options.beams > 1 else sequence.sampling.seed
 
 
 def _replay(sequence: Sequence, token_ids: abc.Sequence[int]) -> None:
@@ -270,8 +265,9 @@ class Runner:
         (sequence,) = RequestState(request, self.tokenizer, self.adapters, ReplayedSequence).sequences
         assert isinstance(sequence, ReplayedSequence), "a request without beams"
         sequence.set_output(token_ids)
-        with self.prefix_cache.lease(self.run.model, 1, sequence.longest) as slots:
-            replay(self.run, slots, [sequence], self.chunk)
+        model = self.run.model
+        with self.prefix_cache.lease(model, 1, sequence.longest) as slots:
+            run_to_end(ReplayStep(self.run, slots), slots, [sequence], self.chunk, vocab_size=model.vocab_size)
         return sequence
 
     def _pieces(self, jobs: abc.Sequence[RequestState], rows: int, cache: Cache | PinnedPrefix | None) -> Pieces:
@@ -291,7 +287,7 @@ class Runner:
         ):
             steps = StepRouter(run, slots, rows=len(sequences), max_len=max(each.longest for each in sequences))
             for job in jobs:
-                steps.join(job.sequences, job.request.options.draft)
+                steps.join(job.sequences, job.options.draft)
             preparation = time.perf_counter() - started
             for sequence in sequences:
                 sequence.record_step(preparation)

@@ -8,30 +8,21 @@ import torch
 from torch import Tensor
 
 from onward.cache import AdapterRef
-from onward.decoding import (
-    BatchSchedule,
-    CacheManager,
-    DecodeStep,
-    SamplerCache,
-    Sequence,
-    SharedCache,
-    Step,
-    decode_loop,
-    slots_for,
-)
+from onward.decoding import CacheManager, DecodeStep, SamplerCache, Sequence, SharedCache, slots_for
 from onward.decoding.batch import LogitsNeeded, ScheduledSequence, processed
+from onward.decoding.loop import run_to_end
 from onward.decoding.prompt import check_context_length
 from onward.decoding.step import Emitted
 from onward.errors import RequestError
+from onward.language_model.tapped import in_groups
 from onward.models import Run
 from onward.sampling import SamplingParams, TokenLogprobs
 from onward.util.checks import check_whole, plain
 
 # The maximum number of continuations that run together.
 _MAX_CONTINUATIONS = 32
-# The maximum number of texts that run together, and of the tokens in their cache. They have similar lengths.
+# The maximum number of texts that run together.
 _MAX_ROWS = 8
-_MAX_TOKENS = 2**14
 
 
 @dataclass(frozen=True)
@@ -102,15 +93,13 @@ def _logprobs_of_texts(
             raise RequestError(
                 f"a text to score must have at least 2 ids, since the first one is not predicted; got {ids}"
             )
-    logprobs: dict[int, list[TokenLogprobs | None]] = {}
-    by_length = sorted(range(len(texts)), key=lambda index: len(texts[index]), reverse=True)
-    while by_length:
-        rows = max(1, min(_MAX_ROWS, _MAX_TOKENS // len(texts[by_length[0]])))
-        batch, by_length = by_length[:rows], by_length[rows:]
+
+    def score(batch: list[int]) -> list[list[TokenLogprobs | None]]:
         sequences = [Sequence(texts[index], 0, prompt_top=top, adapter=adapter) for index in batch]
         _score(run, slots_for(run.model, len(batch), len(texts[batch[0]])), sequences, chunk)
-        logprobs.update({index: each.prompt_logprobs for index, each in zip(batch, sequences, strict=True)})
-    return [logprobs[index] for index in range(len(texts))]
+        return [each.prompt_logprobs for each in sequences]
+
+    return in_groups([len(ids) for ids in texts], score, _MAX_ROWS)
 
 
 def score_continuations(
@@ -163,16 +152,8 @@ def _joined(
 def _score(run: Run, slots: CacheManager, sequences: abc.Sequence[Sequence], chunk: int) -> None:
     """Run sequences to their ends. They collect the logprobs of their prompts."""
     device, vocab_size = run.model.device, run.model.vocab_size
-    schedule = BatchSchedule(slots, sequences, chunk, vocab_size=vocab_size)
-    _process(DecodeStep(run, slots, SamplerCache(device), device), schedule, slots)
-
-
-def _process(step: Step, schedule: BatchSchedule, slots: CacheManager) -> None:
-    try:
-        for _ in decode_loop(step, schedule, slots):
-            pass
-    finally:
-        schedule.close()
+    step = DecodeStep(run, slots, SamplerCache(device), device)
+    run_to_end(step, slots, sequences, chunk, vocab_size=vocab_size)
 
 
 def logits_of(run: Run, ids: list[int], chunk: int, adapter: AdapterRef | None = None) -> Tensor:
@@ -185,11 +166,10 @@ def logits_of(run: Run, ids: list[int], chunk: int, adapter: AdapterRef | None =
     parts: list[Tensor] = []
 
     def step(work: abc.Sequence[ScheduledSequence]) -> Emitted:
-        with slots.lock:
-            logits, _ = processed(run, slots, work, LogitsNeeded.ALL, run.model.device)
+        logits, _ = processed(run, slots, work, LogitsNeeded.ALL, run.model.device)
         assert logits is not None, "all logits were asked for"
         parts.append(logits[0].to(device="cpu", dtype=torch.float32))
         return [[]]
 
-    _process(step, BatchSchedule(slots, [sequence], chunk), slots)
+    run_to_end(step, slots, [sequence], chunk)
     return torch.cat(parts)

@@ -26,11 +26,11 @@ from onward.cache.slot import digest_of
 from onward.decoding.shared_cache import PinnedPrefix
 from onward.errors import RequestError, SessionError, one_line, warn
 from onward.language_model.completion import Completion, Piece
+from onward.language_model.fingerprint import as_bytes, computed_by, difference, model_fingerprint
 from onward.language_model.language_model import LanguageModel, Messages
 from onward.language_model.options import ChatOptionsDict
 from onward.language_model.options_dict import GenerateOptionsDict
 from onward.language_model.request import Prompt, one_prompt
-from onward.language_model.session_fingerprint import as_bytes, computed_by, difference, fingerprint
 from onward.models import Cache, Model, padded_length
 from onward.prefix_store import Part
 from onward.prefix_store.exported import load_prefix, read_prefix, save_prefix
@@ -121,7 +121,7 @@ class Session:
             tensors, _ = _stored(model, cache, capacity, len(tokens))
         parts = [Part(0, kind, [as_bytes(tensor.detach())]) for kind, tensor in enumerate(tensors.values())]
         metadata = {"capacity": str(capacity), "notes": json.dumps(self.notes), "cache": _shapes(tensors)}
-        key = json.dumps({**fingerprint(model), "computed_by": computed_by(model)})
+        key = json.dumps({**model_fingerprint(model), "computed_by": computed_by(model)})
         root, block = digest_of(self._text.adapter) if tokens else "", max(1, len(tokens))
         try:
             save_prefix(file, key=key, root=root, ids=tokens, parts=parts, metadata=metadata, block=block)

@@ -15,7 +15,7 @@ from onward.util.text import in_bytes
 
 # The maximum bytes of the values that one request reports.
 _MAX_BYTES = 2**30
-# The maximum number of texts that run together, and of their tokens.
+# The maximum number of texts that run together, by default, and of their tokens.
 _MAX_ROWS = 64
 _MAX_TOKENS = 2**14
 
@@ -52,13 +52,15 @@ def checked_at(at: object) -> HiddenAt:
 _Result = TypeVar("_Result")
 
 
-def in_groups(lengths: Sequence[int], run: Callable[[list[int]], list[_Result]]) -> list[_Result]:
+def in_groups(
+    lengths: Sequence[int], run: Callable[[list[int]], list[_Result]], max_rows: int = _MAX_ROWS
+) -> list[_Result]:
     """The results of texts of these lengths, in their order. run: the results of some texts, by index, which run
-    together; they have similar lengths."""
+    together, at most `max_rows`; they have similar lengths, and the first one is the longest."""
     left = sorted(range(len(lengths)), key=lambda index: lengths[index], reverse=True)
     results: dict[int, _Result] = {}
     while left:
-        rows = max(1, min(_MAX_ROWS, _MAX_TOKENS // max(1, lengths[left[0]])))
+        rows = max(1, min(max_rows, _MAX_TOKENS // max(1, lengths[left[0]])))
         group, left = left[:rows], left[rows:]
         results |= zip(group, run(group), strict=True)
     return [results[index] for index in range(len(lengths))]

@@ -1,20 +1,34 @@
-"""Loading of weights: read, merged with an adapter, quantized, packed for the kernels."""
+"""Loading of weights: read, merged with an adapter, quantized, packed for the kernels; and the draft head that
+`load(…, draft=)` names, with its weights."""
 
 import itertools
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeGuard, cast
 
 import torch
 
-from onward.checkpoint import Checkpoint, GgufCheckpoint, page_releaser, read_weights
+from onward.checkpoint import (
+    Checkpoint,
+    CheckpointFolder,
+    GgufCheckpoint,
+    find_folder,
+    open_checkpoint,
+    page_releaser,
+    read_weights,
+)
 from onward.checkpoint.dcp import NameMapSource, is_distributed
 from onward.checkpoint.formats import methods_of
 from onward.checkpoint.quantized_folder import read_manifest
+from onward.checkpoint.weights import read_head
+from onward.decoding.speculation import LOOKUPS
 from onward.errors import RequestError, warn
 from onward.language_model.quantized_copy import QuantizedCopy
-from onward.models import Architecture, pack_layer, pack_params, stack_params
+from onward.models import Architecture, Model, pack_layer, pack_params, stack_params
 from onward.models.adapters import Adapter, merged_params
+from onward.models.heads import DraftHead, HeadParams, head_reader, read_mtp
 from onward.models.key_balance import balanced_keys
 from onward.ops.kv_format import KVFormat
 from onward.quantization import TensorReport, count_matrices, quantize_params
@@ -180,3 +194,29 @@ class WeightsReader:
             )
         if self.format is not None and own_format is not None:
             raise RequestError(f"{path} is already quantized ({own_format}): load it without quantize={self.format!r}")
+
+
+def is_draft_source(draft: object) -> TypeGuard[str | os.PathLike[str]]:
+    """Whether `draft=` names a checkpoint, of a head or of a smaller model."""
+    return isinstance(draft, os.PathLike) or (isinstance(draft, str) and draft not in LOOKUPS)
+
+
+def find_head(draft: Any, folder: Checkpoint, config: Architecture | None, show: bool) -> tuple[DraftHead, Path] | None:
+    """The head that `draft` names, and the folder with its weights; None for another drafter."""
+    if not is_draft_source(draft):
+        return None
+    if draft == "mtp":
+        if not isinstance(folder, CheckpointFolder):
+            raise RequestError(f"draft='mtp' needs a folder of safetensors, and {folder.path} is not one")
+        return read_mtp(config), folder.path
+    source = open_checkpoint(find_folder(draft, progress=show))
+    read = head_reader(source.config) if isinstance(source, CheckpointFolder) else None
+    return None if read is None else (read(source.config, config), source.path)
+
+
+def read_draft_head(head: DraftHead, folder: Path, model: Model, format: str | None) -> HeadParams:
+    """The weights of a head in the dtype of its model, quantized as the model is, or packed on a CPU."""
+    params = read_head(folder, head, model.params.norm.dtype, model.device)
+    if format is not None:
+        return cast(HeadParams, quantize_params(params, format)[0])
+    return cast(HeadParams, pack_layer(params) if model.device.type == "cpu" else params)

@@ -8,13 +8,12 @@ from typing import NamedTuple
 
 
 class StoredPart(NamedTuple):
-    """Where the bytes of one kind of a block are. note: a number of the caller's, which was stored with them."""
+    """Where the bytes of one kind of a block are."""
 
     file: str
     offset: int
     nbytes: int
     checksum: str
-    note: int
 
 
 # The parts of a block that are stored, by the number of their kind.
@@ -114,7 +113,7 @@ class Index:
             del self._roots[root]
 
 
-_NOWHERE = StoredPart("", 0, 0, "", 0)
+_NOWHERE = StoredPart("", 0, 0, "")
 
 
 def as_bytes(ids: Sequence[int] | bytes) -> bytes:

@@ -6,7 +6,7 @@ __metadata__         onward_prefix (the format's version)
                      key        a digest of everything else that the bytes depend on; model: its readable name
                      root       where the path starts
                      block      ids of a block
-                     part_notes, part_checksums  in the order of the parts, separated by spaces
+                     part_checksums  in the order of the parts, separated by spaces
                      digest     SHA-256 of this header and the tokens
 
 Parts begin at a multiple of 4096 bytes if their sizes are multiples of it. The file's name has digests of the key and
@@ -26,7 +26,7 @@ from onward.prefix_store.index import Entry, StoredPart
 
 ALIGNMENT = 4096
 _VERSION = "1"
-_FIELDS = frozenset({"onward_prefix", "key", "root", "block", "part_notes", "part_checksums", "digest"})
+_FIELDS = frozenset({"onward_prefix", "key", "root", "block", "part_checksums", "digest"})
 _MAX_HEADER = 64 * 2**20
 _FIRST_READ = 64 * 1024
 _NAME = re.compile(r"prefix-([0-9a-f]{16})-([0-9a-f]{32})\.safetensors")
@@ -41,12 +41,11 @@ _OF_OTHER_FILES = (
 
 
 class Part(NamedTuple):
-    """The bytes of one kind of a block: those of flat, consecutive buffers. note: a number to store with them."""
+    """The bytes of one kind of a block: those of flat, consecutive buffers."""
 
     block: int
     kind: int
     buffers: Sequence[memoryview]
-    note: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -105,7 +104,6 @@ def encode(
         "key": key,
         "root": root,
         "block": str(block),
-        "part_notes": " ".join(str(part.note) for part in parts),
         "part_checksums": " ".join(checksum(part.buffers) for part in parts),
     }
     tensors: dict[str, Any] = {
@@ -167,13 +165,12 @@ def _read_header(system: FileSystem, handle: int, name: str) -> Segment:
         raise TypeError("its metadata are not texts")
     del tensors["tokens"]
     entries = []
-    sums, notes = fields["part_checksums"].split(), fields["part_notes"].split()
-    for (part, tensor), note, value in zip(tensors.items(), notes, sums, strict=True):
+    for (part, tensor), value in zip(tensors.items(), fields["part_checksums"].split(), strict=True):
         kind, block = map(int, _PART.fullmatch(part).groups())  # type: ignore[union-attr]
         first, last = tensor["data_offsets"]
         if not (isinstance(first, int) and isinstance(last, int) and 0 <= first <= last < 2**62):
             raise TypeError("its parts are not in a file")
-        entries.append(Entry(block, kind, StoredPart(name, begin + first, last - first, value, int(note))))
+        entries.append(Entry(block, kind, StoredPart(name, begin + first, last - first, value)))
     rest = {key: value for key, value in fields.items() if key not in _FIELDS}
     return Segment(
         fields["key"], fields.get("model", ""), fields["root"], int(fields["block"]), ids, tuple(entries), rest

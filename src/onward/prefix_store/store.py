@@ -2,7 +2,7 @@
 
 import os
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -115,19 +115,16 @@ class PrefixStore:
                 self._system.close(handle)
         return right
 
-    def put(
-        self, root: str, ids: Sequence[int], parts: Iterable[Part], done: Callable[[], object] | None = None
-    ) -> bool:
+    def put(self, root: str, ids: Sequence[int], parts: Iterable[Part]) -> bool:
         """Queue parts of the full blocks of a path to be written, and return at once.
 
         Parts that are stored already are skipped, and so are those of blocks whose parent is neither stored nor among
         them, since nobody could find them. The stored blocks of the path become the last used ones.
 
-        parts: in the order of their blocks; kind 0 of a block comes first. The buffers must not change until `done` is
-        called, in the store's thread, whether or not they were written. Returns False, without a call of `done`, if
-        they are dropped: the queue is full, or nothing is stored.
+        parts: in the order of their blocks; kind 0 of a block comes first. The store keeps the buffers, which must not
+        change. Returns False if they are dropped: the queue is full, or nothing is stored.
         """
-        return self._writer.put(Put(root, as_bytes(ids), tuple(parts), done))
+        return self._writer.put(Put(root, as_bytes(ids), tuple(parts)))
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until everything that was put is on the disk, and what other processes have written is found. Returns

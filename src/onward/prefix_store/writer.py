@@ -3,7 +3,7 @@
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import chain
 from typing import NamedTuple
@@ -23,12 +23,11 @@ _SAME_TIME_NS = 10**9
 
 
 class Put(NamedTuple):
-    """Parts of a path to be written. done: called afterwards."""
+    """Parts of a path to be written."""
 
     root: str
     ids: bytes
     parts: Sequence[Part]
-    done: Callable[[], object] | None
 
     @property
     def nbytes(self) -> int:
@@ -122,12 +121,10 @@ class Writer:
         self.flush(timeout)
         self.stop()
         with self._changed:
-            dropped = list(self._queue)
+            nbytes = sum(put.nbytes for put in self._queue)
+            self.dropped, self.queued = self.dropped + nbytes, self.queued - nbytes
             self._queue.clear()
             thread = self._thread
-        for put in dropped:
-            self.dropped += put.nbytes
-            self._finish(put)
         if thread is not None and thread is not threading.current_thread():
             thread.join(timeout)
         self.index = Index(self._block)
@@ -193,7 +190,8 @@ class Writer:
             try:
                 self._write(put)
             finally:
-                self._finish(put)
+                with self._changed:
+                    self.queued -= put.nbytes
 
     def _look(self) -> None:
         """Add the files of other processes to the index, and remove those that are deleted."""
@@ -262,12 +260,6 @@ class Writer:
             nbytes += part.nbytes
         if segment:
             yield segment
-
-    def _finish(self, put: Put) -> None:
-        with self._changed:
-            self.queued -= put.nbytes
-        if put.done is not None:
-            put.done()
 
     def _fail(self, error: OSError) -> None:
         """Store nothing for a while, and warn the first time."""

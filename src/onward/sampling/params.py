@@ -4,7 +4,6 @@ import copy
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Self, Unpack
 
@@ -20,7 +19,14 @@ from onward.sampling.transforms.penalties import FrequencyPenalty, PresencePenal
 from onward.sampling.transforms.temperature import Temperature
 from onward.sampling.transforms.top_k import TopK
 from onward.sampling.transforms.top_p import TopP
-from onward.sampling.transforms.transform import Adjustment, Filter, Transform, transforms_of
+from onward.sampling.transforms.transform import (
+    Adjustment,
+    Filter,
+    Transform,
+    is_neutral,
+    neutral_options,
+    transforms_of,
+)
 from onward.sampling.transforms.typical_p import TypicalP
 from onward.sampling.transforms.xtc import Xtc
 from onward.util.checks import check_whole
@@ -64,11 +70,12 @@ class SamplingParams(
 
     def __post_init__(self) -> None:
         options = options_of(self._kind)
-        for name, value in vars(self).items():
-            if value is not options[name].default:
-                self._set(name, options[name].normalized(value))
-        for check in _checks(self._kind):
-            check(self)
+        changed = [name for name, value in vars(self).items() if value is not options[name].default]
+        for name in changed:
+            self._set(name, options[name].normalized(getattr(self, name)))
+        for kind in _checked_kinds(self._kind):
+            if not neutral_options(kind).keys().isdisjoint(changed):
+                kind.check(self)
         if self.xtc_probability and not self.temperature:
             raise OptionError("xtc_probability", "needs a temperature above 0: greedy decoding has only top choices")
 
@@ -95,7 +102,7 @@ class SamplingParams(
     def check_ids(self, vocab_size: int) -> None:
         """Raise `RequestError` if an option names an id outside the vocabulary, or a text instead of ids."""
         for kind in transforms_of(self._kind, Adjustment):
-            for name, ids in kind.named_ids(self).items():
+            for name, ids in () if is_neutral(kind, self) else kind.named_ids(self).items():
                 if (largest := max(ids, default=0)) >= vocab_size:
                     raise OptionError(name, f"names id {largest}, but the vocabulary ends at {vocab_size - 1}")
 
@@ -118,9 +125,9 @@ class SamplingParams(
 
 
 @functools.cache
-def _checks(options: type[SamplingParams]) -> tuple[Callable[[Any], None], ...]:
+def _checked_kinds(options: type[SamplingParams]) -> tuple[type[Transform], ...]:
     kinds: list[type[Transform]] = [*transforms_of(options, Adjustment), *transforms_of(options, Filter)]
-    return tuple(kind.check for kind in kinds if kind.check is not Transform.check)
+    return tuple(kind for kind in kinds if kind.check is not Transform.check)
 
 
 @functools.cache

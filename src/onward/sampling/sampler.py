@@ -19,9 +19,18 @@ from onward.sampling.history import History
 from onward.sampling.logprobs import DrawnLogprobs, logprobs, support
 from onward.sampling.noise import by_rows
 from onward.sampling.params import SamplingParams
-from onward.sampling.transforms import Adjustment, Changes, Columns, Draws, Filter, LogitEntries, transforms_of
+from onward.sampling.transforms import (
+    Adjustment,
+    Changes,
+    Columns,
+    Draws,
+    Filter,
+    LogitEntries,
+    Transform,
+    transforms_of,
+)
 from onward.sampling.transforms.temperature import Temperature
-from onward.sampling.transforms.transform import Kind, columns
+from onward.sampling.transforms.transform import Kind, columns, is_neutral
 from onward.util.text import brief_list
 
 
@@ -35,7 +44,7 @@ class AdjustmentPass:
         self._device = torch.device("cpu") if device is None else device
         kinds = _kinds(rows, Adjustment)
         # The enabled adjustments of each row, and of all rows, in order.
-        self._by_row = [[kind for kind in kinds if isinstance(row, kind) and kind.is_on(row)] for row in rows]
+        self._by_row = [[kind for kind in kinds if _is_on(kind, row)] for row in rows]
         self._rows = rows
         pairs = [(kind, row) for row, enabled in zip(rows, self._by_row, strict=True) for kind in enabled]
         self._kinds = [kind for kind in kinds if any(kind is one for one, _ in pairs)]
@@ -234,7 +243,7 @@ class Sampler:
 
     def row(self, index: int) -> SamplingParams:
         """The options of a row, with its seed."""
-        return self._rows[index].replace(seed=self.seeds[index])
+        return self._rows[index].with_values(seed=self.seeds[index])
 
     def take(self, rows: Sequence[int]) -> Self:
         """A sampler of these rows, with their seeds."""
@@ -313,11 +322,15 @@ class _Scores(torch.autograd.Function):
 def _filters(rows: Sequence[SamplingParams], device: torch.device | None) -> list[tuple[type[Filter], Columns]]:
     """The filters that rows use, with their options; none if `GumbelSampler` applies all of them."""
     kinds = _kinds(rows, Filter)
-    on = [kind for kind in kinds if any(isinstance(row, kind) and kind.is_on(row) for row in rows)]
+    on = [kind for kind in kinds if any(_is_on(kind, row) for row in rows)]
     if all(kind in GumbelSampler.filters for kind in on):
         return []
     # Scores are relative to the row's best after Temperature, also in batches with greedy rows.
     return [(kind, columns(rows, kind, device)) for kind in kinds if kind is Temperature or kind in on]
+
+
+def _is_on(kind: type[Transform], row: SamplingParams) -> bool:
+    return isinstance(row, kind) and not is_neutral(kind, row) and kind.is_on(row)
 
 
 def _kinds(rows: Sequence[SamplingParams], kind: type[Kind]) -> list[type[Kind]]:

@@ -19,15 +19,6 @@ from onward.testing.scripted import (
 from onward.testing.tiny import random_checkpoint, tiny_config, tiny_model
 
 __all__ = [
-    "ByteTokenizer",
-    "ContractError",
-    "Script",
-    "ScriptedCache",
-    "ScriptedCall",
-    "ScriptedModel",
-    "poison",
-    "random_checkpoint",
-    "scripted_model",
-    "tiny_config",
-    "tiny_model",
-]
+    "ByteTokenizer", "ContractError", "Script", "ScriptedCache", "ScriptedCall", "ScriptedModel", "poison",
+    "random_checkpoint", "scripted_model", "tiny_config", "tiny_model",
+]  # fmt: skip

@@ -150,16 +150,25 @@ class DraftState:
     """The `drafting` of one sequence.
 
     row: what its drafter knows of it; None if only forced ids are drafted. leave: frees what the drafter has for it.
-    length: the number of output ids if the sequence takes all of the last round.
+    joined: the number of the drafting that its row has joined, from 1 on, which may have been replaced since; 0 before
+    and after. length: the number of output ids if the sequence takes all of the last round.
     """
 
     row: DraftRow | None
     leave: Callable[[Any], None]
     acceptance: AcceptanceRate
+    joined: int = 0
     drafted: int = 0
     accepted: int = 0
     rounds: int = 0
     length: int = 0
+
+    def join(self, drafting: int) -> None:
+        """The row joins a drafting. What it has of another one, which failed, is of no use."""
+        assert self.row is not None, "its drafter is asked for drafts"
+        if self.joined:
+            self.row.state = None
+        self.joined = drafting
 
     def counts(self, output: Sequence[int]) -> Speculation:
         """The counts without the ids of the last round that the output did not take."""

@@ -12,7 +12,7 @@ from onward.decoding.cache_manager import CacheManager
 from onward.decoding.sequence import Sequence
 from onward.decoding.speculation.drafter import DraftRow, DraftTarget
 from onward.decoding.speculation.model_drafter import DraftSequence, ModelDrafts
-from onward.decoding.step import DecodeStep, Drafts, TokenSampler
+from onward.decoding.step import DecodeStep, TokenSampler, positions_of
 from onward.errors import RequestError
 from onward.models import Model, Run, architecture_of
 from onward.models.blocks import Decoder
@@ -76,7 +76,7 @@ class _HeadDrafts(ModelDrafts):
         self._slots.shares_rows = False  # each row has features of its own, at one place
 
     def _new_step(self, run: Executable, chooser: TokenSampler) -> DecodeStep:
-        return _HeadStep(self._head_run, self._slots, _NextPosition(chooser), self._model.device)
+        return _HeadStep(self._head_run, self._slots, chooser, self._model.device)
 
     def _new_sequence(self, row: DraftRow) -> _HeadSequence | None:
         if len(row) < 2:
@@ -85,21 +85,6 @@ class _HeadDrafts(ModelDrafts):
         sequence = _HeadSequence([*row.prompt[1:], *row.output[:skipped]], self._length, sampling=row.sampling)
         sequence.row, sequence.skipped, sequence.token_ids = row, skipped, list(row.output[skipped:])
         return sequence
-
-
-class _NextPosition(TokenSampler):
-    """Chooses with the noise of the target's positions, which are one further."""
-
-    def __init__(self, chooser: TokenSampler) -> None:
-        self._chooser = chooser
-
-    def __call__(
-        self, logits: Tensor, positions: Tensor, sequences: abc.Sequence[Sequence], drafts: Drafts | None = None
-    ) -> Tensor:
-        return self._chooser(logits, positions + 1, sequences, drafts)
-
-    def kernel(self, sequences: abc.Sequence[Sequence]) -> SamplingKernel | None:
-        return None
 
 
 class _HeadRun:
@@ -149,7 +134,7 @@ class _HeadStep(DecodeStep):
         self._head_run = run
 
     def processed(
-        self, items: abc.Sequence[ScheduledSequence], needs: LogitsNeeded, sampler: SamplingKernel | None
+        self, items: abc.Sequence[ScheduledSequence], needs: LogitsNeeded, sampler: SamplingKernel | None = None
     ) -> tuple[Tensor | None, Tensor | None]:
         run = self._head_run
         run.features = torch.stack([_features(item) for item in items])
@@ -161,6 +146,10 @@ class _HeadStep(DecodeStep):
                 sequence.final = sequence.computed + tokens
             sequence.passed_on = run.passed_on[row, tokens - 1].clone()
         return result
+
+    def choose(self, logits: Tensor, sequences: abc.Sequence[Sequence]) -> Tensor:
+        """Chooses with the noise of the target's positions, which are one further."""
+        return self.chooser(logits, positions_of(sequences, self.device) + 1, sequences)
 
 
 def _features(item: ScheduledSequence) -> Tensor:

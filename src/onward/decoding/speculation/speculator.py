@@ -1,22 +1,21 @@
-"""Speculators: a drafter with its measured costs and acceptance rate."""
+"""Speculators: a drafter with its measured costs and acceptance rate; and those that requests of one model share."""
 
+import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
-import torch
-
-from onward.decoding.cache_manager import CacheManager
 from onward.decoding.speculation.drafter import Drafter, DraftTarget
 from onward.decoding.speculation.lookup import PromptLookup, SuffixLookup
 from onward.decoding.speculation.model_drafter import ModelDrafter
 from onward.decoding.speculation.pace import LENGTHS, AcceptanceRate, DraftLengthController
 from onward.decoding.speculation.step import SpeculativeStep
-from onward.decoding.step import Select, Step, TokenSampler
+from onward.decoding.step import DecodeStep, TokenSampler
 from onward.errors import OptionError
 from onward.models import Model
-from onward.program import Executable
 from onward.util.checks import check_whole
+from onward.util.process import renew_in_forks
 from onward.util.text import described
 
 # Drafters without a model, by name.
@@ -92,27 +91,53 @@ class Speculator:
 
     def step(
         self,
-        plain: Step,
-        run: Executable,
-        slots: CacheManager,
+        plain: DecodeStep,
         chooser: TokenSampler,
-        device: torch.device,
-        vocab_size: int,
+        model: Model,
         *,
         rows: int,
         max_len: int,
-        select: Select | None = None,
-        model: Model | None = None,
     ) -> SpeculativeStep:
-        """The step for all sequences that draft with this speculator over one cache.
+        """The step for all sequences of a model that draft with this speculator over one cache.
 
-        plain, run, slots, chooser: as in `SpeculativeStep`. The others are those of `DraftTarget`.
+        plain, chooser: as in `SpeculativeStep`. The others are those of `DraftTarget`.
         """
-        positions = min(rows, slots.stats().total / slots.cost(max_len)) * max_len
-        target = DraftTarget(vocab_size, device, rows, max_len, int(positions), self.longest, select, model)
-        return SpeculativeStep(plain, run, slots, chooser, target, self.drafter, self._pace, self._acceptance)
+        positions = int(min(rows, plain.slots.stats().total / plain.slots.cost(max_len)) * max_len)
+        target = DraftTarget(
+            model.vocab_size, plain.device, rows, max_len, positions, self.longest, chooser.select, model
+        )
+        return SpeculativeStep(plain, chooser, target, self.drafter, self._pace, self._acceptance)
 
     @property
     def longest(self) -> int:
         """The length of the longest draft."""
         return LENGTHS[-1] if self.length is None else self.length
+
+
+# The maximum number of cached speculators. Each holds what it has learned and the programs of its draft model.
+_MAX_SPECULATORS = 8
+
+
+class SpeculatorCache:
+    """The speculators of one language model, one for each `draft`, for reuse by further requests."""
+
+    def __init__(self) -> None:
+        self._entries: OrderedDict[Any, tuple[Any, Speculator]] = OrderedDict()
+        self._lock = threading.RLock()  # requests come from several threads
+        renew_in_forks(self)
+
+    def renew(self) -> None:
+        self._lock = threading.RLock()
+
+    def get(self, draft: Any, make: Callable[[Any], Drafter] = as_drafter) -> Speculator | None:
+        """The speculator for a value of `draft`. make: creates its drafter."""
+        if draft is None or isinstance(draft, Speculator):
+            return draft
+        key = draft if isinstance(draft, str) else id(draft)
+        with self._lock:
+            if key not in self._entries:
+                self._entries[key] = (draft, Speculator(make(draft)))  # references `draft`, so that its id stays unique
+                if len(self._entries) > _MAX_SPECULATORS:
+                    self._entries.popitem(last=False)
+            self._entries.move_to_end(key)
+            return self._entries[key][1]

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from onward.decoding.batch import ScheduledSequence, forward, inputs
-from onward.decoding.cache_manager import CacheManager
 from onward.decoding.sequence import Sequence
 from onward.decoding.speculation.drafter import (
     Drafter,
@@ -38,9 +37,8 @@ from onward.decoding.speculation.pace import (
     RowAcceptance,
     paying_length,
 )
-from onward.decoding.step import Drafts, Emitted, SamplerCache, Step, TokenSampler, next_tokens
+from onward.decoding.step import DecodeStep, Drafts, Emitted, TokenSampler, next_tokens
 from onward.errors import DraftError, NothingToDrawError, OnwardError, one_line, warn_once
-from onward.program import Executable
 from onward.sampling.logprobs import checked_ids, not_finite
 
 
@@ -69,7 +67,7 @@ class SpeculativeStep:
     Ids that a sequence's constraint forces are drafted as they are; otherwise its drafter is asked, if it has joined.
     Prompts, and steps without a draft, are processed by a plain step.
 
-    plain: that step. run, slots, chooser: as in `DecodeStep`.
+    plain: that step, whose run and slots verify drafts. chooser: as in `DecodeStep`.
     target: the model and its limits. drafter: None drafts only forced ids.
     pace: chooses draft lengths; without it, every draft has `target.longest` ids.
     acceptance: the overall acceptance rate so far.
@@ -77,22 +75,19 @@ class SpeculativeStep:
 
     def __init__(
         self,
-        plain: Step,
-        run: Executable,
-        slots: CacheManager,
+        plain: DecodeStep,
         chooser: TokenSampler,
         target: DraftTarget,
         drafter: Drafter | None = None,
         pace: DraftLengthController | None = None,
         acceptance: AcceptanceRate | None = None,
     ) -> None:
-        self._plain, self._run, self._slots, self._chooser, self._target = plain, run, slots, chooser, target
-        self._drafter = drafter
-        self._pace = pace
+        self._plain, self._run, self._slots, self._chooser = plain, plain.run, plain.slots, chooser
+        self._target, self._drafter, self._pace = target, drafter, pace
         self._clock: Callable[[], float] = (lambda: 0.0) if pace is None else pace.clock
         self._overall = AcceptanceRate() if acceptance is None else acceptance
         self._drafting: Drafting | None = None  # before the first draft
-        self._drafted: set[Sequence] = set()  # the sequences that the drafting has
+        self._starts = 0  # the number of draftings so far
         self._shape_counts: Counter[tuple[int, int]] = Counter()  # steps by (sequences, longest draft)
 
     def join(self, sequences: abc.Iterable[Sequence]) -> None:
@@ -110,16 +105,16 @@ class SpeculativeStep:
     def leave(self, sequence: Sequence) -> None:
         """Free what the drafter has for a sequence that has ended or is preempted. A drafting that fails here is
         replaced by a new one, with a warning."""
-        if sequence not in self._drafted:
+        state = draft_state(sequence)
+        if self._drafting is None or state.joined != self._starts:
             return
         try:
             self._call("leave", _rows([sequence]))
         except DraftError as error:
             warn_once(f"{error}; it drafts for the other requests from the start")
-            for row in _rows(self._drafted):
-                row.state = None
-            self._drafted, self._drafting = set(), None
-        self._drafted.discard(sequence)
+            self._drafting = None
+        else:
+            state.joined = 0
 
     def __call__(self, work: abc.Sequence[ScheduledSequence]) -> Emitted:
         began, pace = self._clock(), self._pace
@@ -211,15 +206,17 @@ class SpeculativeStep:
     def _enter(self, sequences: abc.Sequence[Sequence]) -> float:
         """Have the new ones of these sequences join the drafting. Returns the seconds that it took, which are no cost
         of a draft."""
-        new = [sequence for sequence in sequences if sequence not in self._drafted]
-        if not new:
-            return 0.0
         began = self._clock()
-        if self._drafting is None:
+        if sequences and self._drafting is None:
             with self._blamed():
                 assert self._drafter is not None
                 self._drafting = self._drafter.start(self._target)
-        self._drafted.update(new)
+                self._starts += 1
+        new = [sequence for sequence in sequences if draft_state(sequence).joined != self._starts]
+        if not new:
+            return 0.0
+        for sequence in new:
+            draft_state(sequence).join(self._starts)
         try:
             self._call("join", _rows(new))
         except DraftError:
@@ -330,7 +327,7 @@ def verify(
     Raises:
         OnwardError: the first id of a sequence cannot be chosen. If a later one cannot, its draft ends there.
     """
-    if isinstance(chooser, SamplerCache):
+    if chooser.select is None:
         try:
             chosen = chooser(logits, positions, sequences, drafts).tolist()
         except NothingToDrawError:
@@ -352,7 +349,7 @@ def _one_by_one(
     """Choose position by position, only for drafts that agree so far."""
 
     def choose(k: int, places: abc.Sequence[int]) -> list[int]:
-        if isinstance(chooser, SamplerCache):
+        if chooser.select is None:
             accepted = [drafts[place][:k] for place in places]
             agreeing = [sequences[place] for place in places]
             ids = chooser(logits[places, : k + 1], positions[places, : k + 1], agreeing, accepted)[:, k]

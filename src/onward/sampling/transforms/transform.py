@@ -5,7 +5,8 @@ are applied, so one object has every option; a transform's methods are therefore
 """
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
@@ -157,7 +158,7 @@ Columns = Mapping[str, Tensor]
 
 def columns(rows: Sequence[Transform], kind: type[Transform], device: torch.device | None) -> Columns:
     """The options of `kind`; neutral for rows without them."""
-    return {field.name: _column(rows, field.name, field.default, device) for field in dataclasses.fields(kind)}
+    return {name: _column(rows, name, neutral, device) for name, neutral in neutral_options(kind).items()}
 
 
 def _column(rows: Sequence[Transform], name: str, neutral: Any, device: torch.device | None) -> Tensor:
@@ -184,6 +185,20 @@ class Draws(NamedTuple):
 Kind = TypeVar("Kind", bound=Transform)
 
 
+@functools.cache
+def _neutral_options(kind: Any) -> Mapping[str, Any]:
+    return {field.name: field.default for field in dataclasses.fields(kind)}
+
+
+# The options of a transform, with the values that change nothing. (mypy takes a dataclass's own hash for its class's.)
+neutral_options: Callable[[Any], Mapping[str, Any]] = _neutral_options
+
+
+def is_neutral(kind: type[Transform], options: Transform) -> bool:
+    """Whether all options of this kind have their defaults."""
+    return all(getattr(options, name) == neutral for name, neutral in neutral_options(kind).items())
+
+
 def transforms_of(options: type, kind: type[Kind]) -> list[type[Kind]]:
     """The adjustments or the filters that a class of options inherits from, in order."""
     return [one for one in options.__mro__ if kind in one.__bases__]
@@ -191,7 +206,7 @@ def transforms_of(options: type, kind: type[Kind]) -> list[type[Kind]]:
 
 def check_switch(options: Transform, kind: type[Transform], switch: str) -> None:
     """Raise `RequestError` if another of a transform's options is not neutral while `switch` is 0."""
-    changed = [f.name for f in dataclasses.fields(kind) if getattr(options, f.name) != f.default]
+    changed = [name for name, neutral in neutral_options(kind).items() if getattr(options, name) != neutral]
     if changed and not getattr(options, switch):
         message = f"{', '.join(changed)} would change nothing while {switch} is 0: set that too"
         raise RequestError(message, changed[0])

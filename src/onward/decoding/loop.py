@@ -94,7 +94,8 @@ class StepRouter:
                 model=self._run.model,
             )  # fmt: skip
             self._speculative[draft] = step
-        step.join(drafted)
+        if drafted:
+            step.join(drafted)
 
     def by_kind(self, work: abc.Sequence[ScheduledSequence]) -> list[tuple[Step, abc.Sequence[int]]]:
         """Divide work by kind: steps with the indices of their items."""

@@ -287,7 +287,7 @@ class Engine:
     def fingerprint_with(self, adapter: str | None, steering: Steering | None = None) -> str:
         """The fingerprint of requests with a loaded adapter, and with a steering (`GenerateOptions.steering`). Raises
         `RequestError` if no adapter has the name."""
-        loaded = self.lm.adapters.find(adapter)
+        loaded = None if adapter is None else self.lm.adapters.find(adapter)
         text = bits_fingerprint(self.lm.model, loaded)
         return text if steering is None else with_changes(text, f"{digest_of(loaded)} {steering.digest}")
 

@@ -10,8 +10,7 @@ from onward.cache.disk import Restoration
 from onward.decoding import CacheManager, FinishReason, Sequence
 from onward.decoding.loop import scored_chunk
 from onward.decoding.speculation.pace import LENGTHS
-from onward.engine.generation import Generation
-from onward.engine.notifier import Listener
+from onward.engine.generation import Generation, Listener
 from onward.errors import ContextOverflowError
 from onward.language_model import Request
 from onward.language_model.runner import RequestState

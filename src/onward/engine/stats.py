@@ -1,11 +1,7 @@
 """The statistics of an engine."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
-
-from onward.cache.disk import DiskCounts
-from onward.cache.manager import PagedCacheManager
-from onward.decoding import CacheManager
 
 
 @dataclass
@@ -16,6 +12,11 @@ class Seconds:
     schedule: float = 0.0
     step: float = 0.0
     give_out: float = 0.0
+
+
+PARTS = tuple(each.name for each in fields(Seconds))
+# The fields of `EngineStats` that are counts.
+COUNTS = ("steps", "tokens", "preemptions", "restored_tokens", "blocks_written", "blocks_dropped")
 
 
 @dataclass(frozen=True)
@@ -52,18 +53,8 @@ class EngineStats:
     blocks_written: int = 0
     blocks_dropped: int = 0
 
-
-def block_counts(slots: CacheManager) -> dict[str, Any]:
-    """The fields of `EngineStats` that describe the cache."""
-    total, available, cached, hits, lookups = slots.stats()
-    disk = slots.disk_counts if isinstance(slots, PagedCacheManager) else DiskCounts()
-    return {
-        "restored_tokens": disk.restored,
-        "blocks_written": disk.written,
-        "blocks_dropped": disk.dropped,
-        "blocks": total,
-        "blocks_used": total - available,
-        "blocks_cached": cached,
-        "blocks_free": available - cached,
-        "hit_rate": hits / lookups if lookups else 0.0,
-    }
+    @property
+    def counts(self) -> dict[str, Any]:
+        """The counts and the seconds of each part, which add up over engines."""
+        seconds = {f"seconds_{part}": getattr(self.seconds, part) for part in PARTS}
+        return {name: getattr(self, name) for name in COUNTS} | seconds

@@ -67,7 +67,7 @@ class PendingUpdate:
 class Updates:
     """The updates of an engine, in order. The engine's lock guards them; its thread applies them between two steps.
 
-    preempt: releases the slots of a request that the scheduler has preempted.
+    preempt: releases the slots of a request that the scheduler has preempted. pending: those not yet applied.
     """
 
     def __init__(
@@ -78,21 +78,21 @@ class Updates:
         preempt: Callable[[EngineRequest], None],
     ) -> None:
         self._run, self._slots, self._scheduler, self._preempt = run, slots, scheduler, preempt
-        self._pending: deque[PendingUpdate] = deque()
+        self.pending: deque[PendingUpdate] = deque()
 
     def add(self, pending: PendingUpdate) -> None:
-        self._pending.append(pending)
+        self.pending.append(pending)
 
     def withdraw(self, pending: PendingUpdate) -> None:
         """Forget an update for which nobody waits any more, unless it was applied."""
-        if pending in self._pending:
-            self._pending.remove(pending)
+        if pending in self.pending:
+            self.pending.remove(pending)
 
     def apply(self, requests: Iterable[EngineRequest]) -> bool:
         """Apply the updates that are due, and return whether another waits for requests that have started: until they
         end, no others start. requests: all that have not ended."""
-        while self._pending:
-            pending = self._pending[0]
+        while self.pending:
+            pending = self.pending[0]
             if pending.in_flight == "finish":
                 if any(request.generation.started is not None for request in requests):
                     return True
@@ -105,15 +105,15 @@ class Updates:
                 self._slots.set_weights_version(computation(self._run.model))
             except OptionError as error:  # another update has had the version
                 pending.error = EngineError(one_line(error))
-            self._pending.popleft()
+            self.pending.popleft()
             pending.ended.set()
         return False
 
     def end(self, failure: BaseException | None) -> None:
         """Fail the updates with the engine."""
-        for pending in self._pending:
+        for pending in self.pending:
             reason = "was closed" if failure is None else f"has failed: {one_line(failure)}"
             pending.error = EngineError(f"the engine {reason} before the update of its weights")
             pending.error.__cause__ = failure
             pending.ended.set()
-        self._pending.clear()
+        self.pending.clear()

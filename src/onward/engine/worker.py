@@ -11,17 +11,17 @@ import threading
 import time
 import weakref
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
-from onward.cache.disk import EXIT_SECONDS
+from onward.cache.disk import EXIT_SECONDS, DiskCounts
 from onward.cache.manager import PagedCacheManager
 from onward.decoding import CacheManager, FinishReason, ScheduledSequence, StepRouter, decode_loop
 from onward.decoding.shared_cache import StoreOf
-from onward.engine.notifier import LoopNotifier
+from onward.engine.generation import LoopNotifier
 from onward.engine.request import EngineRequest, Row
 from onward.engine.restoring import Restorer
 from onward.engine.scheduler import Scheduler
-from onward.engine.stats import EngineStats, Seconds, block_counts
+from onward.engine.stats import EngineStats, Seconds
 from onward.engine.updates import PendingUpdate, Updates
 from onward.errors import ContextOverflowError, EngineBusyError, EngineError, one_line
 from onward.models import Run
@@ -64,7 +64,7 @@ class EngineWorker:
         self._state: Literal["open", "draining", "closed"] = "open"
         self._failure: BaseException | None = None
         self._process = os.getpid()
-        self._blocks = block_counts(slots)
+        self._blocks = _block_counts(slots)
         self._seconds = Seconds()
         self._steps_run = self._output_tokens = 0
         self._busy_since: float | None = None  # when the thread began to plan the current step; None while it waits
@@ -189,7 +189,7 @@ class EngineWorker:
                 self._wakes.get()
             with self._lock:
                 work = self._next_work()
-                self._blocks = block_counts(self.slots)
+                self._blocks = _block_counts(self.slots)
                 idle = not work and not self._restorer
                 assert not idle or not self._requests, "a request waits, and nothing runs that could make room for it"
                 done = idle and self._state != "open"
@@ -203,7 +203,7 @@ class EngineWorker:
     def _next_work(self) -> list[ScheduledSequence]:
         while True:
             self._end_some(time.monotonic())
-            self._admit(new=not self._updates.apply(self._requests))
+            self._admit(new=not (self._updates.pending and self._updates.apply(self._requests)))
             self._restorer.advance()
             work = self._plan()
             if work or not any(request.error is not None for request in self._scheduler.running):
@@ -340,8 +340,24 @@ class EngineWorker:
                     request.error.__cause__ = self._failure
                 self._end(request, "cancelled")
             self._updates.end(self._failure)
-            self._blocks = block_counts(self.slots)
+            self._blocks = _block_counts(self.slots)
         self.notifier.notify()
+
+
+def _block_counts(slots: CacheManager) -> dict[str, Any]:
+    """The fields of `EngineStats` that describe the cache."""
+    total, available, cached, hits, lookups = slots.stats()
+    disk = slots.disk_counts if isinstance(slots, PagedCacheManager) else DiskCounts()
+    return {
+        "restored_tokens": disk.restored,
+        "blocks_written": disk.written,
+        "blocks_dropped": disk.dropped,
+        "blocks": total,
+        "blocks_used": total - available,
+        "blocks_cached": cached,
+        "blocks_free": available - cached,
+        "hit_rate": hits / lookups if lookups else 0.0,
+    }
 
 
 _alive: weakref.WeakSet[EngineWorker] = weakref.WeakSet()

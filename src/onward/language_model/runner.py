@@ -32,7 +32,6 @@ from onward.errors import RequestError
 from onward.language_model.chat import AnswerParser, ToolGrammar
 from onward.language_model.completion import Completion, Piece, Timing
 from onward.language_model.options import ConstraintMaker
-from onward.language_model.reasoning import new_constraint
 from onward.language_model.request import Request
 from onward.models import Cache, Run
 from onward.models.adapters import Adapters
@@ -53,10 +52,10 @@ class RequestState:
         self.request = request
         options = request.options
         self.deadline = None if options.time_limit is None else time.monotonic() + options.time_limit
-        adapter, constraint = (
-            adapters.steered(options.adapter, options.steering),
-            new_constraint(options, request.answer, tokenizer),
-        )
+        steering, adapter = options.steering, None
+        if options.adapter is not None or steering is not None:
+            adapter = adapters.steered(options.adapter, steering)
+        constraint = options.new_constraint(tokenizer, request.answer)
         marks = None if request.answer is None else dict(request.answer.marks)
         searches = options.beams > 1
         base = 0 if searches else fresh_seed() if options.seed is None else options.seed

@@ -4,7 +4,7 @@ import copy
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Self, Unpack
 
@@ -67,14 +67,20 @@ class SamplingParams(
         for name, value in vars(self).items():
             if value is not options[name].default:
                 self._set(name, options[name].normalized(value))
-        for check in _checks(self._kind):
-            check(self)
+        for kind in self._changed_kinds():
+            kind.check(self)
         if self.xtc_probability and not self.temperature:
             raise OptionError("xtc_probability", "needs a temperature above 0: greedy decoding has only top choices")
 
     @property
     def _kind(self) -> Any:  # mypy takes a dataclass's own hash for its class's
         return type(self)
+
+    def _changed_kinds(self) -> Iterator[Any]:
+        """The transforms with an option that is not neutral: others have nothing to check."""
+        for kind, names in _transforms(self._kind):
+            if any(getattr(self, name) is not getattr(kind, name) for name in names):
+                yield kind
 
     def __repr__(self) -> str:
         """The options that differ from their defaults."""
@@ -94,7 +100,7 @@ class SamplingParams(
 
     def check_ids(self, vocab_size: int) -> None:
         """Raise `RequestError` if an option names an id outside the vocabulary, or a text instead of ids."""
-        for kind in transforms_of(self._kind, Adjustment):
+        for kind in self._changed_kinds():
             for name, ids in kind.named_ids(self).items():
                 if (largest := max(ids, default=0)) >= vocab_size:
                     raise OptionError(name, f"names id {largest}, but the vocabulary ends at {vocab_size - 1}")
@@ -118,9 +124,10 @@ class SamplingParams(
 
 
 @functools.cache
-def _checks(options: type[SamplingParams]) -> tuple[Callable[[Any], None], ...]:
+def _transforms(options: type[SamplingParams]) -> tuple[tuple[type[Transform], tuple[str, ...]], ...]:
+    """All transforms, each with the names of its options."""
     kinds: list[type[Transform]] = [*transforms_of(options, Adjustment), *transforms_of(options, Filter)]
-    return tuple(kind.check for kind in kinds if kind.check is not Transform.check)
+    return tuple((kind, tuple(field.name for field in dataclasses.fields(kind))) for kind in kinds)
 
 
 @functools.cache

@@ -20,7 +20,7 @@ from starlette.responses import Response
 from onward import __version__
 from onward.cluster.call import ProxiedRequest, ProxiedResponse, ReplicaLostError, RouteAttempt, close_later
 from onward.cluster.channel import ChannelReplicaSet
-from onward.engine import EngineStats
+from onward.engine.stats import COUNTS, EngineStats
 from onward.errors import OnwardError
 from onward.protocols import BodyError
 from onward.server.errors import CompactJSONResponse, error_answer
@@ -83,9 +83,6 @@ TIMEOUT = 2.0  # seconds for a replica to respond; Prometheus waits 10 s for a s
 _POLL_INTERVAL = 0.05  # seconds, while waiting for replicas
 
 _OK = (200, 503)  # a failing replica reports its state with 503
-_COUNTED_STATS = frozenset(
-    {"steps", "tokens", "preemptions", "seconds", "restored_tokens", "blocks_written", "blocks_dropped"}
-)
 
 # A metric sample: its family, name and labels.
 _Sample = tuple[str, str, tuple[tuple[str, str], ...]]
@@ -218,7 +215,7 @@ def _kind_of_metric(key: _Sample) -> Kind:
 
 def _kind_of_stat(key: tuple[str, ...]) -> Kind:
     _, name, *_ = key
-    return Kind.COUNT if name in _COUNTED_STATS else Kind.MEAN if name == "hit_rate" else Kind.SUM
+    return Kind.COUNT if name in (*COUNTS, "seconds") else Kind.MEAN if name == "hit_rate" else Kind.SUM
 
 
 def _flat(stats: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[tuple[str, ...], float]]:

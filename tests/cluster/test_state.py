@@ -193,6 +193,10 @@ def test_health_is_that_of_all(deployment: Deployment) -> None:
         ready = await deployment.ask("/ready")
         assert (ready.status, json.loads(ready.body)["replicas"]["a"]) == (200, "unreachable")
         deployment.engines["b"].close()
+        busy = await deployment.ask("/health")
+        assert (busy.status, json.loads(busy.body)["status"]) == (200, "ok"), "a was healthy a moment ago"
+        assert json.loads(busy.body)["replicas"] == {"a": "unreachable", "b": "failing"}
+        deployment.ingress._state._grace = 0.0
         failing = await deployment.ask("/health")
         assert (failing.status, json.loads(failing.body)["status"]) == (503, "failing")
         deployment.fakes.gone = {"a", "b"}

@@ -4,6 +4,7 @@ import asyncio
 import contextvars
 import enum
 import json
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from dataclasses import fields, replace
@@ -80,6 +81,7 @@ def _add(sums: dict[_Key, float], counts: Mapping[_Key, float]) -> None:
 
 
 TIMEOUT = 2.0  # seconds for a replica to respond; Prometheus waits 10 s for a scrape
+_GRACE = 10.0  # seconds that a healthy replica may be too busy to respond, as many as Ray's health check waits
 _POLL_INTERVAL = 0.05  # seconds, while waiting for replicas
 
 _OK = (200, 503)  # a failing replica reports its state with 503
@@ -89,15 +91,17 @@ _Sample = tuple[str, str, tuple[tuple[str, str], ...]]
 
 
 class State:
-    """The combined state of all replicas. timeout: seconds for each to respond."""
+    """The combined state of all replicas. timeout: seconds for each to respond. grace: seconds for which a replica that
+    doesn't respond counts as healthy after it last was."""
 
-    def __init__(self, replicas: ChannelReplicaSet, timeout: float = TIMEOUT) -> None:
-        self._replicas, self._timeout = replicas, timeout
+    def __init__(self, replicas: ChannelReplicaSet, timeout: float = TIMEOUT, grace: float = _GRACE) -> None:
+        self._replicas, self._timeout, self._grace = replicas, timeout, grace
         self._metrics: Totals[_Sample] = Totals(_kind_of_metric)
         self._stats: Totals[tuple[str, ...]] = Totals(_kind_of_stat)
         self._families: dict[str, Metric] = {}  # of all replicas' metrics, without samples
         self._handlers = {"/metrics": self._metrics_of, "/stats": self._stats_of}
-        self._handlers |= {"/health": _health_of, "/ready": _health_of}
+        self._handlers |= {"/health": self._health_of, "/ready": self._health_of}
+        self._healthy: dict[str, tuple[float, Mapping[str, Any]]] = {}  # by replica, when it last was, and its models
         self._readings: dict[str, asyncio.Task[tuple[list[str], dict[str, Response]]]] = {}  # by path
 
     def has(self, call: ProxiedRequest) -> bool:
@@ -173,6 +177,20 @@ class State:
         merged = _unflat(self._stats.merged({name: dict(_flat(numbers)) for name, numbers in stats.items()}, names))
         return CompactJSONResponse(stats if by_replica else merged)
 
+    def _health_of(self, bodies: Mapping[str, bytes], names: list[str], by_replica: bool) -> Response:
+        """A deployment is healthy as long as one replica is: requests go there. One slow response, of a replica that
+        processes much else, is not yet a failure."""
+        if not names:
+            return error_answer(BodyError("no replica is available", code="no_replica", status=503))
+        states, now = {name: json.loads(body) for name, body in bodies.items()}, time.monotonic()
+        silent = {name: last for name, last in self._healthy.items() if name in names and name not in states}
+        self._healthy = {name: (now, each["models"]) for name, each in states.items() if each["status"] == "ok"} | silent
+        healthy = {name: models for name, (last, models) in self._healthy.items() if now - last <= self._grace}
+        models = next(iter(healthy.values()), None) or next((each["models"] for each in states.values()), {})
+        replicas = {name: states[name]["status"] if name in states else "unreachable" for name in names}
+        content = {"status": "ok" if healthy else "failing", "models": models, "replicas": replicas}
+        return CompactJSONResponse({**content, "version": __version__}, 200 if healthy else 503)
+
 
 async def _ask(replicas: ChannelReplicaSet, call: ProxiedRequest, name: str, timeout: float) -> Response | None:
     """The response of one replica; None if there is none in time."""
@@ -191,19 +209,6 @@ async def _ask(replicas: ChannelReplicaSet, call: ProxiedRequest, name: str, tim
     finally:
         close_later(replies)
     return response
-
-
-def _health_of(bodies: Mapping[str, bytes], names: list[str], by_replica: bool) -> Response:
-    """A deployment is healthy as long as one replica is: requests go there."""
-    states = {name: json.loads(body) for name, body in bodies.items()}
-    healthy = [state for state in states.values() if state["status"] == "ok"]
-    if not names:
-        return error_answer(BodyError("no replica is available", code="no_replica", status=503))
-    models: Mapping[str, Any] = next((state["models"] for state in [*healthy, *states.values()]), {})
-    replicas = {name: states[name]["status"] if name in states else "unreachable" for name in names}
-    content = {"status": "ok" if healthy else "failing", "models": models, "replicas": replicas}
-    content["version"] = __version__
-    return CompactJSONResponse(content, 200 if healthy else 503)
 
 
 def _kind_of_metric(key: _Sample) -> Kind:

@@ -65,7 +65,7 @@ def attention_gradient(grad: Tensor, *arguments: Any) -> Gradients:
             scores = torch.cat((scores, column), -1)
         weights = scores.softmax(-1).view(batch * groups, -1, scores.shape[3])
         width = k_block.shape[1]
-        to_v[:, seen].baddbmm_(weights[..., :width].mT, grad_block)
+        to_v[:, seen] += torch.bmm(weights[..., :width].mT, grad_block)  # baddbmm_ would multiply one by one
         to_weights = torch.bmm(grad_block, v_block.mT)
         if to_sinks is not None:
             to_weights = F.pad(to_weights, (0, 1))
@@ -77,6 +77,6 @@ def attention_gradient(grad: Tensor, *arguments: Any) -> Gradients:
             to_scores = to_scores * (1 - slope.square())
         to_scores = to_scores * scale if sinks is not None else to_scores.mul_(scale)
         to_q[:, :, rows] = torch.bmm(to_scores, k_block).view(-1, heads // groups, count, dim)
-        to_k[:, seen].baddbmm_(to_scores.mT, q_block)
+        to_k[:, seen] += torch.bmm(to_scores.mT, q_block)
     found = (into.view(x.shape).to(x.dtype) for into, x in ((to_q, q), (to_k, k), (to_v, v)))
     return *found, None, None if to_sinks is None else to_sinks.to(sinks.dtype)

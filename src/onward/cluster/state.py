@@ -184,7 +184,8 @@ class State:
             return error_answer(BodyError("no replica is available", code="no_replica", status=503))
         states, now = {name: json.loads(body) for name, body in bodies.items()}, time.monotonic()
         silent = {name: last for name, last in self._healthy.items() if name in names and name not in states}
-        self._healthy = {name: (now, each["models"]) for name, each in states.items() if each["status"] == "ok"} | silent
+        working = {name: each for name, each in states.items() if each["status"] == "ok"}
+        self._healthy = {name: (now, each["models"]) for name, each in working.items()} | silent
         healthy = {name: models for name, (last, models) in self._healthy.items() if now - last <= self._grace}
         models = next(iter(healthy.values()), None) or next((each["models"] for each in states.values()), {})
         replicas = {name: states[name]["status"] if name in states else "unreachable" for name in names}

@@ -74,7 +74,7 @@ def test_streamed_is_whole_is_the_engines_is_openais(format: str, tokenizer: Mar
     assert fold(list(onward.Session(chat.lm).stream_chat(ASKED, tools=TOOLS))) == said(whole)
     body = BodyReader(chat.lm, "m").read("/v1/chat/completions", {"messages": ASKED, "tools": TOOLS})
     assert body.requests == (chat.lm.chat_request(ASKED, tools=TOOLS),)
-    (choice,) = body.protocol.answer(body, [whole], chat.lm.tokenizer or MarkTokenizer(), "0")["choices"]
+    (choice,) = body.protocol.answer(body, [whole])["choices"]
     assert choice["finish_reason"] == "tool_calls"
     (call,) = said(whole).tool_calls
     function = {"name": "weather", "arguments": OSLO}
@@ -321,7 +321,7 @@ def test_chunks_add_up_to_the_answer(together: int) -> None:
         "/v1/chat/completions", {"messages": ASKED, "tools": TOOLS, "stream": True}
     )
     pieces = list(chat.lm.stream(body.requests[0]))
-    stream = body.protocol.events(body, chat.lm.tokenizer or MarkTokenizer(), "0")
+    stream = body.protocol.events(body)
     runs = [pieces[at : at + together] for at in range(0, len(pieces), together)]
     chunks = [chunk for run in runs for _, chunk in stream.pieces(0, run)]
     chunks += stream.end(0, chat.lm.generate(body.requests[0]))

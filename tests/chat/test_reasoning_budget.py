@@ -19,7 +19,7 @@ from onward.chat import FORMATS, ChatTemplate
 from onward.constraints import JsonSchema, Regex
 from onward.errors import RequestError
 from onward.language_model.chat import EFFORTS
-from onward.language_model.options import DEFAULT_BUDGET_MESSAGE
+from onward.language_model.reasoning import DEFAULT_BUDGET_MESSAGE
 from onward.ops.heads import BLOCK
 from onward.protocols import BodyReader
 from onward.protocols.body import BodyError
@@ -505,7 +505,7 @@ def test_usage_counts_the_message() -> None:
     reader = BodyReader(case.lm, "m", variables=OPENED)
     body = {"messages": ASKED, "reasoning_budget": 5, "reasoning_budget_message": MESSAGE, "temperature": 0}
     read = reader.read("/v1/chat/completions", body)
-    answer = read.protocol.answer(read, [case.lm.generate(read.requests[0])], case.tokenizer, "0")
+    answer = read.protocol.answer(read, [case.lm.generate(read.requests[0])])
     assert answer["usage"]["completion_tokens_details"] == {
         "reasoning_tokens": 5 + len(MESSAGE),
         "accepted_prediction_tokens": len(MESSAGE) + 1,  # the closing is drafted

@@ -9,7 +9,6 @@ from test_harmony import TEMPLATE as HARMONY
 import onward
 from onward.batches import BatchLine
 from onward.protocols import BodyReader
-from onward.protocols.responses_events import response_body
 from onward.testing import ByteTokenizer
 
 CHAT = "/v1/chat/completions"
@@ -91,12 +90,12 @@ def test_usage_reports_them(name: str) -> None:
         expected = sum(text.reasoning_tokens or 0 for text in completion.choices)
         if "max_tokens" not in fields:
             assert expected == count * request.options.n
-        answer = read.protocol.answer(read, [completion], chat.lm.tokenizer, "0")
+        answer = read.protocol.answer(read, [completion])
         details = {"completion_tokens_details": {"reasoning_tokens": expected}} if expected else {}
         assert {
             key: value for key, value in answer["usage"].items() if key.startswith("completion_tokens_d")
         } == details
-        stream = read.protocol.events(read, chat.lm.tokenizer, "0")
+        stream = read.protocol.events(read)
         stream.begin(0), stream.end(0, completion)
         assert json.loads(stream.finish()[0].removeprefix("data: "))["usage"] == answer["usage"]
         line = BatchLine(1, "a", CHAT, {}).served("batch_req_0", answer)
@@ -106,7 +105,7 @@ def test_usage_reports_them(name: str) -> None:
     response = reader.read("/v1/responses", {"input": "Rain?"})
     chat.answers.prompt_length = len(response.requests[0].prompt)
     completion = chat.lm.generate(response.requests[0])
-    usage = response_body(response, completion, chat.lm.tokenizer, "0")["usage"]
+    usage = response.protocol.answer(response, [completion])["usage"]
     assert usage["output_tokens_details"] == {"reasoning_tokens": count}
-    events = response.protocol.events(response, chat.lm.tokenizer, "0").end(0, completion)
+    events = response.protocol.events(response).end(0, completion)
     assert json.loads(events[-1].partition("data: ")[2])["response"]["usage"] == usage

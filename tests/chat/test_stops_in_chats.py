@@ -13,7 +13,6 @@ import onward
 from onward.decoding.speculation import PredictedOutput, Speculator
 from onward.language_model import Completion, Piece
 from onward.protocols import BodyReader
-from onward.protocols.responses_events import response_body
 
 CHAT = "/v1/chat/completions"
 TOOLS = [WEATHER, CLOCK]
@@ -67,7 +66,6 @@ def is_json(text: str) -> bool:
 @pytest.mark.stride(2)
 def test_a_stop_anywhere_leaves_a_consistent_answer(format: str) -> None:
     chat, text = answering_with(format), ANSWERS[format]
-    assert chat.lm.tokenizer is not None
     reader = BodyReader(chat.lm, "m", streams=True)
     predicted = Speculator(PredictedOutput(chat.lm.encode(text, add_special_tokens=False)))
     ends = set()
@@ -82,8 +80,8 @@ def test_a_stop_anywhere_leaves_a_consistent_answer(format: str) -> None:
         assert (drafted.message, drafted.token_ids) == (completion.message, completion.token_ids)
         assert (drafted.stopped_by, drafted.reasoning_tokens) == (completion.stopped_by, completion.reasoning_tokens)
 
-        (choice,) = body.protocol.answer(body, [completion], chat.lm.tokenizer, "0")["choices"]
-        stream = body.protocol.events(body, chat.lm.tokenizer, "0")
+        (choice,) = body.protocol.answer(body, [completion])["choices"]
+        stream = body.protocol.events(body)
         events = [*stream.begin(0), *(chunk for piece in pieces for _, chunk in stream.pieces(0, [piece]))]
         chunks = [data(event)["choices"][0] for event in [*events, *stream.end(0, completion)]]
         said, message = joined(chunks), choice["message"]
@@ -106,8 +104,7 @@ def test_a_call_that_the_model_ends_itself_is_to_be_run_whatever_its_arguments_a
     chat = answering("hermes", '<tool_call>\n{"name": "clock", "arguments": {"at": ')
     body = BodyReader(chat.lm, "m").read(CHAT, {"messages": ASKED, "tools": TOOLS})
     chat.answers.prompt_length = len(body.requests[0].prompt)
-    assert chat.lm.tokenizer is not None
-    (choice,) = body.protocol.answer(body, [chat.lm.generate(body.requests[0])], chat.lm.tokenizer, "0")["choices"]
+    (choice,) = body.protocol.answer(body, [chat.lm.generate(body.requests[0])])["choices"]
     assert choice["finish_reason"] == "tool_calls"
 
 
@@ -131,7 +128,6 @@ def built(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_response_cut_anywhere_is_what_its_events_add_up_to(format: str) -> None:
     chat, text = answering_with(format), ANSWERS[format]
-    assert chat.lm.tokenizer is not None
     reader = BodyReader(chat.lm, "m", streams=True)
     tools = [{"type": "function", **tool["function"]} for tool in TOOLS]
     for most in (*range(1, len(text), max(11, len(text) // 16)), len(text) + 1):
@@ -143,11 +139,11 @@ def test_a_response_cut_anywhere_is_what_its_events_add_up_to(format: str) -> No
             generation = engine.submit(body.requests[0])
             pieces += generation
             completion = generation.result()
-        stream = body.protocol.events(body, chat.lm.tokenizer, "0")
+        stream = body.protocol.events(body)
         sent = [*stream.begin(0), *(event for piece in pieces for _, event in stream.pieces(0, [piece]))]
         events = [data(event) for event in [*sent, *stream.end(0, completion)]]
         whole = events[-1]["response"]
-        assert whole == response_body(body, completion, chat.lm.tokenizer, "0")
+        assert whole == body.protocol.answer(body, [completion])
         assert [event["sequence_number"] for event in events] == list(range(len(events)))
         items = built(events)
         assert [item["done"] for item in items] == whole["output"]

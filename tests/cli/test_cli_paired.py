@@ -3,8 +3,8 @@
 import random
 import statistics
 
+from onward.cli.evaluate import compared, comparisons, other_flags
 from onward.cli.flags import ModelFlags
-from onward.cli.paired import compared, comparisons, other_flags
 
 
 def test_the_interval_of_correlated_pairs_is_narrower():

@@ -135,7 +135,7 @@ def test_a_text_alone_among_others_chunked_and_in_an_engine_has_the_same_bits(ba
     with Engine(lm) as engine:
         done = [engine.submit(request).result() for request in read.requests]
     assert all(torch.equal(each.embedding, row) for each, row in zip(done, together, strict=True))
-    answer = read.protocol.answer(read, done, lm.tokenizer, "1")
+    answer = read.protocol.answer(read, done)
     assert np.array_equal(np.array([each["embedding"] for each in answer["data"]], np.float32), together.numpy())
     assert answer["usage"]["prompt_tokens"] == sum(len(lm.encode(text)) for text in TEXTS)
 
@@ -146,7 +146,7 @@ def test_bodies_of_embeddings(base, tmp_path):
 
     def answer(**body: Any) -> list[Any]:
         read = reader.read("/v1/embeddings", body)
-        made = read.protocol.answer(read, [lm.generate(request) for request in read.requests], lm.tokenizer, "1")
+        made = read.protocol.answer(read, [lm.generate(request) for request in read.requests])
         assert [each["index"] for each in made["data"]] == list(range(len(made["data"])))
         return [each["embedding"] for each in made["data"]]
 
@@ -190,7 +190,7 @@ def test_a_classifier_ranks_with_its_head(ranker):
     read = BodyReader(lm, "m").read(
         "/v1/rerank", {"query": "a", "documents": [*TEXTS[:3], {"text": TEXTS[3]}], "top_n": 2, "template": template}
     )
-    made = read.protocol.answer(read, [lm.generate(request) for request in read.requests], lm.tokenizer, "1")
+    made = read.protocol.answer(read, [lm.generate(request) for request in read.requests])
     want = lm.rerank("a", TEXTS, template=template)
     best = sorted(range(4), key=lambda index: -want[index])[:2]
     assert [(each["index"], each["relevance_score"], each["document"]["text"]) for each in made["results"]] == [

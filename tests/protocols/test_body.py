@@ -248,10 +248,7 @@ def test_an_error_has_a_status_that_clients_know() -> None:
 
 def answered(reader: BodyReader, url: str, **fields: Any) -> dict[str, Any]:
     body = reader.read(url, of(url, **fields))
-    assert reader.lm.tokenizer is not None
-    return body.protocol.answer(
-        body, [reader.lm.generate(request) for request in body.requests], reader.lm.tokenizer, "9"
-    )
+    return body.protocol.answer(body, [reader.lm.generate(request) for request in body.requests])
 
 
 def test_an_answer_is_a_chat_completion(reader: BodyReader) -> None:
@@ -267,7 +264,7 @@ def test_an_answer_is_a_chat_completion(reader: BodyReader) -> None:
     assert [token["logprob"] for token in tokens] == [entry.chosen for entry in alone.logprobs]
     assert all(len(token["top_logprobs"]) == 2 for token in tokens)
     assert answer["object"] == "chat.completion"
-    assert answer["system_fingerprint"] == "onward-9"
+    assert answer["system_fingerprint"] == f"onward-{onward.__version__}"
     usage = answer["usage"]
     assert usage["prompt_tokens"] == len(reader.lm.chat_prompt(MESSAGES))
     assert usage["total_tokens"] == usage["prompt_tokens"] + 4
@@ -374,14 +371,14 @@ def test_prompt_logprobs_are_those_of_generate(reader: BodyReader) -> None:
     assert tokenizer is not None
     for fields in ({}, {"n": 2, "temperature": 1, "seed": 1}, {"echo": True, "logprobs": 2}):
         body = reader.read(TEXT, of(TEXT, prompt=["The fox é", "An owl"], max_tokens=2, prompt_logprobs=2, **fields))
-        answer = body.protocol.answer(body, [reader.lm.generate(request) for request in body.requests], tokenizer, "9")
+        answer = body.protocol.answer(body, [reader.lm.generate(request) for request in body.requests])
         for choice in answer["choices"]:
             prompt = body.requests[choice["index"] // body.requests[0].options.n].prompt
             wanted = reader.lm.score(prompt, logprobs=2).logprobs
             check_prompt_logprobs(choice["prompt_logprobs"], prompt, wanted, tokenizer)
     body = reader.read(CHAT, of(CHAT, max_tokens=2, prompt_logprobs=2))
     (request,) = body.requests
-    answer = body.protocol.answer(body, [reader.lm.generate(request)], tokenizer, "9")
+    answer = body.protocol.answer(body, [reader.lm.generate(request)])
     check_prompt_logprobs(
         answer["prompt_logprobs"], request.prompt, reader.lm.score(request.prompt, logprobs=2).logprobs, tokenizer
     )

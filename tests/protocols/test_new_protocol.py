@@ -17,7 +17,6 @@ from onward.protocols.body import AtMost
 from onward.protocols.options import Length, OptionsBody, body_with_options
 from onward.protocols.protocol import ModelContext, Prompts
 from onward.server import create_app
-from onward.tokenizer import Tokenizer
 
 _Options: Any = body_with_options("_Options", OptionsBody, without=("n", "beams"))
 
@@ -65,12 +64,10 @@ class Shout(Protocol):
         length = {} if body.length is None else {"max_new_tokens": body.length}
         return Prompts((context.lm.request(body.text, **{**context.options, **body.set_options(), **length}),))
 
-    def answer(
-        self, body: ParsedBody, completions: Sequence[Completion], tokenizer: Tokenizer, version: str
-    ) -> dict[str, Any]:
+    def answer(self, body: ParsedBody, completions: Sequence[Completion]) -> dict[str, Any]:
         return {"shouted": completions[0].text.upper()}
 
-    def events(self, body: ParsedBody, tokenizer: Tokenizer, version: str) -> ShoutEvents:
+    def events(self, body: ParsedBody) -> ShoutEvents:
         return ShoutEvents()
 
 
@@ -138,6 +135,5 @@ def test_it_is_in_the_document(client: Any) -> None:
 
 def test_it_is_in_batches(lm: onward.LanguageModel, tmp_path: Path) -> None:
     body = BodyReader(lm, "demo").read("/v1/shout", {"text": "Once", "length": 4, "seed": 1})
-    assert lm.tokenizer is not None
-    answer = body.protocol.answer(body, [lm.generate(body.requests[0])], lm.tokenizer, "9")
+    answer = body.protocol.answer(body, [lm.generate(body.requests[0])])
     assert answer["shouted"].isupper()

@@ -1,5 +1,6 @@
 """What is counted equals what answers say of themselves, and what is rendered again has the same date."""
 
+import dataclasses
 import json
 import threading
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from live_server import SECONDS, LiveServer
 
 import onward
 from onward.engine import Generation
+from onward.engine.stats import COUNTS
 from onward.protocols import ResponseKey
 from onward.server.metrics import ModelMetrics
 from onward.server.service import Service
@@ -33,6 +35,19 @@ def counters(text: str) -> dict[str, float]:
     """The numbers that may only grow."""
     pairs = (line.rsplit(" ", 1) for line in text.splitlines() if line[0] != "#")
     return {name: float(value) for name, value in pairs if name.partition("{")[0].endswith(("_total", "_count"))}
+
+
+def test_each_count_of_an_engine_is_in_the_metrics(
+    start: Start, lm: onward.LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = start({"demo": lm})
+    counts = {name: number for number, name in enumerate(COUNTS, 3)}
+    stats = dataclasses.replace(server.engines["demo"].stats(), **counts)
+    monkeypatch.setattr(server.engines["demo"], "stats", lambda: stats)
+    values = counters(server.get("/metrics").text)
+    names = ("engine_steps", "engine_tokens", "preemptions", "prefix_disk_tokens", "prefix_disk_written_blocks")
+    shown = [values[f'onward_{name}_total{{model="demo"}}'] for name in (*names, "prefix_disk_dropped_blocks")]
+    assert shown == [counts[name] for name in COUNTS]
 
 
 def test_counts_are_the_sums_of_usage_and_never_fall(start: Start, lm: onward.LanguageModel) -> None:

@@ -19,8 +19,8 @@ from live_server import PLAIN, LiveServer
 import onward
 from onward.errors import RequestError
 from onward.protocols import BodyError
-from onward.server.files.multipart import MultipartReader, Part
 from onward.server.files.store import FileStore
+from onward.server.files.upload import MultipartReader, Part
 
 Start = Callable[..., LiveServer]
 KEYS = ("first-key", "second-key")

@@ -555,14 +555,13 @@ def test_a_stream_adds_up_to_the_whole_message(thinker: onward.LanguageModel, da
     cuts = data.draw(st.lists(st.integers(0, len(said)), max_size=12))
     display = data.draw(st.sampled_from([None, "omitted"]))
     body = read(thinker, thinking={"type": "adaptive", "display": display})
-    assert thinker.tokenizer is not None
     deltas = parsed(said, cuts)
     pieces = [Piece("", 5, message=delta) for delta in deltas]
     completion = completed(thinker, body, AssistantMessage.of(deltas), len(pieces))
-    whole = body.protocol.answer(body, [completion], thinker.tokenizer, "9")
+    whole = body.protocol.answer(body, [completion])
 
     def streamed(sizes: Sequence[int]) -> tuple[list[tuple[int, str]], list[str]]:
-        stream = body.protocol.events(body, thinker.tokenizer, "9")  # type: ignore[arg-type]
+        stream = body.protocol.events(body)  # type: ignore[arg-type]
         begun, events, at = stream.begin(0), [], 0
         for size in sizes:
             events += [(at + done, event) for done, event in stream.pieces(0, pieces[at : at + size])]
@@ -597,8 +596,7 @@ def test_reasoning_text_and_calls_are_blocks(lm: onward.LanguageModel) -> None:
     )
     broken = ToolCall("c4", "weather", "Oslo")
     completion = completed(lm, body, AssistantMessage("Well.", "Hm.", (*calls, broken)), 3)
-    assert lm.tokenizer is not None
-    whole = body.protocol.answer(body, [completion], lm.tokenizer, "9")
+    whole = body.protocol.answer(body, [completion])
     thinking, said, *uses = whole["content"]
     assert (thinking["type"], thinking["thinking"], len(thinking["signature"])) == ("thinking", "Hm.", 32)
     assert said == {"type": "text", "text": "Well."}
@@ -671,8 +669,7 @@ def test_http_itself_refuses_in_anthropics_format(server: LiveServer) -> None:
 )
 def test_a_stream_ends_with_an_event_of_its_error(lm: onward.LanguageModel, error: Any, kind: str) -> None:
     body = read(lm)
-    assert lm.tokenizer is not None
-    (event,) = body.protocol.events(body, lm.tokenizer, "9").error(error)
+    (event,) = body.protocol.events(body).error(error)
     name, data, *_ = event.split("\n")
     assert name == "event: error"
     assert json.loads(data.removeprefix("data: ")) == {"type": "error", "error": {"type": kind, "message": str(error)}}

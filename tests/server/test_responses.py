@@ -211,7 +211,7 @@ def test_reasoning_and_calls_are_items(lm: onward.LanguageModel) -> None:
     said = AssistantMessage("Well.", "Hm.", (ToolCall("c1", "weather", '{"at":1}'), ToolCall("c2", "weather", "{}")))
     object.__setattr__(completion, "message", said)
     assert lm.tokenizer is not None
-    stream = body.protocol.events(body, lm.tokenizer, "9")
+    stream = body.protocol.events(body)
     events = [json.loads(event.partition("data: ")[2]) for event in [*stream.begin(0), *stream.end(0, completion)]]
     kinds = [event["type"].removeprefix("response.") for event in events]
     assert kinds.count("function_call_arguments.done") == 2

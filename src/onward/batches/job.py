@@ -117,9 +117,8 @@ class BatchJob:
         self._stopped = False
         self._serving: list[asyncio.Task[list[LineResult]]] = []  # the oldest first
         self._slots = [_Slot(start) for _ in range(replicas)]
-        self._retries: deque[tuple[list[BatchLine], int]] = (
-            deque()
-        )  # chunks, with the number of replicas that died serving them
+        # Chunks, with the number of replicas that died serving them.
+        self._retries: deque[tuple[list[BatchLine], int]] = deque()
         self._suspects: deque[BatchLine] = deque()
         self.progress = Progress(batch.count)
 

@@ -47,8 +47,6 @@ class EngineReplica:
         self._fingerprint = fingerprint_of(reader)
         self._running: set[asyncio.Task[None]] = set()
         self._emitted: dict[str, list[list[list[int]]]] = {}  # by the requests of lines that were interrupted
-        assert reader.lm.tokenizer is not None, "a batch needs a tokenizer"
-        self._tokenizer = reader.lm.tokenizer
 
     async def load(self) -> str:
         return self._fingerprint
@@ -74,7 +72,7 @@ class EngineReplica:
             if any(completion.finish_reason == "cancelled" for completion in completions):
                 raise EngineError("the engine was closed before the line was complete")
             uncached = [replace(completion, cached_tokens=0) for completion in completions]  # it depends on the run
-            answer = body.protocol.answer(body, uncached, self._tokenizer, onward.__version__)
+            answer = body.protocol.answer(body, uncached)
             text = result_line(line.served(id, answer))
         except BaseException as error:
             if isinstance(error, asyncio.CancelledError):

@@ -33,6 +33,8 @@ _SWITCHES = ("enable_thinking", "thinking")
 # {"role": "user", "content": "…"}, and other keys that a template reads.
 Message = Mapping[str, Any]
 
+# Templates with this test write arguments verbatim if they are text.
+_TAKES_TEXT = re.compile(r"arguments\s+is\s+string")
 # In characters. The longest template in use has about 30,000.
 _MAX_LENGTH = 2**20
 _MAX_ERROR_LENGTH = 500
@@ -46,7 +48,8 @@ class ChatTemplate:
     """A compiled template.
 
     source: its text. special_tokens: variables of the template, such as {"bos_token": "<s>"}. tool_source: another
-    template for chats with `tools`. An invalid template raises `TokenizerError`.
+    template for chats with `tools`. takes_text: whether it takes the arguments of calls as text. An invalid template
+    raises `TokenizerError`.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], tool_source: str | None = None) -> None:
@@ -68,6 +71,7 @@ class ChatTemplate:
             raise TokenizerError(f"the chat template cannot be read: {_message(error)}") from error
         self._special_tokens = dict(special_tokens)
         self._sources = (source, self._special_tokens, tool_source)
+        self.takes_text = any(map(_TAKES_TEXT.search, sources))
         self._settable = names - {"messages", "strftime_now"} | {*PROMPT_ENDINGS}
         self._variables = frozenset(names - {"messages", *PROMPT_ENDINGS, *special_tokens} - _SPECIAL_TOKENS)
 

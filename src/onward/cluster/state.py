@@ -21,7 +21,7 @@ from starlette.responses import Response
 from onward import __version__
 from onward.cluster.call import ProxiedRequest, ProxiedResponse, ReplicaLostError, RouteAttempt, close_later
 from onward.cluster.channel import ChannelReplicaSet
-from onward.engine import EngineStats
+from onward.engine.stats import COUNTS, EngineStats
 from onward.errors import OnwardError
 from onward.protocols import BodyError
 from onward.server.errors import CompactJSONResponse, error_answer
@@ -85,9 +85,6 @@ _GRACE = 10.0  # seconds that a healthy replica may be too busy to respond, as m
 _POLL_INTERVAL = 0.05  # seconds, while waiting for replicas
 
 _OK = (200, 503)  # a failing replica reports its state with 503
-_COUNTED_STATS = frozenset(
-    {"steps", "tokens", "preemptions", "seconds", "restored_tokens", "blocks_written", "blocks_dropped"}
-)
 
 # A metric sample: its family, name and labels.
 _Sample = tuple[str, str, tuple[tuple[str, str], ...]]
@@ -187,7 +184,8 @@ class State:
             return error_answer(BodyError("no replica is available", code="no_replica", status=503))
         states, now = {name: json.loads(body) for name, body in bodies.items()}, time.monotonic()
         silent = {name: last for name, last in self._healthy.items() if name in names and name not in states}
-        self._healthy = {name: (now, each["models"]) for name, each in states.items() if each["status"] == "ok"} | silent
+        working = {name: each for name, each in states.items() if each["status"] == "ok"}
+        self._healthy = {name: (now, each["models"]) for name, each in working.items()} | silent
         healthy = {name: models for name, (last, models) in self._healthy.items() if now - last <= self._grace}
         models = next(iter(healthy.values()), None) or next((each["models"] for each in states.values()), {})
         replicas = {name: states[name]["status"] if name in states else "unreachable" for name in names}
@@ -223,7 +221,7 @@ def _kind_of_metric(key: _Sample) -> Kind:
 
 def _kind_of_stat(key: tuple[str, ...]) -> Kind:
     _, name, *_ = key
-    return Kind.COUNT if name in _COUNTED_STATS else Kind.MEAN if name == "hit_rate" else Kind.SUM
+    return Kind.COUNT if name in (*COUNTS, "seconds") else Kind.MEAN if name == "hit_rate" else Kind.SUM
 
 
 def _flat(stats: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[tuple[str, ...], float]]:

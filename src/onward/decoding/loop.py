@@ -99,8 +99,7 @@ class StepRouter:
             sampler = SamplerCache(self._model.device)
             step = draft.step(self._plain, sampler, self._model, rows=self._rows, max_len=self._max_len)
             self._speculative[draft] = step
-        if drafted:
-            step.join(drafted)
+        step.join(drafted)
 
     def by_kind(self, work: abc.Sequence[ScheduledSequence]) -> list[tuple[Step, abc.Sequence[int]]]:
         """Divide work by kind: steps with the indices of their items."""

@@ -1,6 +1,7 @@
 """The statistics of an engine."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 
 @dataclass
@@ -11,6 +12,11 @@ class Seconds:
     schedule: float = 0.0
     step: float = 0.0
     give_out: float = 0.0
+
+
+PARTS = tuple(each.name for each in fields(Seconds))
+# The fields of `EngineStats` that are counts.
+COUNTS = ("steps", "tokens", "preemptions", "restored_tokens", "blocks_written", "blocks_dropped")
 
 
 @dataclass(frozen=True)
@@ -46,3 +52,9 @@ class EngineStats:
     restored_tokens: int = 0
     blocks_written: int = 0
     blocks_dropped: int = 0
+
+    @property
+    def counts(self) -> dict[str, Any]:
+        """The counts and the seconds of each part, which add up over engines."""
+        seconds = {f"seconds_{part}": getattr(self.seconds, part) for part in PARTS}
+        return {name: getattr(self, name) for name in COUNTS} | seconds

@@ -2,7 +2,6 @@
 
 import dataclasses
 import datetime
-import re
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
@@ -34,10 +33,6 @@ from onward.language_model.request import check_length, needed_tokenizer
 from onward.schemas import SPACED, json_rules
 from onward.tokenizer import Tokenizer
 from onward.util.text_input import check_value
-
-# Templates with this test write arguments verbatim if they are text.
-_TAKES_TEXT = re.compile(r"arguments\s+is\s+string")
-
 
 # The budgets of efforts, for templates that do not read `reasoning_effort`; None for no budget.
 EFFORTS: Mapping[str, int | None] = {
@@ -189,9 +184,8 @@ class ChatReader:
             raise TokenizerError("this model has no chat template: use generate with a plain prompt")
         check_value(messages, "messages")
         self.template.check_variables(variables)
-        takes_text = any(_TAKES_TEXT.search(source) for source in self.template.sources)
         with blaming("messages"):
-            read = template_messages(messages, arguments_as_text=takes_text)
+            read = template_messages(messages, arguments_as_text=self.template.takes_text)
         return self.template.render(read, now, **variables)
 
     def _symbols(self, tokenizer: Tokenizer) -> dict[str, int]:

@@ -12,12 +12,13 @@ from typing import Any, Literal, Self, TypeAlias, Unpack
 
 from torch import Tensor
 
-from onward.chat import PROMPT_ENDINGS, ChatTemplate, ToolChoice, ToolLike
+from onward.chat import PROMPT_ENDINGS, AnswerFormat, ChatTemplate, ToolChoice, ToolLike
 from onward.constraints import Choice, JsonSchema, Lark, Regex
 from onward.decoding import StopWhen
 from onward.decoding.speculation import Drafter, ModelHolder, Speculator
 from onward.errors import OptionError, RequestError, blaming
 from onward.language_model.options_dict import GenerateOptionsDict
+from onward.language_model.reasoning import ReasoningBudget
 from onward.language_model.steering import combined, read_prompt_embeds, read_steering
 from onward.models import Model
 from onward.models.adapters import Steer, Steering
@@ -83,10 +84,6 @@ _SAMPLING_OPTIONS: dict[str, Any] = {
 } | {"seed": None, "sampling_logprobs": False}
 # Options of beam search only.
 BEAM_OPTIONS = ("length_penalty", "early_stopping")
-# How a reasoning budget ends the reasoning, by default: the words that Qwen documents for its models.
-DEFAULT_BUDGET_MESSAGE = (
-    "\n\nConsidering the limited time by the user, I have to give the solution based on the thinking directly now.\n"
-)
 # Options that constrain the text; they are mutually exclusive.
 CONSTRAINTS = ("json_schema", "regex", "grammar", "choice", "constraint")
 
@@ -283,9 +280,17 @@ class GenerateOptions(SamplingParams):
             return Choice(self.choice)
         return self.constraint
 
-    def new_constraint(self, tokenizer: Tokenizer | None) -> Constraint | None:
-        """The constraint in its initial state; None for any text. Raises `RequestError` for a grammar that cannot be
-        compiled, and `TokenizerError` without a suitable tokenizer."""
+    def new_constraint(self, tokenizer: Tokenizer | None, answer: AnswerFormat | None = None) -> Constraint | None:
+        """The constraint in its initial state, in a chat's answer with the reasoning budget; None for any text. Raises
+        `RequestError` for a grammar that cannot be compiled, or a message that cannot be in reasoning, and
+        `TokenizerError` without a suitable tokenizer."""
+        constraint = self._new_constraint(tokenizer)
+        if self.reasoning_budget is None or answer is None:
+            return constraint
+        assert tokenizer is not None, "a chat has a tokenizer"
+        return ReasoningBudget.of(self.reasoning_budget, self.reasoning_budget_message, answer, tokenizer, constraint)
+
+    def _new_constraint(self, tokenizer: Tokenizer | None) -> Constraint | None:
         maker = self.constrained_by
         if maker is None or isinstance(maker, Constraint):
             return None if maker is None else maker.fork()

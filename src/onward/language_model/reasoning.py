@@ -6,29 +6,19 @@ from typing import NamedTuple, Self
 
 from onward.chat import AnswerFormat
 from onward.errors import OptionError
-from onward.language_model.options import DEFAULT_BUDGET_MESSAGE, GenerateOptions
 from onward.sampling import Constraint, mask_of
 from onward.sampling.constraint import Mask, PartialConstraint
 from onward.tokenizer import Tokenizer, special_tokens
 from onward.tokenizer.text_stream import REPLACEMENT
 from onward.util.text import unfinished
 
+# How a reasoning budget ends the reasoning, by default: the words that Qwen documents for its models.
+DEFAULT_BUDGET_MESSAGE = (
+    "\n\nConsidering the limited time by the user, I have to give the solution based on the thinking directly now.\n"
+)
 _BEGINNING, _REASONING, _REST = "beginning", "reasoning", "rest"
 # The most ids of a character after its first.
 _INSIDE = 3
-
-
-def new_constraint(
-    options: GenerateOptions, answer: AnswerFormat | None, tokenizer: Tokenizer | None
-) -> Constraint | None:
-    """The constraint of a request in its initial state, with its reasoning budget; None for any text. The errors are
-    those of `GenerateOptions.new_constraint` and `ReasoningBudget.of`."""
-    constraint = options.new_constraint(tokenizer)
-    if options.reasoning_budget is None:
-        return constraint
-    assert answer is not None, "a reasoning budget is of a chat"
-    assert tokenizer is not None, "a chat has a tokenizer"
-    return ReasoningBudget.of(options, answer, tokenizer, constraint)
 
 
 class _State(NamedTuple):
@@ -76,21 +66,19 @@ class ReasoningBudget(PartialConstraint):
 
     @classmethod
     def of(
-        cls, options: GenerateOptions, answer: AnswerFormat, tokenizer: Tokenizer, inner: Constraint | None = None
+        cls, limit: int, message: str | None, answer: AnswerFormat, tokenizer: Tokenizer, inner: Constraint | None
     ) -> Self:
-        """The budget of a request. Raises `OptionError` for a message that cannot be in reasoning."""
-        assert options.reasoning_budget is not None
-        message, format = options.reasoning_budget_message, answer.format
-        if message is None:
-            message = DEFAULT_BUDGET_MESSAGE
+        """The budget of a request; message: None for the default. Raises `OptionError` for a message that cannot be in
+        reasoning."""
+        message, format = DEFAULT_BUDGET_MESSAGE if message is None else message, answer.format
         special = special_tokens(tokenizer)
         found = [special[token] for token in tokenizer.encode(message, add_special_tokens=False) if token in special]
         if found := [*found, *(end for end in format.reasoning_ends if end in message)]:
             raise OptionError("reasoning_budget_message", f"must not contain {found[0]!r}, a mark of the chat format")
         first = format.end_of_reasoning(calls=answer.tools is not None)
-        texts = (message if options.reasoning_budget else "") + first, format.end_of_reasoning(calls=False)
+        texts = (message if limit else "") + first, format.end_of_reasoning(calls=False)
         closings = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
-        return cls(answer, tokenizer, options.reasoning_budget, (closings[0], closings[1]), inner)
+        return cls(answer, tokenizer, limit, (closings[0], closings[1]), inner)
 
     @property
     def imposed(self) -> int | None:

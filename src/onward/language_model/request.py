@@ -18,7 +18,6 @@ from onward.decoding.speculation import Speculator
 from onward.errors import ContextOverflowError, OptionError, RequestError, TokenizerError, blaming
 from onward.language_model.options import GenerateOptions, option_names
 from onward.language_model.options_dict import GenerateOptionsDict
-from onward.language_model.reasoning import new_constraint
 from onward.language_model.tapped import check_capture
 from onward.models import Cache, Model
 from onward.models.adapters import Adapters
@@ -139,9 +138,9 @@ class RequestReader:
         if answer is None and chosen.reasoning_budget is not None:
             problem = "needs a chat, whose template shows where reasoning begins: leave it out, or use chat"
             raise OptionError("reasoning_budget", problem)
-        served = self._served(chosen, len(ids), length_of(cache))
+        served = self._served(chosen, len(ids), None if cache is None else length_of(cache))
         if isinstance(served.constrained_by, Grammar) or served.reasoning_budget is not None:
-            new_constraint(served, answer, self.tokenizer)  # compile it now: the result is cached
+            served.new_constraint(self.tokenizer, answer)  # compile it now: the result is cached
         return Request(tuple(ids), served, answer, prompt.pooling if isinstance(prompt, Request) else None)
 
     def _own_draft(
@@ -158,8 +157,9 @@ class RequestReader:
 
     def _served(self, options: GenerateOptions, prompt_len: int, cache_len: int | None) -> GenerateOptions:
         """Validate the options for the model and its tokenizer, with ids instead of words and a max_new_tokens."""
-        with blaming("adapter"):
-            self.adapters.find(options.adapter)
+        if options.adapter is not None:
+            with blaming("adapter"):
+                self.adapters.find(options.adapter)
         context, vocab_size = self.model.max_seq_len, self.model.vocab_size
         if options.max_new_tokens != 0 or options.prompt_logprobs is not None:
             self.model.check_head()

@@ -34,7 +34,6 @@ from onward.errors import RequestError
 from onward.language_model.chat import AnswerParser, ToolGrammar
 from onward.language_model.completion import Completion, Piece, Timing
 from onward.language_model.options import ConstraintMaker
-from onward.language_model.reasoning import new_constraint
 from onward.language_model.request import Request
 from onward.models import Cache, Run
 from onward.models.adapters import Adapters
@@ -55,10 +54,8 @@ class RequestState:
         self.request = request
         self.options = options = request.options
         self.deadline = math.inf if options.time_limit is None else time.monotonic() + options.time_limit
-        adapter, constraint = (
-            adapters.steered(options.adapter, options.steering),
-            new_constraint(options, request.answer, tokenizer),
-        )
+        adapter = adapters.steered(options.adapter, options.steering)
+        constraint = options.new_constraint(tokenizer, request.answer)
         marks = None if request.answer is None else dict(request.answer.marks)
         searches = options.beams > 1
         base = 0 if searches else fresh_seed() if options.seed is None else options.seed

@@ -21,7 +21,6 @@ from onward.language_model.completion import Completion
 from onward.language_model.logprobs import ScoredText, TextLogprobs, logprobs_of
 from onward.language_model.new_weights import NewWeights, WeightsUpdate
 from onward.language_model.options import GenerateOptions
-from onward.language_model.reasoning import new_constraint
 from onward.language_model.request import Ids, as_list, check_top, checked_ids
 from onward.models import architecture_of, parameter_shapes, read_config
 from onward.models.adapters import LORA_TARGETS, Adapter, LoadedAdapter, TrainedAdapter
@@ -314,7 +313,7 @@ class Trained(LanguageModelPart):
             drawn = TextSequence(prompt, 0, sampling=options)
             drawn.token_ids = ids
             if isinstance(options, GenerateOptions):
-                constraint = new_constraint(options, answer, self._reader.tokenizer)
+                constraint = options.new_constraint(self._reader.tokenizer, answer)
                 drawn.constraint = None if constraint is None else ConstraintState(constraint, options.stop_ids)
         return ScoredText(prompt + ids, len(prompt), drawn)
 

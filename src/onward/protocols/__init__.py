@@ -12,7 +12,7 @@ from onward.errors import RequestError
 from onward.language_model import GenerateOptions, LanguageModel
 from onward.language_model.fingerprint import bits_fingerprint
 from onward.language_model.receipt import check_request
-from onward.language_model.request import Request
+from onward.language_model.request import Request, needed_tokenizer
 from onward.protocols.body import BodyError, Limits, Validation, error_fields, status_of, validated
 from onward.protocols.chat import ChatCompletions
 from onward.protocols.completions import Completions
@@ -102,8 +102,10 @@ class BodyReader:
 
         Raises:
             BodyError: a field is unknown, unsupported or invalid, with its name.
+            TokenizerError: the model has no tokenizer.
         """
         protocol, key = PROTOCOLS[path], key or ResponseKey.new()
+        tokenizer = needed_tokenizer(self.lm.tokenizer, "a body")
         validation = Validation(self.limits, self.ignore_unsupported, stores=stored is not None)
         valid = validated(protocol.body, body, validation)
         if valid.stream and not self.streams:
@@ -111,16 +113,15 @@ class BodyReader:
         name, adapter = self._resolve_model(valid.model)
         options = {**self.options, "adapter": adapter}
         try:
-            context = ModelContext(self.lm, name, options, self.variables, key.time, stored, self.limits)
+            context = ModelContext(self.lm, options, self.variables, key.time, stored, self.limits)
             prompts = protocol.prompts(valid, context)
         except NAMED_ERRORS as error:
             raise named_error(error, valid) from error
         fields = {field: value for field, value in dict(body).items() if value is not None}  # type: ignore[call-overload]
         ignored = tuple(validation.ignored)
         bits = self._bits(prompts.requests, adapter) if getattr(valid, "receipt", None) else None
-        parsed = ParsedBody(
-            protocol, name, prompts.requests, valid, prompts.echoes, key, fields, ignored, prompts.storage, bits
-        )
+        of_prompts = prompts.requests, valid, tokenizer, prompts.echoes
+        parsed = ParsedBody(protocol, name, *of_prompts, key, fields, ignored, prompts.storage, bits)
         needs_seed = len(parsed.requests) > 1  # the response reports one seed for all requests
         return parsed.seeded(seed) if needs_seed or seed is not None else parsed
 

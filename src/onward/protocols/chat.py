@@ -25,14 +25,21 @@ from onward.protocols.body import (
     Whole,
     expected,
 )
+from onward.protocols.chat_fields import (
+    Flag,
+    FunctionCall,
+    Functions,
+    Messages,
+    Text,
+    ToolChoice,
+    Tools,
+    template_form,
+)
 from onward.protocols.choices import Choice, ChoicesProtocol, ChoicesResponse, ChoiceStream
 from onward.protocols.logprobs import logprob_entries, prompt_logprobs
-from onward.protocols.message_fields import Messages, Text, template_form
 from onward.protocols.options import BUDGETS, Budget, CompletionsBody, LogprobCount, OptionsBody, synonyms
 from onward.protocols.protocol import ModelContext, ParsedBody, Prompts
-from onward.protocols.tool_fields import Flag, FunctionCall, Functions, ToolChoice, Tools
 from onward.sampling import TokenLogprobs
-from onward.tokenizer import Tokenizer
 from onward.tokenizer.text_stream import TokenText, token_texts
 from onward.util.text import brief
 
@@ -298,7 +305,7 @@ def _with_function_call(message: dict[str, Any]) -> dict[str, Any]:
 class ChatCompletions(ChoicesProtocol):
     path, summary, kind = "/v1/chat/completions", "Generate a chat completion.", "chat.completion"
     body, response = ChatBody, ChatCompletion
-    prefix, chunk_kind, choice_stream = "chatcmpl", "chat.completion.chunk", _ChatStream
+    prefix, chunk_kind = "chatcmpl", "chat.completion.chunk"
 
     def prompts(self, body: ChatBody, context: ModelContext) -> Prompts:
         more: dict[str, Any] = {"logprobs": body.top_logprobs or 0} if body.logprobs else {}
@@ -309,20 +316,16 @@ class ChatCompletions(ChoicesProtocol):
             more["draft"] = Speculator(PredictedOutput(predicted))
         return Prompts((body.chat_request(context, template_form(body.messages), body.reasoning_effort, **more),))
 
-    def answer(
-        self, body: ParsedBody, completions: Sequence[Completion], tokenizer: Tokenizer, version: str
-    ) -> dict[str, Any]:
-        answer = super().answer(body, completions, tokenizer, version)
+    def answer(self, body: ParsedBody, completions: Sequence[Completion]) -> dict[str, Any]:
+        answer = super().answer(body, completions)
         if body.values.prompt_logprobs is not None:
-            answer["prompt_logprobs"] = prompt_logprobs(body.requests[0], completions[0], tokenizer)
+            answer["prompt_logprobs"] = prompt_logprobs(body.requests[0], completions[0], body.tokenizer)
         return answer
 
-    def choice(
-        self, body: ParsedBody, at: int, completion: Completion, text: Completion, tokenizer: Tokenizer
-    ) -> dict[str, Any]:
+    def choice(self, body: ParsedBody, at: int, completion: Completion, text: Completion) -> dict[str, Any]:
         logprobs = None
         if text.logprobs is not None:
-            tokens = token_texts(text.token_ids, text.logprobs, body.requests[at].prompt, tokenizer)
+            tokens = token_texts(text.token_ids, text.logprobs, body.requests[at].prompt, body.tokenizer)
             logprobs = {"content": logprob_entries(tokens, text.token_ids, text.logprobs), "refusal": None}
         assert text.message is not None, "a chat's text is parsed as a message"
         message = text.message.to_dict()

@@ -13,12 +13,12 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel
 
+from onward import __version__
 from onward.errors import OnwardError
 from onward.language_model import Completion, Piece
 from onward.protocols.body import error_fields
 from onward.protocols.protocol import ParsedBody, Protocol
 from onward.sampling import TokenLogprobs
-from onward.tokenizer import Tokenizer
 from onward.tokenizer.text_stream import TokenText, TokenTexts
 
 
@@ -185,9 +185,9 @@ class ChunkEvents:
     """The chunks of one response as server-sent events. A chunk has one choice. The first of a choice has its role; the
     last has its finish_reason and no content."""
 
-    def __init__(self, protocol: "ChoicesProtocol", body: ParsedBody, tokenizer: Tokenizer, version: str) -> None:
-        self._protocol, self._body, self._tokenizer = protocol, body, tokenizer
-        head = as_json(protocol.head(body, protocol.chunk_kind, body.seed, version))
+    def __init__(self, protocol: "ChoicesProtocol", body: ParsedBody) -> None:
+        self._protocol, self._body = protocol, body
+        head = as_json(protocol.head(body, protocol.chunk_kind, body.seed))
         self._opening = f'data: {head[:-1]},"choices":['
         self._closing = '],"usage":null}\n\n' if body.values.include_usage else "]}\n\n"
         self._choices: dict[int, ChoiceStream] = {}
@@ -228,7 +228,7 @@ class ChunkEvents:
         request = self._body.requests[at]
         number = at * request.options.n + choice
         if number not in self._choices:
-            texts = None if request.options.logprobs is None else TokenTexts(request.prompt, self._tokenizer)
+            texts = None if request.options.logprobs is None else TokenTexts(request.prompt, self._body.tokenizer)
             stream = self._protocol.stream_of(self._body)
             self._choices[number] = stream(number, texts, self._body.values.return_token_ids)
         return self._choices[number]
@@ -242,50 +242,45 @@ class ChoicesProtocol(Protocol):
 
     prefix: ClassVar[str]
     chunk_kind: ClassVar[str]
-    choice_stream: ClassVar[type[ChoiceStream]]
 
     @abstractmethod
-    def choice(
-        self, body: ParsedBody, at: int, completion: Completion, text: Completion, tokenizer: Tokenizer
-    ) -> dict[str, Any]:
+    def choice(self, body: ParsedBody, at: int, completion: Completion, text: Completion) -> dict[str, Any]:
         """Return the content of a choice. text: the choice, of the `completion` of request `at`."""
 
     def finish_reason(self, body: ParsedBody, text: Completion) -> str:
         """Return why a choice ended."""
         return finish_reason(text)
 
+    @abstractmethod
     def stream_of(self, body: ParsedBody) -> type[ChoiceStream]:
         """Return the class of the streams of choices."""
-        return self.choice_stream
 
-    def answer(
-        self, body: ParsedBody, completions: Sequence[Completion], tokenizer: Tokenizer, version: str
-    ) -> dict[str, Any]:
+    def answer(self, body: ParsedBody, completions: Sequence[Completion]) -> dict[str, Any]:
         """Return the response. "seed" is that of the first completion: the same body with it gives the same
         response."""
         choices: list[dict[str, Any]] = []
         for at, completion in enumerate(completions):
             for text in completion.choices:
-                choice = {"index": len(choices), **self.choice(body, at, completion, text, tokenizer)}
+                choice = {"index": len(choices), **self.choice(body, at, completion, text)}
                 if body.values.return_token_ids:
                     choice["token_ids"] = text.token_ids
                     if any(versions := _versions(text)):
                         choice["weights_versions"] = versions
                 choices.append(choice | {"finish_reason": self.finish_reason(body, text), **body.receipt(text)})
-        head = self.head(body, self.kind, completions[0].seed, version)
+        head = self.head(body, self.kind, completions[0].seed)
         return {**head, "choices": choices, "usage": _usage(completions)}
 
-    def events(self, body: ParsedBody, tokenizer: Tokenizer, version: str) -> ChunkEvents:
-        return ChunkEvents(self, body, tokenizer, version)
+    def events(self, body: ParsedBody) -> ChunkEvents:
+        return ChunkEvents(self, body)
 
-    def head(self, body: ParsedBody, kind: str, seed: int | None, version: str) -> dict[str, Any]:
+    def head(self, body: ParsedBody, kind: str, seed: int | None) -> dict[str, Any]:
         """Return the fields common to a response and its chunks. kind: the object type."""
         return {
             "id": f"{self.prefix}-{body.key.text}",
             "object": kind,
             "created": body.key.created,
             "model": body.model,
-            "system_fingerprint": f"onward-{version}",
+            "system_fingerprint": f"onward-{__version__}",
             "seed": seed,
         }
 

@@ -13,7 +13,6 @@ from onward.protocols.logprobs import finite, logprob_entries, prompt_logprobs
 from onward.protocols.options import CompletionsBody, LogprobCount
 from onward.protocols.protocol import ModelContext, ParsedBody, Prompts
 from onward.sampling import TokenLogprobs
-from onward.tokenizer import Tokenizer
 from onward.tokenizer.text_stream import TokenText, token_texts
 from onward.util.text import brief
 
@@ -160,7 +159,7 @@ def _infill(lm: LanguageModel, prefix: str, suffix: str, options: Mapping[str, A
 class Completions(ChoicesProtocol):
     path, summary, kind = "/v1/completions", "Generate a completion.", "text_completion"
     body, response = CompletionBody, TextCompletion
-    prefix, chunk_kind, choice_stream = "cmpl", "text_completion", _TextStream
+    prefix, chunk_kind = "cmpl", "text_completion"
 
     def prompts(self, body: CompletionBody, context: ModelContext) -> Prompts:
         lm, options = context.lm, body.options(context)
@@ -176,10 +175,8 @@ class Completions(ChoicesProtocol):
             echoes = tuple(prompt if isinstance(prompt, str) else lm.decode(prompt) for prompt in body.prompt)
         return Prompts(requests, echoes)
 
-    def choice(
-        self, body: ParsedBody, at: int, completion: Completion, text: Completion, tokenizer: Tokenizer
-    ) -> dict[str, Any]:
-        request, echo = body.requests[at], None if body.echoes is None else body.echoes[at]
+    def choice(self, body: ParsedBody, at: int, completion: Completion, text: Completion) -> dict[str, Any]:
+        request, echo, tokenizer = body.requests[at], None if body.echoes is None else body.echoes[at], body.tokenizer
         choice: dict[str, Any] = {"text": (echo or "") + text.text, "logprobs": None}
         if text.logprobs is not None:
             ids, entries = text.token_ids, list[TokenLogprobs | None](text.logprobs)
@@ -191,3 +188,6 @@ class Completions(ChoicesProtocol):
         if body.values.prompt_logprobs is not None:
             choice["prompt_logprobs"] = prompt_logprobs(request, completion, tokenizer)
         return choice
+
+    def stream_of(self, body: ParsedBody) -> type[ChoiceStream]:
+        return _TextStream

@@ -12,7 +12,6 @@ from onward.language_model.embedding import EmbeddingReader
 from onward.protocols.body import AtMost, Body, BodyError
 from onward.protocols.completions import PROMPTS, listed_prompts
 from onward.protocols.protocol import GenerateBody, ModelContext, ParsedBody, Prompts, Protocol, ResponseEvents
-from onward.tokenizer import Tokenizer
 
 
 class EmbeddingsBody(GenerateBody):
@@ -103,7 +102,7 @@ class _Embedded(Protocol):
             raise BodyError("stream is not supported: remove it, or use false", "stream", "unsupported_value")
         return Prompts(tuple(self.requests(body, context.lm._embedding_reader, context.options.get("adapter"))))
 
-    def events(self, body: ParsedBody, tokenizer: Tokenizer, version: str) -> ResponseEvents:
+    def events(self, body: ParsedBody) -> ResponseEvents:
         raise AssertionError("a body with stream is refused")
 
 
@@ -123,9 +122,7 @@ class EmbeddingsProtocol(_Embedded):
             adapter=adapter,
         )
 
-    def answer(
-        self, body: ParsedBody, completions: Sequence[Completion], tokenizer: Tokenizer, version: str
-    ) -> dict[str, Any]:
+    def answer(self, body: ParsedBody, completions: Sequence[Completion]) -> dict[str, Any]:
         as_text = body.values.encoding_format == "base64"
         data = []
         for index, completion in enumerate(completions):
@@ -147,9 +144,7 @@ class RerankProtocol(_Embedded):
             body.query, _documents(body), instruction=body.instruction, template=body.template, adapter=adapter
         )
 
-    def answer(
-        self, body: ParsedBody, completions: Sequence[Completion], tokenizer: Tokenizer, version: str
-    ) -> dict[str, Any]:
+    def answer(self, body: ParsedBody, completions: Sequence[Completion]) -> dict[str, Any]:
         values: RerankBody = body.values
         scores = [0.0 if completion.embedding is None else float(completion.embedding) for completion in completions]
         best = sorted(range(len(scores)), key=lambda index: -scores[index])[: values.top_n]

@@ -38,14 +38,11 @@ from onward.protocols.messages_input import (
     joined,
     text_of,
 )
-from onward.protocols.options import BUDGETS, Declared, ReceiptField, body_with_options, synonyms
+from onward.protocols.options import BUDGETS, OF_TEXTS, Declared, ReceiptField, body_with_options, synonyms
 from onward.protocols.protocol import ModelContext, ParsedBody, Prompts, Protocol
-from onward.tokenizer import Tokenizer
 from onward.util.options import options_of
 from onward.util.text import brief
 
-# Options of texts in general that messages do not have, or that have other names here.
-_NOT_FIELDS = ("n", "beams", "length_penalty", "early_stopping", "stop", "prompt_logprobs", "sampling_logprobs")
 _OPTIONS = options_of(GenerateOptions)
 
 
@@ -223,7 +220,7 @@ _FIELDS = {
 if TYPE_CHECKING:
     _WithOptions = CountBody
 else:
-    _WithOptions = body_with_options("_WithOptions", CountBody, without=_NOT_FIELDS)
+    _WithOptions = body_with_options("_WithOptions", CountBody, without=OF_TEXTS)
 
 
 class MessagesBody(_WithOptions):
@@ -285,13 +282,11 @@ class Messages(Protocol):
             request = request.replace(max_new_tokens=body.max_tokens)
         return Prompts((request,))
 
-    def answer(
-        self, body: ParsedBody, completions: Sequence[Completion], tokenizer: Tokenizer, version: str
-    ) -> dict[str, Any]:
-        return message_body(body, completions[0], version)
+    def answer(self, body: ParsedBody, completions: Sequence[Completion]) -> dict[str, Any]:
+        return message_body(body, completions[0])
 
-    def events(self, body: ParsedBody, tokenizer: Tokenizer, version: str) -> MessageEventStream:
-        return MessageEventStream(body, version)
+    def events(self, body: ParsedBody) -> MessageEventStream:
+        return MessageEventStream(body)
 
     def error(self, error: OnwardError, request_id: str = "") -> dict[str, Any]:
         return message_error(error, request_id)

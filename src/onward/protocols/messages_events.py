@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import BaseModel
 from pydantic_core import from_json
 
+from onward import __version__
 from onward.chat import MessageDelta, ToolCall, ToolCallDelta
 from onward.errors import OnwardError
 from onward.language_model import Completion, Piece
@@ -86,7 +87,7 @@ def message_error(error: OnwardError, request_id: str = "") -> dict[str, Any]:
     return {"type": "error", "error": fields, **({"request_id": request_id} if request_id else {})}
 
 
-def message_body(body: ParsedBody, completion: Completion, version: str) -> dict[str, Any]:
+def message_body(body: ParsedBody, completion: Completion) -> dict[str, Any]:
     """The response to a body: the result of its stream's events."""
     message = completion.message
     assert message is not None, "a chat's text is parsed as a message"
@@ -102,7 +103,7 @@ def message_body(body: ParsedBody, completion: Completion, version: str) -> dict
     reason, sequence = stop_of(body, completion)
     stop = {"stop_reason": reason, "stop_sequence": sequence}
     return {
-        **_head(body, version),
+        **_head(body),
         "content": blocks,
         **stop,
         "usage": usage_of(completion),
@@ -159,14 +160,14 @@ def _usage(prompt: int, cached: int, new: int) -> dict[str, Any]:
     }
 
 
-def _head(body: ParsedBody, version: str) -> dict[str, Any]:
+def _head(body: ParsedBody) -> dict[str, Any]:
     return {
         "id": f"msg_{body.key.text}",
         "type": "message",
         "role": "assistant",
         "model": body.model,
         "seed": body.seed,
-        "system_fingerprint": f"onward-{version}",
+        "system_fingerprint": f"onward-{__version__}",
     }
 
 
@@ -216,8 +217,8 @@ class MessageEventStream:
     """The events of the response to one body as server-sent events. Call `begin` first; `end` or `error` last. One
     block is open at a time."""
 
-    def __init__(self, body: ParsedBody, version: str) -> None:
-        self._body, self._version = body, version
+    def __init__(self, body: ParsedBody) -> None:
+        self._body = body
         self._omits_thinking = omits_thinking(body)
         self._events: list[str] = []  # to be sent
         self._tokens = 0  # sent
@@ -227,7 +228,7 @@ class MessageEventStream:
         self._opening = ""  # of the open block's deltas, up to the text
 
     def begin(self, at: int) -> list[str]:
-        head, prompt = _head(self._body, self._version), len(self._body.requests[0].prompt)
+        head, prompt = _head(self._body), len(self._body.requests[0].prompt)
         stop: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None}
         self._emit("message_start", message={**head, **stop, "usage": _usage(prompt, 0, 0)})
         self._emit("ping")

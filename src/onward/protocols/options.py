@@ -32,20 +32,11 @@ from onward.util.text_input import TextError, parse_json
 
 # Options that are no fields of bodies, or that have other names and types there.
 _EXCLUDED = {
-    *(
-        "max_new_tokens",
-        "logprobs",
-        "taps",
-        "steer",
-        "prompt_embeds",
-        "draft",
-        "stop_when",
-        "cancel",
-        "time_limit",
-        "constraint",
-        "adapter",
-    ),
+    *("max_new_tokens", "logprobs", "taps", "steer", "prompt_embeds", "draft", "stop_when", "cancel", "time_limit"),
+    *("constraint", "adapter"),
 }
+# Options of completions that responses and messages do not have, or have under other names.
+OF_TEXTS = ("n", "beams", "length_penalty", "early_stopping", "stop", "prompt_logprobs", "sampling_logprobs")
 
 
 def _logit_bias(value: Any) -> dict[int, Any]:

@@ -138,13 +138,11 @@ class Prompts(NamedTuple):
 class ModelContext:
     """The model that serves a body.
 
-    name: of the model or the adapter, for the response. options: the defaults and the adapter. variables: defaults of
-    the chat template's variables. now: the time of the response. stored: earlier items; None without a store.
-    limits: of the body.
+    options: the defaults and the adapter. variables: defaults of the chat template's variables. now: the time of the
+    response. stored: earlier items; None without a store. limits: of the body.
     """
 
     lm: LanguageModel
-    name: str
     options: Mapping[str, Any]
     variables: Mapping[str, Any]
     now: datetime.datetime
@@ -212,13 +210,11 @@ class Protocol(ABC):
         """Make the requests of a valid body. Raises `OnwardError`: options contradict each other or the model."""
 
     @abstractmethod
-    def answer(
-        self, body: "ParsedBody", completions: Sequence[Completion], tokenizer: Tokenizer, version: str
-    ) -> dict[str, Any]:
-        """Return the response. completions: of the requests, in order. version: of the server."""
+    def answer(self, body: "ParsedBody", completions: Sequence[Completion]) -> dict[str, Any]:
+        """Return the response. completions: of the requests, in order."""
 
     @abstractmethod
-    def events(self, body: "ParsedBody", tokenizer: Tokenizer, version: str) -> ResponseEvents:
+    def events(self, body: "ParsedBody") -> ResponseEvents:
         """Return a writer for the stream of one response."""
 
     def error(self, error: OnwardError, request_id: str = "") -> dict[str, Any]:
@@ -238,16 +234,17 @@ NAMED_ERRORS = (RequestError, TokenizerError)
 class ParsedBody:
     """A body as requests to a model.
 
-    model: name for the response. requests: one for each prompt; a chat has one. values: the valid body. echoes: the
-    prompts' texts, to be repeated. key: of the response. fields: of the body, as received. ignored: unsupported hints
-    that were dropped. storage: with the response; None if it is not to be stored. bits: the version of the weights and
-    the fingerprint, for receipts; None if the body asks for none.
+    model: name for the response. requests: one for each prompt; a chat has one. values: the valid body. tokenizer: of
+    the model. echoes: the prompts' texts, to be repeated. key: of the response. fields: of the body, as received.
+    ignored: unsupported hints that were dropped. storage: with the response; None if it is not to be stored. bits: the
+    version of the weights and the fingerprint, for receipts; None if the body asks for none.
     """
 
     protocol: Protocol
     model: str
     requests: tuple[Request, ...]
     values: Any = field(compare=False)
+    tokenizer: Tokenizer = field(compare=False)
     echoes: tuple[str, ...] | None = None
     key: ResponseKey = field(default_factory=ResponseKey.new, compare=False)
     fields: Mapping[str, Any] = field(default_factory=dict, compare=False)

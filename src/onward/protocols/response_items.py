@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, WithJsonSchema
 
 from onward.protocols.body import BodyError, FieldError, Limits, Validation
-from onward.protocols.message_fields import joined_text
+from onward.protocols.chat_fields import joined_text
 from onward.protocols.protocol import Item, ResponseKey, StoredItems
 from onward.util.text import brief
 

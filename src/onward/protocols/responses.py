@@ -25,7 +25,8 @@ from onward.protocols.body import (
     validation_of,
 )
 from onward.protocols.chat import FormatType, ToolBody
-from onward.protocols.options import LabeledBody, Length, body_with_options
+from onward.protocols.chat_fields import ToolChoice, Tools
+from onward.protocols.options import OF_TEXTS, LabeledBody, Length, body_with_options
 from onward.protocols.protocol import Item, ModelContext, ParsedBody, Prompts, Protocol, Storage
 from onward.protocols.response_items import (
     HOSTED_TOOLS,
@@ -36,15 +37,11 @@ from onward.protocols.response_items import (
     messages_of,
     resolved,
 )
-from onward.protocols.responses_events import ENCRYPTED, Response, ResponseEventStream, response_body
-from onward.protocols.tool_fields import ToolChoice, Tools
-from onward.tokenizer import Tokenizer
+from onward.protocols.responses_events import ENCRYPTED, Response, ResponseEventStream
 from onward.util.text import brief
 
 _LOGPROBS = "message.output_text.logprobs"
 _INCLUDABLE = (_LOGPROBS, ENCRYPTED)
-# Options of texts in general that responses do not have.
-_NOT_FIELDS = ("n", "beams", "length_penalty", "early_stopping", "stop", "prompt_logprobs", "sampling_logprobs")
 
 
 class TextFormat(Body):
@@ -173,7 +170,7 @@ class ResponseStreamOptions(Body):
 if TYPE_CHECKING:
     _WithOptions = LabeledBody
 else:
-    _WithOptions = body_with_options("_WithOptions", LabeledBody, without=_NOT_FIELDS)
+    _WithOptions = body_with_options("_WithOptions", LabeledBody, without=OF_TEXTS)
 
 
 class Conversation(Body):
@@ -287,13 +284,12 @@ class Responses(Protocol):
         storage = None if stored is None or body.store is False else Storage(body.base, items)
         return Prompts((_request(body, context, messages),), storage=storage)
 
-    def answer(
-        self, body: ParsedBody, completions: Sequence[Completion], tokenizer: Tokenizer, version: str
-    ) -> dict[str, Any]:
-        return response_body(body, completions[0], tokenizer, version)
+    def answer(self, body: ParsedBody, completions: Sequence[Completion]) -> dict[str, Any]:
+        """The result of its stream's events."""
+        return ResponseEventStream(body).whole(completions[0])
 
-    def events(self, body: ParsedBody, tokenizer: Tokenizer, version: str) -> ResponseEventStream:
-        return ResponseEventStream(body, tokenizer, version)
+    def events(self, body: ParsedBody) -> ResponseEventStream:
+        return ResponseEventStream(body)
 
     def early_error(self, error: OnwardError) -> str:
         fields = error_fields(error)

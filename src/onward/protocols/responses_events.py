@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
+from onward import __version__
 from onward.chat import MessageDelta, ToolCallDelta
 from onward.chat.message import TEXT_KEYS
 from onward.errors import OnwardError
@@ -14,7 +15,6 @@ from onward.protocols.choices import as_json, finish_reason, weights_version
 from onward.protocols.logprobs import ContentLogprobs
 from onward.protocols.protocol import ParsedBody, ResponseKey, counted_events
 from onward.protocols.response_items import encoded_reasoning, name_fields
-from onward.tokenizer import Tokenizer
 
 # The value of `include` that asks for reasoning in a form that clients send back.
 ENCRYPTED = "reasoning.encrypted_content"
@@ -40,20 +40,15 @@ class Response(BaseModel):
 Entry = dict[str, Any]  # of logprobs
 
 
-def response_body(body: ParsedBody, completion: Completion, tokenizer: Tokenizer, version: str) -> dict[str, Any]:
-    """The response to a body: the result of its stream's events."""
-    return ResponseEventStream(body, tokenizer, version).whole(completion)
-
-
 class ResponseEventStream:
     """The events of the response to one body as server-sent events. Call `begin` first; `end` or `error` last."""
 
-    def __init__(self, body: ParsedBody, tokenizer: Tokenizer, version: str) -> None:
-        self._body, self._version = body, version
+    def __init__(self, body: ParsedBody) -> None:
+        self._body = body
         request = body.requests[0]
         self._logprobs: ContentLogprobs | None = None
         if request.options.logprobs is not None:
-            self._logprobs = ContentLogprobs(request, request.options.seed, tokenizer)
+            self._logprobs = ContentLogprobs(request, request.options.seed, body.tokenizer)
         self._entries: list[Entry] = []  # of tokens whose text was not sent
         self._events: list[dict[str, Any]] = []  # to be sent
         self._number = 0  # of the next event
@@ -193,7 +188,7 @@ class ResponseEventStream:
             "usage": None if completion is None else _usage(completion),
             "user": fields.get("user"),
             "seed": self._body.seed,
-            "system_fingerprint": f"onward-{self._version}",
+            "system_fingerprint": f"onward-{__version__}",
             **({} if completion is None else self._body.receipt(completion)),
             **({} if conversation is None else {"conversation": {"id": conversation.id}}),
             **{name: fields[name] for name in _ECHOED if name in fields},

@@ -23,7 +23,7 @@ from onward import __version__
 from onward.engine import Engine
 from onward.errors import EngineError, OnwardError
 from onward.language_model.fingerprint import build_fingerprint
-from onward.protocols import BodyError, Limits
+from onward.protocols import BodyError
 from onward.protocols.body import documented
 from onward.server import generate, management, response_routes
 from onward.server.errors import CompactJSONResponse, draining_answer, error_answer
@@ -130,7 +130,7 @@ def _routes(service: Service, streams: OpenStreams, files: FileRoutes, lifespan:
     openapi = app.openapi
 
     def document() -> dict[str, Any]:
-        with documented(Limits.of(service.settings.limits)):
+        with documented(service.settings.body_limits):
             return openapi()
 
     app.openapi = document  # type: ignore[method-assign]

@@ -10,25 +10,32 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from starlette.responses import Response
 
-from onward import __version__
 from onward.errors import OnwardError
-from onward.protocols import PROTOCOLS, BodyError, BodyReader, Limits, ParsedBody, Protocol, ResponseKey
+from onward.protocols import PROTOCOLS, BodyError, BodyReader, ParsedBody, Protocol, ResponseKey
 from onward.protocols.body import Validation, validated
-from onward.protocols.count_tokens import TokenCount, counted
 from onward.protocols.messages import CountBody, Messages
 from onward.protocols.protocol import ErrorBody
-from onward.protocols.tokenize import DetokenizeBody, Text, TokenizeBody, Tokens, detokenized, tokenized
+from onward.protocols.tokenize import (
+    DetokenizeBody,
+    Text,
+    TokenCount,
+    TokenizeBody,
+    Tokens,
+    counted,
+    detokenized,
+    tokenized,
+)
 from onward.server.client import Client, check_headers, owner_of, whole_body
 from onward.server.errors import CompactJSONResponse
 from onward.server.gate import CLIENT_CLOSED, access_of
-from onward.server.loading_stream import LoadingStream, waits_for_model
 from onward.server.response_store import RESPONSE
 from onward.server.resume import EventWriter, ResumeRequest
 from onward.server.served import ModelPending, ServedModel
 from onward.server.service import Service, parsed
 from onward.server.settings import Settings
-from onward.server.sse import EventStream, OpenStreams
+from onward.server.sse import EventStream, LoadingStream, OpenStreams, waits_for_model
 from onward.server.submission import ActiveRequest
+from onward.util.lanes import Lane
 
 
 class BodyRoute(APIRoute):
@@ -77,30 +84,25 @@ EVENTS = {"text/event-stream": {"schema": {"type": "string"}}}
 def router(service: Service, streams: OpenStreams) -> APIRouter:
     routes = APIRouter(route_class=BodyRoute)
     for protocol in PROTOCOLS.values():
-        _add(routes, service, streams, protocol)
+        _add(routes, _Endpoint(service, streams, protocol), protocol)
 
-    async def respond(request: Request, answer: Callable[[BodyReader, dict[str, Any]], dict[str, Any]]) -> Response:
-        raw = await read_logged(request, service.settings)
-
-        def make() -> dict[str, Any]:
-            fields = parsed(raw)
+    async def respond_with(
+        request: Request, answer: Callable[[BodyReader, dict[str, Any]], dict[str, Any]]
+    ) -> Response:
+        def make(fields: dict[str, Any]) -> dict[str, Any]:
             return answer(service.models.find(fields.get("model")).reader, fields)
 
-        client = Client(request, len(raw))
-        try:
-            return await service.respond(client, make, len(raw))
-        finally:
-            client.close()
+        return await respond(service, request, make)
 
     documented = errors(*_TEXT_ERRORS)
 
     @routes.post("/tokenize", response_model=Tokens, responses=documented, summary="Tokenize a text or a chat.")
     async def tokenize(request: Request, body: TokenizeBody) -> Response:
-        return await respond(request, tokenized)
+        return await respond_with(request, tokenized)
 
     @routes.post("/detokenize", response_model=Text, responses=documented, summary="Decode token ids to text.")
     async def detokenize(request: Request, body: DetokenizeBody) -> Response:
-        return await respond(request, detokenized)
+        return await respond_with(request, detokenized)
 
     path, of_messages = Messages.path.removeprefix("/v1"), errors(*_TEXT_ERRORS, model=Messages.failure)
 
@@ -108,7 +110,7 @@ def router(service: Service, streams: OpenStreams) -> APIRouter:
         f"{path}/count_tokens", response_model=TokenCount, responses=of_messages, summary="Count a message's prompt."
     )
     async def count_tokens(request: Request, body: CountBody) -> Response:
-        return await respond(request, counted)
+        return await respond_with(request, counted)
 
     return routes
 
@@ -116,27 +118,9 @@ def router(service: Service, streams: OpenStreams) -> APIRouter:
 _TEXT_ERRORS = (400, 404, 408, 413, 415, 422, 500, 503)
 
 
-def _add(routes: APIRouter, service: Service, streams: OpenStreams, protocol: Protocol) -> None:
-    limits, ignores = Limits.of(service.settings.limits), service.settings.ignore_unsupported
-
-    def read(raw: bytes, client: str, is_proxied: bool, key: ResponseKey) -> tuple[ServedModel, ParsedBody]:
-        fields = parsed(raw)
-        try:
-            served = service.models.find(
-                fields.get("model"), partial(validated, protocol.body, fields, Validation(limits, ignores))
-            )
-        except ModelPending as pending:
-            pending.stream = fields.get("stream") is True
-            raise
-        stored = service.stored_items(client, f"{RESPONSE}{key.text}")
-        body = served.reader.read(protocol.path, fields, key, stored=stored)
-        if body.background and is_proxied:
-            message = "background is not supported by onward deploy: remove it, and stream the response instead"
-            raise BodyError(message, "background", "unsupported_value")
-        return served, body
-
+def _add(routes: APIRouter, endpoint: "_Endpoint", protocol: Protocol) -> None:
     async def generate(request: Request, body: Any) -> Response:
-        return await _respond(service, streams, request, protocol, read)
+        return await endpoint.respond(request)
 
     generate.__annotations__["body"] = protocol.body
     routes.post(
@@ -148,88 +132,106 @@ def _add(routes: APIRouter, service: Service, streams: OpenStreams, protocol: Pr
     )(generate)
 
 
-async def _respond(
-    service: Service,
-    streams: OpenStreams,
-    request: Request,
-    protocol: Protocol,
-    read: Callable[[bytes, str, bool, ResponseKey], tuple[ServedModel, ParsedBody]],
+class _Endpoint:
+    """The endpoint of a protocol."""
+
+    def __init__(self, service: Service, streams: OpenStreams, protocol: Protocol) -> None:
+        self._service, self._streams, self._protocol = service, streams, protocol
+
+    async def respond(self, request: Request) -> Response:
+        """Read a body, submit its requests, and respond with JSON or a stream."""
+        service, resume = self._service, ResumeRequest.of(request.scope)
+        raw = await read_logged(request, service.settings)
+        client = Client(request, len(raw))
+        submission = service.submit(client, partial(self._read, raw, client.name, "onward" in request.scope), resume)
+        del raw
+        answer = partial(self._answer, request, client, resume)
+        try:
+            if service.models.are_fixed:
+                active = await submission
+            elif await waits_for_model(client, submitting := asyncio.ensure_future(submission)):
+                refused = partial(service.note_refusal, access=access_of(request.scope))
+                return LoadingStream(client, submitting, answer, self._protocol, refused)
+            else:
+                active = submitting.result()
+            del submission
+        except BaseException:
+            client.close()
+            raise
+        return await answer(active)
+
+    def _read(self, raw: bytes, client: str, is_proxied: bool, key: ResponseKey) -> tuple[ServedModel, ParsedBody]:
+        """Read a body, in a thread. client: its name. is_proxied: whether an ingress forwards it."""
+        service, protocol, fields = self._service, self._protocol, parsed(raw)
+        validation = Validation(service.settings.body_limits, service.settings.ignore_unsupported)
+        try:
+            served = service.models.find(fields.get("model"), partial(validated, protocol.body, fields, validation))
+        except ModelPending as pending:
+            pending.stream = fields.get("stream") is True
+            raise
+        stored = service.stored_items(client, f"{RESPONSE}{key.text}")
+        body = served.reader.read(protocol.path, fields, key, stored=stored)
+        if body.background and is_proxied:
+            message = "background is not supported by onward deploy: remove it, and stream the response instead"
+            raise BodyError(message, "background", "unsupported_value")
+        return served, body
+
+    async def _answer(self, request: Request, client: Client, resume: ResumeRequest, active: ActiveRequest) -> Response:
+        """Respond to a body whose requests have been submitted."""
+        service, body = self._service, active.body
+
+        def finish_request() -> None:
+            client.close()
+            service.finish(active, client)
+            access = access_of(request.scope)
+            access.fields |= active.log_fields()
+            if access.span is not None:
+                access.span.add(active.generations)
+
+        headers = {"x-onward-ignored": ", ".join(body.ignored)} if body.ignored else {}
+        if body.stream:
+            try:
+                events: Any = self._protocol.events(body)
+                writer = EventWriter(events, body, active.prefix, resume)
+
+                async def put() -> None:
+                    await service.run(client.name, lambda: service.put(client.name, body, events.final))
+
+                before_end = None if body.storage is None else put
+                return EventStream(active, client, writer, self._streams, finish_request, headers, before_end)
+            except BaseException:  # the stream will not call it
+                finish_request()
+                raise
+        try:
+            if body.background and service.background is not None:
+                queued = await service.background.start(active, owner_of(client.name))
+                return CompactJSONResponse(queued, headers=headers)
+            completions = await active.completions()
+
+            def answer() -> dict[str, Any]:
+                response = self._protocol.answer(body, completions)
+                service.put(client.name, body, response)
+                return response
+
+            return await service.respond(client, answer, active.nbytes, headers)
+        except OnwardError:
+            if client.disconnected:
+                return Response(status_code=CLIENT_CLOSED)
+            raise
+        finally:
+            finish_request()
+
+
+async def respond(
+    service: Service, request: Request, make: Callable[[dict[str, Any]], dict[str, Any]], lane: Lane | None = None
 ) -> Response:
-    """Read a body, submit its requests, and respond with JSON or a stream."""
-    resume = ResumeRequest.of(request.scope)
+    """Read a body, and respond with what `make` makes of its fields in a thread, one of `lane` if it may take long."""
     raw = await read_logged(request, service.settings)
     client = Client(request, len(raw))
-    read_raw = partial(read, raw, client.name, "onward" in request.scope)
-    del raw
-    submission = service.submit(client, read_raw, resume)
-    answer = partial(_answer, service, streams, request, client, resume)
     try:
-        if service.models.are_fixed:
-            active = await submission
-        elif await waits_for_model(client, submitting := asyncio.ensure_future(submission)):
-            refused = partial(service.note_refusal, access=access_of(request.scope))
-            return LoadingStream(client, submitting, answer, protocol, refused)
-        else:
-            active = submitting.result()
-        del read_raw, submission
-    except BaseException:
-        client.close()
-        raise
-    return await answer(active)
-
-
-async def _answer(
-    service: Service,
-    streams: OpenStreams,
-    request: Request,
-    client: Client,
-    resume: ResumeRequest,
-    active: ActiveRequest,
-) -> Response:
-    """Respond to a body whose requests have been submitted."""
-
-    def finish_request() -> None:
-        client.close()
-        service.finish(active, client)
-        access = access_of(request.scope)
-        access.fields |= active.log_fields()
-        if access.span is not None:
-            access.span.add(active.generations)
-
-    protocol, tokenizer = active.body.protocol, active.engine.lm.tokenizer
-    assert tokenizer is not None, "served models have one"
-    headers = {"x-onward-ignored": ", ".join(active.body.ignored)} if active.body.ignored else {}
-    if active.body.stream:
-        try:
-            events: Any = protocol.events(active.body, tokenizer, __version__)
-            writer = EventWriter(events, active.body, active.prefix, resume)
-
-            async def put() -> None:
-                await service.run(client.name, lambda: service.put(client.name, active.body, events.final))
-
-            before_end = None if active.body.storage is None else put
-            return EventStream(active, client, writer, streams, finish_request, headers, before_end)
-        except BaseException:  # the stream will not call it
-            finish_request()
-            raise
-    try:
-        if active.body.background and service.background is not None:
-            queued = await service.background.start(active, owner_of(client.name))
-            return CompactJSONResponse(queued, headers=headers)
-        completions = await active.completions()
-
-        def answer() -> dict[str, Any]:
-            response = protocol.answer(active.body, completions, tokenizer, __version__)
-            service.put(client.name, active.body, response)
-            return response
-
-        return await service.respond(client, answer, active.nbytes, headers)
-    except OnwardError:
-        if client.disconnected:
-            return Response(status_code=CLIENT_CLOSED)
-        raise
+        return await service.respond(client, lambda: make(parsed(raw)), len(raw), lane=lane)
     finally:
-        finish_request()
+        client.close()
 
 
 async def read_logged(request: Request, settings: Settings) -> bytes:

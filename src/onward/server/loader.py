@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from onward.engine import Engine, EngineStats
+from onward.engine import Engine
 from onward.errors import EngineError, OnwardError, RequestError, one_line
 from onward.native.machine import memory_limit, trim_memory
 from onward.protocols import BodyError
@@ -118,7 +118,7 @@ class ModelLoader:
             return {name: slot.served for name, slot in self._slots.items() if slot.served is not None}
 
     def counts(self) -> tuple[dict[str, Engine], dict[str, Counter[str]], dict[tuple[str, str], int]]:
-        """The loaded engines, the counts of the engines before them (`counts_of`), and the number of loads by model and
+        """The loaded engines, the `EngineStats.counts` of the engines before them, and the number of loads by model and
         result."""
         with self._lock:
             engines = {name: served.engine for name, served in self.loaded().items()}
@@ -349,7 +349,7 @@ class ModelLoader:
         engine, done = slot.served.engine, slot.unloading
         engine.close()
         with self._lock:
-            self._counts.setdefault(name, Counter()).update(counts_of(engine.stats()))
+            self._counts.setdefault(name, Counter()).update(engine.stats().counts)
             slot.served = None
         del engine
         _free_memory()
@@ -364,16 +364,6 @@ def _done() -> "Future[None]":
     done: Future[None] = Future()
     done.set_result(None)
     return done
-
-
-# Parts of an engine's time (`EngineStats.seconds`).
-PARTS = ("schedule", "step", "give_out")
-
-
-def counts_of(stats: EngineStats) -> dict[str, Any]:
-    """The counts of an engine, which add up over the engines of a model."""
-    seconds = {f"seconds_{part}": getattr(stats.seconds, part) for part in PARTS}
-    return {name: getattr(stats, name) for name in ("steps", "tokens", "preemptions")} | seconds
 
 
 def ambiguous(name: str, models: list[str]) -> BodyError:

@@ -16,10 +16,9 @@ from onward.errors import CheckpointError, ConfigError, OnwardError, RequestErro
 from onward.language_model import LanguageModel
 from onward.models import architecture_of, read_config
 from onward.protocols import BodyError
-from onward.protocols.body import Body, BodyT, Validation, expected, validated
-from onward.server.client import Client
-from onward.server.generate import BodyRoute, errors, read_logged
-from onward.server.service import Service, parsed
+from onward.protocols.body import Body, Validation, expected, validated
+from onward.server.generate import BodyRoute, errors, respond
+from onward.server.service import Service
 from onward.util.lanes import Lane
 
 
@@ -105,21 +104,6 @@ def router(service: Service) -> APIRouter:
     routes = APIRouter(route_class=BodyRoute)
     models = service.models
 
-    async def respond(
-        request: Request, kind: type[BodyT], act: Callable[[BodyT], dict[str, Any]], lane: Lane | None
-    ) -> Response:
-        if not service.settings.management:
-            message = "requests may not change the models and adapters here: start the server with --management"
-            raise BodyError(message, code="management_disabled", status=403)
-        raw = await read_logged(request, service.settings)
-        client = Client(request, len(raw))
-        try:
-            return await service.respond(
-                client, lambda: act(validated(kind, parsed(raw), Validation())), len(raw), lane=lane
-            )
-        finally:
-            client.close()
-
     def load(body: ModelBody) -> dict[str, Any]:
         models.find(body.model)
         return models.entry(body.model)
@@ -168,7 +152,10 @@ def router(service: Service) -> APIRouter:
         kind = act.__annotations__["body"]
 
         async def endpoint(request: Request, body: Any) -> Response:
-            return await respond(request, kind, act, lane)
+            if not service.settings.management:
+                message = "requests may not change the models and adapters here: start the server with --management"
+                raise BodyError(message, code="management_disabled", status=403)
+            return await respond(service, request, lambda fields: act(validated(kind, fields, Validation())), lane)
 
         endpoint.__annotations__["body"] = kind
         routes.post(path, response_model=response, responses=_ERRORS, summary=summary)(endpoint)

@@ -14,9 +14,9 @@ from prometheus_client import Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from onward.engine import Generation
+from onward.engine.stats import PARTS
 from onward.language_model import Completion
 from onward.server.gate import RequestCounts
-from onward.server.loader import PARTS, counts_of
 from onward.server.models import ServedModels
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -135,7 +135,7 @@ class Metrics(RequestCounts):
         stats = {name: engine.stats() for name, engine in engines.items()}
         counts = {name: Counter(each) for name, each in ended.items()}
         for name, each in stats.items():
-            counts.setdefault(name, Counter()).update(counts_of(each))
+            counts.setdefault(name, Counter()).update(each.counts)
         yield from _families(stats, _GAUGES, GaugeMetricFamily)
         for attribute, family, help_text in _COUNTERS:
             numbers = {(name,): each[attribute] for name, each in counts.items()}

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
 from starlette.responses import Response
 
-from onward.protocols import BodyError, Limits, ParsedBody, ResponseKey
+from onward.protocols import BodyError, ParsedBody, ResponseKey
 from onward.protocols.body import AtMost, Body, Validation, validated
 from onward.protocols.protocol import Item
 from onward.protocols.response_items import NEEDS_STORE, Metadata, messages_of, with_ids
@@ -181,7 +181,7 @@ def _add_responses(routes: APIRouter, service: Service) -> None:
 
 
 def _add_conversations(routes: APIRouter, service: Service) -> None:
-    use, limits = partial(_use, service), Limits.of(service.settings.limits)
+    use, limits = partial(_use, service), service.settings.body_limits
     bodies = APIRouter(route_class=BodyRoute)
     documented: Any = {"response_model": Conversation, "responses": _WRITE}
     listed: Any = {"response_model": ItemList, "responses": _WRITE}

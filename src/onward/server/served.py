@@ -9,7 +9,7 @@ from typing import Any, Self
 from onward.engine import Engine
 from onward.errors import OnwardError
 from onward.language_model.request import needed_tokenizer
-from onward.protocols import BodyReader, Limits
+from onward.protocols import BodyReader
 from onward.server.settings import Settings
 
 
@@ -31,7 +31,7 @@ class ServedModel:
         if settings.max_new_tokens is not None or lm.model.max_seq_len is not None:
             options["max_new_tokens"] = settings.max_new_tokens
         lm.defaults.replace(**options)  # validates them
-        limits, ignores = Limits.of(settings.limits), settings.ignore_unsupported
+        limits, ignores = settings.body_limits, settings.ignore_unsupported
         reader = BodyReader(lm, name, options, variables, streams=True, limits=limits, ignore_unsupported=ignores)
         return cls(name, engine, reader)
 

@@ -1,5 +1,6 @@
 """The settings of a server."""
 
+import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -106,7 +107,12 @@ class Settings:
             folder = getattr(self, name)
             if folder is not None and not folder.is_dir():
                 raise RequestError(f"{name} must be a folder; got {str(folder)!r}")
-        Limits.of(self.limits)  # validates them
+        _ = self.body_limits  # validates them
         if self.otlp_endpoint is not None:
             check_endpoint(self.otlp_endpoint)
         object.__setattr__(self, "api_keys", ApiKeys(self.api_keys))
+
+    @functools.cached_property
+    def body_limits(self) -> Limits:
+        """The limits of a body."""
+        return Limits.of(self.limits)

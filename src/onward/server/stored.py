@@ -5,7 +5,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from onward import __version__
 from onward.errors import OnwardError
 from onward.protocols import ParsedBody
 from onward.protocols.protocol import Item
@@ -70,9 +69,7 @@ class BackgroundResponses:
 
     async def start(self, active: ActiveRequest, owner: str) -> dict[str, Any]:
         """Continue a submitted request without its client. Returns the queued response."""
-        tokenizer = active.engine.lm.tokenizer
-        assert tokenizer is not None, "served models have one"
-        events: Any = active.body.protocol.events(active.body, tokenizer, __version__)
+        events: Any = active.body.protocol.events(active.body)
         queued: dict[str, Any] = events.response("queued")
         if queued["id"] not in self.running:  # else the request was repeated with its Idempotency-Key
             active.subscribers.add(self)

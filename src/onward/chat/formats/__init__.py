@@ -1,5 +1,6 @@
 """The message formats, by name and by chat template."""
 
+from functools import lru_cache
 from typing import final
 
 from onward.chat.format import MessageFormat
@@ -33,6 +34,7 @@ def checked_format(format: str | MessageFormat | None) -> MessageFormat | None:
     return FORMATS[format]
 
 
+@lru_cache(maxsize=64)
 def format_of(template: str) -> MessageFormat:
     """Return the format of a chat template, from its text."""
     return next(format for format in FORMATS.values() if format.is_of(template))

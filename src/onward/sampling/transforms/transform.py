@@ -63,7 +63,7 @@ class Transform:
     """Options and their effect. The defaults of its fields are neutral: with them it is off and costs nothing."""
 
     def check(self) -> None:
-        """Check the options beyond their types and bounds, and normalize them. By default there is nothing to check.
+        """Check the options beyond their types and bounds, and normalize them. Not called while all are neutral.
 
         Raises:
             RequestError: an invalid value, or options that contradict each other.
@@ -72,6 +72,10 @@ class Transform:
     def is_on(self) -> bool:
         """Whether the options change anything."""
         raise NotImplementedError
+
+    def named_ids(self) -> Mapping[str, Iterable[int]]:
+        """Ids by option, to be checked against the vocabulary; a `RequestError` for texts instead of ids."""
+        return {}
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
@@ -100,10 +104,6 @@ class Adjustment(Transform):
     def can_ban(self) -> bool:
         """Whether it may leave no id to sample."""
         return False
-
-    def named_ids(self) -> Mapping[str, Iterable[int]]:
-        """Ids by option, to be checked against the vocabulary; a `RequestError` for texts instead of ids."""
-        return {}
 
 
 class Filter(Transform):

@@ -26,13 +26,13 @@ from onward.batches import BatchInput, BatchJob, BatchResults, EngineReplica, Pr
 from onward.batches.line import result_line
 from onward.errors import EngineError, OnwardError
 from onward.protocols import BodyError
-from onward.server.files.check import checked_lines
 from onward.server.files.records import (
     BatchProblem,
     BatchProblems,
     Ending,
     RequestCounts,
     StoredBatch,
+    checked_lines,
 )
 from onward.server.files.store import FileStore, new_id
 from onward.server.log import log, log_defect

@@ -1,20 +1,25 @@
-"""The record of a batch, and the body that creates one."""
+"""The record of a batch, the body that creates one, and checks of its lines before any work."""
 
 import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, field_validator
 
-from onward.protocols import PROTOCOLS
+from onward.batches import BatchInput, BatchLine
+from onward.batches.line import rows_of
+from onward.protocols import PROTOCOLS, BodyError
 from onward.protocols.body import Body, FieldError
+from onward.protocols.response_items import Metadata
+from onward.server.models import ServedModels
 from onward.util.text import brief
 
 _HOUR, _DAY = 3600, 86_400
 # Seconds for which a file can be stored: at least, at most and by default.
 MIN_SECONDS, MAX_SECONDS = _HOUR, 30 * _DAY
 _WINDOW = re.compile(r"([0-9]{1,3})([hd])")
-# Pairs of metadata, and characters of their names and values.
-_MAX_PAIRS, _MAX_NAME, _MAX_VALUE = 16, 64, 512
 
 
 Status = Literal["validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"]
@@ -112,7 +117,7 @@ class BatchBody(Body):
     input_file_id: str
     endpoint: str
     completion_window: str
-    metadata: dict[str, str] | None = None
+    metadata: Metadata = None
     output_expires_after: ExpiresAfter | None = None
 
     @field_validator("endpoint")
@@ -129,18 +134,62 @@ class BatchBody(Body):
             raise FieldError(f"must be hours or days from '1h' to '30d', such as '24h'; got {brief(window)}")
         return window
 
-    @field_validator("metadata")
-    @classmethod
-    def check_metadata(cls, metadata: dict[str, str] | None) -> dict[str, str] | None:
-        pairs = metadata or {}
-        is_long = any(len(name) > _MAX_NAME or len(value) > _MAX_VALUE for name, value in pairs.items())
-        if len(pairs) > _MAX_PAIRS or is_long:
-            limits = f"names of {_MAX_NAME} and values of {_MAX_VALUE} characters"
-            raise FieldError(f"may have at most {_MAX_PAIRS} pairs, with {limits}")
-        return metadata
-
 
 def seconds_of(window: str) -> int:
     """The seconds of a completion window; 0 for an invalid one."""
     match = _WINDOW.fullmatch(window)
     return 0 if match is None else int(match[1]) * (_HOUR if match[2] == "h" else _DAY)
+
+
+# Lines of a batch (OpenAI's limit), and problems that are reported.
+_MAX_LINES, _MAX_PROBLEMS = 50_000, 100
+
+
+@dataclass
+class CheckedLines:
+    """The number of lines, the model that all of them name, and the first problems."""
+
+    count: int = 0
+    model: str | None = None
+    problems: list[BatchProblem] = field(default_factory=list)
+
+
+def checked_lines(file: Path, endpoint: str, models: ServedModels, is_over: Callable[[], bool]) -> CheckedLines:
+    """Check the lines of a file: that they are valid, and for this endpoint and one model. Bodies are checked when they
+    run. is_over: whether nobody needs the result any more."""
+    checked = CheckedLines()
+    for checked.count, _ in enumerate(rows_of(file), 1):
+        if checked.count > _MAX_LINES:  # before all of them are in memory
+            message = f"the file has more than {_MAX_LINES:,} lines"
+            checked.problems.append(BatchProblem(code="too_many_lines", message=message))
+            return checked
+    if not checked.count:
+        checked.problems.append(BatchProblem(code="empty_file", message="the file has no lines"))
+    for line in BatchInput(file).lines():
+        if is_over() or len(checked.problems) >= _MAX_PROBLEMS:
+            break
+        problem = _problem(line, endpoint, models, checked)
+        if problem is not None:
+            checked.problems.append(problem)
+    return checked
+
+
+def _problem(line: BatchLine, endpoint: str, models: ServedModels, checked: CheckedLines) -> BatchProblem | None:
+    """What is wrong with a line. The first valid one determines the model."""
+    if line.error is not None:
+        return BatchProblem(**{name: line.error[name] for name in ("code", "message", "param", "line")})
+
+    def problem(code: str, param: str, message: str) -> BatchProblem:
+        return BatchProblem(code=code, message=f"line {line.number}: {message}", param=param, line=line.number)
+
+    if line.url != endpoint:
+        return problem("invalid_url", "url", f"url must be the endpoint of the batch, {endpoint}; got {line.url}")
+    try:
+        name = models.owner(line.body.get("model") if isinstance(line.body, dict) else None)
+    except BodyError as error:
+        return problem(error.code, "body.model", str(error))
+    checked.model = checked.model or name
+    if name != checked.model:
+        message = f"all lines must be for one model, {checked.model!r}; got {name!r}"
+        return problem("mismatched_model", "body.model", message)
+    return None

@@ -11,16 +11,15 @@ from pydantic import BaseModel
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from onward.protocols import BodyError, Limits
+from onward.protocols import BodyError
 from onward.protocols.body import Validation, validated
 from onward.protocols.protocol import ErrorBody
-from onward.server.client import max_body, too_large
+from onward.server.client import max_body, owner_of, too_large
 from onward.server.errors import WholeResponse, rendered
 from onward.server.files.batches import Batches
-from onward.server.files.multipart import MultipartReader, Part
 from onward.server.files.records import MAX_SECONDS, BatchBody, BatchObject, StoredBatch, seconds_of
 from onward.server.files.store import FileObject, FileStore, StoredFile
-from onward.server.files.upload import SCHEMA, UploadForm
+from onward.server.files.upload import SCHEMA, MultipartReader, Part, UploadForm
 from onward.server.gate import access_of
 from onward.server.generate import BodyRoute, errors, read_logged
 from onward.server.service import Service, parsed
@@ -100,66 +99,28 @@ class FileRoutes:
         self._lane = Lane("files", 2)
 
     def router(self) -> APIRouter:
-        routes = APIRouter()
-        add = routes.add_api_route
+        routes, bodies = APIRouter(), APIRouter(route_class=BodyRoute)
         form = {"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": SCHEMA}}}}
         content: dict[int | str, Any] = {200: {"content": {"application/octet-stream": {}}}}
-        add(
-            "/files",
-            self.upload,
-            methods=["POST"],
-            response_model=FileObject,
-            responses=_documented(_UPLOAD),
-            openapi_extra=form,
-            summary="Upload a file of requests.",
-        )
-        add(
-            "/files",
-            self.list_files,
-            methods=["GET"],
-            response_model=FileList,
-            responses=_documented({400: "The query is invalid.", **_NOT_FOUND}),
-            openapi_extra=_FILE_PAGE,
-        )
-        add("/files/{id}", self.file, methods=["GET"], response_model=FileObject, responses=_documented(_NOT_FOUND))
-        add(
-            "/files/{id}",
-            self.delete,
-            methods=["DELETE"],
-            response_model=FileDeleted,
-            responses=_documented(_NOT_FOUND),
-        )
-        add(
-            "/files/{id}/content",
-            self.content,
-            methods=["GET"],
-            response_class=Response,
-            responses=content | _documented(_NOT_FOUND),
-        )
-        add(
-            "/batches",
-            self.list_batches,
-            methods=["GET"],
-            response_model=BatchList,
-            responses=_documented({400: "The query is invalid.", **_NOT_FOUND}),
-            openapi_extra=_page_parameters(_MAX_BATCH_PAGE),
-        )
-        add("/batches/{id}", self.batch, methods=["GET"], response_model=BatchObject, responses=_documented(_NOT_FOUND))
-        add(
-            "/batches/{id}/cancel",
-            self.cancel,
-            methods=["POST"],
-            response_model=BatchObject,
-            responses=_documented({**_NOT_FOUND, 409: "The batch has ended.", 503: "The server shuts down."}),
-        )
-        bodies = APIRouter(route_class=BodyRoute)
-        bodies.add_api_route(
-            "/batches",
-            self.create,
-            methods=["POST"],
-            response_model=BatchObject,
-            responses=errors(400, 408, 413, 415, 429, 503) | _documented(_NOT_FOUND),
-            summary="Run the requests of a file.",
+        found, listed = _documented(_NOT_FOUND), _documented({400: "The query is invalid.", **_NOT_FOUND})
+        uploads: Any = {
+            "responses": _documented(_UPLOAD),
+            "openapi_extra": form,
+            "summary": "Upload a file of requests.",
+        }
+        routes.post("/files", response_model=FileObject, **uploads)(self.upload)
+        routes.get("/files", response_model=FileList, responses=listed, openapi_extra=_FILE_PAGE)(self.list_files)
+        routes.get("/files/{id}", response_model=FileObject, responses=found)(self.file)
+        routes.delete("/files/{id}", response_model=FileDeleted, responses=found)(self.delete)
+        routes.get("/files/{id}/content", response_class=Response, responses=content | found)(self.content)
+        pages: Any = {"responses": listed, "openapi_extra": _page_parameters(_MAX_BATCH_PAGE)}
+        routes.get("/batches", response_model=BatchList, **pages)(self.list_batches)
+        routes.get("/batches/{id}", response_model=BatchObject, responses=found)(self.batch)
+        cancelled = _documented({**_NOT_FOUND, 409: "The batch has ended.", 503: "The server shuts down."})
+        routes.post("/batches/{id}/cancel", response_model=BatchObject, responses=cancelled)(self.cancel)
+        created = errors(400, 408, 413, 415, 429, 503) | found
+        bodies.post("/batches", response_model=BatchObject, responses=created, summary="Run the requests of a file.")(
+            self.create
         )
         routes.include_router(bodies)
         return routes
@@ -237,7 +198,7 @@ class FileRoutes:
         raw = await read_logged(request, self._settings)
 
         def create(owner: str) -> dict[str, Any]:
-            valid = validated(BatchBody, parsed(raw), Validation(Limits.of(self._settings.limits)))
+            valid = validated(BatchBody, parsed(raw), Validation(self._settings.body_limits))
             expires = valid.output_expires_after
             output_seconds = MAX_SECONDS if expires is None else expires.seconds
             fields = valid.model_dump(exclude={"output_expires_after"})
@@ -265,7 +226,7 @@ class FileRoutes:
         """The owner of what a request makes and finds. Raises `BodyError`: there are no files."""
         if not self._files.is_open:
             raise BodyError("this server has no files: its ASGI lifespan has not run", None, "unknown_url", 404)
-        return request.scope["onward.client"] if self._settings.api_keys else ""
+        return owner_of(request.scope["onward.client"])
 
     async def _run(self, request: Request, function: Callable[[], _Result]) -> _Result:
         return await asyncio.wrap_future(self._lane.submit(function, request.scope["onward.client"]))

@@ -32,7 +32,7 @@ from onward.decoding.speculation import HeadDrafter
 from onward.distributed import Settings, load_ranks
 from onward.errors import OptionError, RequestError, UnsupportedArchitectureError, warn
 from onward.language_model import Draft, LanguageModel, generation_defaults, within_vocabulary
-from onward.language_model.draft_head import find_head, is_draft_source, read_draft_head
+from onward.language_model.draft_head import find_head, is_draft_source, read_draft_head, refuse_head
 from onward.language_model.prefix_disk import checkpoint_identity
 from onward.language_model.quantized_copy import QuantizedCopy
 from onward.language_model.weights import LayersInPlace, WeightsReader
@@ -171,6 +171,7 @@ def load(
         folder.generation_config, folder.eos, has_text=tokenizer is not None, folder=path, **file
     )
     refuse_encoder(folder.config)
+    refuse_head(folder.config)
     config = _family(folder, via)
     head = find_head(draft, folder, config, show)
     if pipeline > 1:

@@ -1,13 +1,14 @@
 """The draft head that `load(…, draft=)` names, and its weights."""
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeGuard, cast
 
 from onward.checkpoint import Checkpoint, CheckpointFolder, find_folder, open_checkpoint
 from onward.checkpoint.weights import read_head
 from onward.decoding.speculation import LOOKUPS
-from onward.errors import RequestError
+from onward.errors import RequestError, UnsupportedArchitectureError
 from onward.models import Architecture, Model, pack_layer
 from onward.models.heads import DraftHead, HeadParams, head_reader, read_mtp
 from onward.quantization import quantize_params
@@ -16,6 +17,12 @@ from onward.quantization import quantize_params
 def is_draft_source(draft: object) -> TypeGuard[str | os.PathLike[str]]:
     """Whether `draft=` names a checkpoint, of a head or of a smaller model."""
     return isinstance(draft, os.PathLike) or (isinstance(draft, str) and draft not in LOOKUPS)
+
+
+def refuse_head(config: Mapping[str, Any]) -> None:
+    """Raise `UnsupportedArchitectureError` for a head in place of a model."""
+    if head_reader(config) is not None:
+        raise UnsupportedArchitectureError("this is a draft head, not a model: load its model with it as draft=")
 
 
 def find_head(draft: Any, folder: Checkpoint, config: Architecture | None, show: bool) -> tuple[DraftHead, Path] | None:

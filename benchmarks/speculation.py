@@ -33,7 +33,7 @@ class Wrong:
         return self
 
     def propose(self, rows: Sequence[DraftRow]) -> list[list[int]]:
-        return [[17] * row.wanted for row in rows]
+        return [[17] * row.limit for row in rows]
 
 
 def compare(

@@ -34,7 +34,14 @@ from onward.errors import OptionError, RequestError, UnsupportedArchitectureErro
 from onward.language_model import Draft, LanguageModel, generation_defaults, within_vocabulary
 from onward.language_model.prefix_disk import checkpoint_identity
 from onward.language_model.quantized_copy import QuantizedCopy
-from onward.language_model.weights import LayersInPlace, WeightsReader, find_head, is_draft_source, read_draft_head
+from onward.language_model.weights import (
+    LayersInPlace,
+    WeightsReader,
+    find_head,
+    is_draft_source,
+    read_draft_head,
+    refuse_head,
+)
 from onward.models import (
     Architecture,
     Model,
@@ -170,6 +177,7 @@ def load(
         folder.generation_config, folder.eos, has_text=tokenizer is not None, folder=path, **file
     )
     refuse_encoder(folder.config)
+    refuse_head(folder.config)
     config = _family(folder, via)
     head = find_head(draft, folder, config, show)
     if pipeline > 1:

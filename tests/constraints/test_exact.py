@@ -66,8 +66,7 @@ class Anything:
 
     def propose(self, rows):
         return [
-            [(owner * 31 + len(row) * 7 + at) % self.vocab for at in range(row.wanted)]
-            for owner, row in enumerate(rows)
+            [(owner * 31 + len(row) * 7 + at) % self.vocab for at in range(row.limit)] for owner, row in enumerate(rows)
         ]
 
 

@@ -102,7 +102,7 @@ def test_a_drafter_is_asked_where_nothing_is_forced():
         def propose(self, rows):
             assert all(row.constraint is not None for row in rows)
             asked.append([len(row.output) for row in rows])
-            return [WHOLE[len(row.output) : len(row.output) + row.wanted] for row in rows]
+            return [WHOLE[len(row.output) : len(row.output) + row.limit] for row in rows]
 
     def some(left):
         return left[:3] if len(left) == 9 else []
@@ -125,7 +125,7 @@ def test_a_draft_ends_where_the_constraint_refuses_it():
 
         def propose(self, rows):
             right = [WHOLE[len(row.output) :] for row in rows]
-            return [[*ids[:2], 0, *ids[3:]][: row.wanted] for ids, row in zip(right, rows, strict=True)]
+            return [[*ids[:2], 0, *ids[3:]][: row.limit] for ids, row in zip(right, rows, strict=True)]
 
     model = scripted_model(WHOLE, vocab_size=12)
     lm = onward.LanguageModel(model)

@@ -105,7 +105,7 @@ class Repeater:
         return self
 
     def propose(self, rows):
-        return [(row.output or row.prompt)[: row.wanted] for row in rows]
+        return [(row.output or row.prompt)[: row.limit] for row in rows]
 
 
 FIXED_DRAFTS = (Speculator("lookup", length=4), Speculator(Repeater(), length=12))

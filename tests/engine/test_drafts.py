@@ -36,7 +36,7 @@ class Prediction:
         return self
 
     def propose(self, rows):
-        return [[self.guess(len(row.output) + at) for at in range(row.wanted)] for row in rows]
+        return [[self.guess(len(row.output) + at) for at in range(row.limit)] for row in rows]
 
     def guess(self, at):
         return 0 if at % self.wrong == self.wrong - 1 or at >= len(self.ids) else self.ids[at]
@@ -242,7 +242,7 @@ def test_a_drafter_that_fails_to_leave_starts_again():
         def propose(self, rows):
             for row in rows:
                 row.state = "known"
-            return [[row.output[-1]] * row.wanted for row in rows]
+            return [[row.output[-1]] * row.limit for row in rows]
 
         def leave(self, rows):
             raise ValueError("no end")

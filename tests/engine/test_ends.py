@@ -244,7 +244,7 @@ class FailingDrafter:
     def propose(self, rows):
         if any(len(row.output) >= self.at for row in rows):
             raise ValueError("no draft")
-        return [[1] * row.wanted for row in rows]
+        return [[1] * row.limit for row in rows]
 
 
 @pytest.mark.parametrize("at", [0, 1, 5])

@@ -11,7 +11,7 @@ from onward import LanguageModel
 from onward.errors import ContextOverflowError, RequestError
 from onward.models import pack_params
 from onward.sampling.logprobs import logprobs
-from onward.testing import tiny_model
+from onward.testing import random_checkpoint, tiny_model
 
 TEXT = "Once upon a time there was a little dog who"
 
@@ -32,6 +32,24 @@ def test_the_last_layer_predicts_as_the_model_does(lm):
     score = lm.score(ids)
     assert lens.next_logprobs[-1].tolist() == [token.chosen for token in score.logprobs[1:]]
     assert lens.top_ids.shape == lens.top_logprobs.shape == (7, len(ids), 4)
+
+
+@pytest.mark.parametrize("targets", [["q_proj", "v_proj"], ["o_proj", "down_proj", "lm_head"]])
+def test_an_adapter_changes_what_each_layer_predicts(targets, tmp_path):
+    lm = onward.load(random_checkpoint(tmp_path, "llama", tie_word_embeddings=False), dtype="bfloat16")
+    ids = [(11 * at) % 250 for at in range(9)]
+    plain, adapter = lm.lens(ids, top=3), lm.new_adapter("a", targets=targets)
+    with torch.no_grad():
+        for parameter in adapter.parameters.values():
+            parameter.add_(0.1)
+    lm.save_adapter("a", tmp_path / "adapter")
+    lm.load_adapter("b", tmp_path / "adapter")
+    for name in ("a", "b"):
+        lens, score = lm.lens(ids, top=3, adapter=name), lm.score(ids, adapter=name)
+        assert lens.next_logprobs[-1].tolist() == [token.chosen for token in score.logprobs[1:]]
+        assert not torch.equal(lens.top_logprobs[1], plain.top_logprobs[1])
+    with pytest.raises(RequestError, match="there is no adapter 'c'"):
+        lm.lens(ids, adapter="c")
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma2", "granite", "deepseekv3", "falconh1"])

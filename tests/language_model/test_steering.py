@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 import onward
 from demo_adapters import demo_adapter
 from onward import Engine, LanguageModel, Steer
-from onward.errors import CheckpointError, RequestError
+from onward.errors import CheckpointError, RequestError, SessionError
 from onward.models import Run
 from onward.ops.tap import updating
 from onward.program import ForwardBatch
@@ -170,6 +170,27 @@ def test_other_positions_and_vectors_find_no_cached_prefix(lm, vector):
     ]
     assert [cached(**each) for each in options] == [0] * len(options)
     assert all(cached(**each) == count - 1 for each in options)
+
+
+def test_a_saved_session_continues_with_an_equal_steer_alone(lm, vector, tmp_path):
+    folder = demo_adapter(tmp_path / "adapter", seed=3)
+    source, other = onward.load("demo", adapters={"a": folder}), onward.load("demo")
+    for adapter in (None, "a"):
+        options: dict[str, Any] = {"steer": {"layers.2": vector}, "adapter": adapter, "temperature": 0}
+        session = onward.Session(source)
+        text = [*source.encode(PROMPT), *session.generate(PROMPT, max_new_tokens=4, **options).token_ids, 1]
+        session.save(tmp_path / "talk")
+        if adapter is not None:
+            with pytest.raises(SessionError, match="which this model does not have loaded: use load_adapter"):
+                onward.Session.load(tmp_path / "talk", other)
+            other.load_adapter("a", folder)
+        want = source.generate(text, max_new_tokens=4, **options).token_ids
+        got = onward.Session.load(tmp_path / "talk", other).generate(text, max_new_tokens=4, **options)
+        assert (got.token_ids, got.cached_tokens) == (want, len(text) - 2)
+        options["steer"] = {"layers.2": vector * 2}
+        unlike = onward.Session.load(tmp_path / "talk", other).generate(text, max_new_tokens=4, **options)
+        assert unlike.cached_tokens == 0
+        assert unlike.token_ids == source.generate(text, max_new_tokens=4, **options).token_ids
 
 
 def test_prompt_embeds_are_the_embeddings_of_ids_in_batches_chunks_and_engines(lm):

@@ -70,7 +70,7 @@ class Echo:
         for row in rows:
             known = self.texts[tuple(row.prompt)]
             at = len(row.output)
-            draft = known[at : at + row.wanted]
+            draft = known[at : at + row.limit]
             wrong = (5 * at + len(row.prompt)) % 16
             drafts.append([token if i != wrong else (token + 1) % 251 for i, token in enumerate(draft)])
         return drafts

@@ -129,7 +129,7 @@ def test_drafts_taken_back_across_the_edge_of_a_window(pair, length):
             drafts = []
             for row in rows:
                 at, wrong = len(row.output), (5 * len(row.output) + len(row.prompt)) % 40
-                draft = texts[tuple(row.prompt)][at : at + row.wanted]
+                draft = texts[tuple(row.prompt)][at : at + row.limit]
                 drafts.append([token if i != wrong else (token + 1) % 251 for i, token in enumerate(draft)])
             return drafts
 

@@ -32,11 +32,11 @@ class Guess:
 
 
 def oracle(texts, wrong=lambda owner, position: False, more=0, vocab=32):
-    """Knows what every row will say; where `wrong` says so it says another id. more: ids than wanted."""
+    """Knows what every row will say; where `wrong` says so it says another id. more: ids than the limit."""
 
     def guess(row):
         owner = drafter.owner(row)
-        coming = texts[owner][len(row.output) : len(row.output) + row.wanted + more]
+        coming = texts[owner][len(row.output) : len(row.output) + row.limit + more]
         return [(token + 1) % vocab if wrong(owner, len(row) + k) else token for k, token in enumerate(coming)]
 
     drafter = Guess(guess)
@@ -44,9 +44,9 @@ def oracle(texts, wrong=lambda owner, position: False, more=0, vocab=32):
 
 
 def at_random(seed, vocab=32):
-    """Any number of any ids, more than wanted too."""
+    """Any number of any ids, more than the limit too."""
     source = random.Random(seed)
-    return Guess(lambda row: [source.randrange(vocab) for _ in range(source.randrange(row.wanted + 3))])
+    return Guess(lambda row: [source.randrange(vocab) for _ in range(source.randrange(row.limit + 3))])
 
 
 def slots_over(model, rows, room, kind="own"):

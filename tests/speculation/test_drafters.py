@@ -28,9 +28,9 @@ from onward.testing import ByteTokenizer, scripted_model
 TARGET = DraftTarget(vocab_size=100, device=CPU, rows=4, max_len=100, positions=400, longest=15)
 
 
-def proposed(drafter, ids, wanted=4, prompt=0):
+def proposed(drafter, ids, limit=4, prompt=0):
     """What a drafter proposes after `ids`, of which the first `prompt` are the prompt."""
-    return list(drafter.start(TARGET).propose([DraftRow(ids[:prompt], ids[prompt:], wanted)])[0])
+    return list(drafter.start(TARGET).propose([DraftRow(ids[:prompt], ids[prompt:], limit)])[0])
 
 
 def earlier_ends(ids, length):
@@ -350,7 +350,7 @@ def test_a_drafter_that_is_interrupted_is_interrupted():
 def test_numbers_of_numpy_and_torch_are_ids_too():
     model = scripted_model(lambda tokens: (tokens[-1] + 1) % 32)
     sequences = sequences_of([[1]], [9], [SamplingParams()])
-    guess = Guess(lambda row: torch.arange(row.ids()[-1] + 1, row.ids()[-1] + 1 + row.wanted))
+    guess = Guess(lambda row: torch.arange(row.ids()[-1] + 1, row.ids()[-1] + 1 + row.limit))
     decode(model, sequences, speculator=fixed(guess))
     assert sequences[0].token_ids == list(range(2, 11))
     assert speculation_of(sequences[0]).acceptance == 1

@@ -9,7 +9,15 @@ from safetensors.torch import load_file
 
 import onward
 from onward import Speculator
-from onward.errors import CheckpointError, ConfigError, DraftError, OnwardError, OptionError, RequestError
+from onward.errors import (
+    CheckpointError,
+    ConfigError,
+    DraftError,
+    OnwardError,
+    OptionError,
+    RequestError,
+    UnsupportedArchitectureError,
+)
 from onward.models import architecture_of
 from onward.testing import random_checkpoint
 
@@ -64,6 +72,16 @@ def test_a_config_chooses_the_layers(target, tmp_path):
     lm = onward.load(target, draft=head)
     assert architecture_of(lm.model).cached_taps == ("layers.0", "layers.7", "layers.5")
     drafts_as_plain(lm, onward.load(target))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_a_head_of_a_model_with_a_tied_embedding_has_its_own_output_matrix(family, tmp_path):
+    tied = random_checkpoint(tmp_path / "tied", family, num_hidden_layers=LAYERS, tie_word_embeddings=True)
+    head = eagle3_checkpoint(tmp_path / "head", tied)
+    lm = onward.load(tied, draft=head, dtype="float32")
+    stored = load_file(head / "model.safetensors")["lm_head.weight"]
+    assert torch.equal(lm.draft.drafter.params.lm_head.weight.unpack(), stored)
+    drafts_as_plain(lm, onward.load(tied, dtype="float32"))
 
 
 def test_a_head_of_all_ids_needs_no_table(target, tmp_path):
@@ -190,6 +208,12 @@ def test_an_mtp_layer_of_another_vocabulary_is_refused(name, tmp_path):
 
 def test_a_model_without_an_mtp_layer_says_which_have_one(target):
     refused(RequestError, "DeepSeek-V3, GLM-4.5, Qwen3-Next and Qwen3.5", target, draft="mtp")
+
+
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLMEagle3", "LlamaForCausalLM"])
+def test_a_head_in_place_of_a_model_is_refused(architecture, target, tmp_path):
+    head = eagle3_checkpoint(tmp_path, target, architectures=[architecture])
+    refused(UnsupportedArchitectureError, "this is a draft head, not a model", head)
 
 
 def test_ranks_do_not_draft_with_heads_yet(target, tmp_path):

@@ -23,7 +23,7 @@ class Machine:
     cost: seconds of a pass over T tokens. noise: the largest part by which one may take longer.
     """
 
-    def __init__(self, cost, draft_cost=lambda wanted: 0.0, noise=0.0, seed=1):
+    def __init__(self, cost, draft_cost=lambda count: 0.0, noise=0.0, seed=1):
         self.now = 0.0
         self._cost, self._draft_cost, self._noise = cost, draft_cost, noise
         self._random = random.Random(seed)
@@ -45,7 +45,7 @@ class Machine:
 
     def drafter(self, guess):
         def timed(row):
-            self._take(self._draft_cost(row.wanted))
+            self._take(self._draft_cost(row.limit))
             return guess(row)
 
         return Guess(timed)
@@ -75,7 +75,7 @@ def counting(right):
 
     def guess(row):
         last = row.ids()[-1]
-        return [(last + 1 + k + (0 if right(len(row) + k) else 7)) % 32 for k in range(row.wanted)]
+        return [(last + 1 + k + (0 if right(len(row) + k) else 7)) % 32 for k in range(row.limit)]
 
     return guess
 
@@ -105,7 +105,7 @@ def test_drafts_that_are_right_are_taken_as_long_as_can_be(rows):
 @pytest.mark.parametrize("draft_cost", [0.0, 0.2])
 @pytest.mark.parametrize("cost", [cheap, dear])
 def test_drafts_that_are_wrong_cost_no_more_than_three_percent(cost, draft_cost, noise):
-    machine = Machine(cost, lambda wanted: draft_cost * PLAIN * wanted, noise)
+    machine = Machine(cost, lambda count: draft_cost * PLAIN * count, noise)
     for new in (60, 400, 60, 1500):
         plain, _ = machine.seconds(new)
         speculator = Speculator(machine.drafter(counting(lambda at: False)), clock=machine.clock)
@@ -115,7 +115,7 @@ def test_drafts_that_are_wrong_cost_no_more_than_three_percent(cost, draft_cost,
 
 def test_drafts_that_are_right_but_dear_cost_no_more_than_three_percent():
     """A draft model as slow as its target, always right."""
-    machine = Machine(dear, lambda wanted: PLAIN * wanted)
+    machine = Machine(dear, lambda count: PLAIN * count)
     plain, _ = machine.seconds(600)
     seconds, speculation = machine.seconds(
         600, Speculator(machine.drafter(counting(lambda at: True)), clock=machine.clock)
@@ -154,7 +154,7 @@ def test_a_drafter_that_is_new_is_asked_soon_whatever_was_drafted_with_before(te
 
 
 def test_a_drafter_that_finds_nothing_costs_no_more_than_three_percent():
-    machine = Machine(cheap, lambda wanted: 0.5 * PLAIN)
+    machine = Machine(cheap, lambda count: 0.5 * PLAIN)
     plain, _ = machine.seconds(600)
     seconds, speculation = machine.seconds(600, Speculator(machine.drafter(lambda row: []), clock=machine.clock))
     assert seconds < 1.03 * plain

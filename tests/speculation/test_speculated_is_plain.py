@@ -194,7 +194,7 @@ def test_a_draft_is_never_longer_than_what_a_row_may_still_take():
     plain = texts(model, [[1], [2]], [4, 9], [SamplingParams()] * 2)
     guess = oracle(plain)
     asked, right = [], guess.guess
-    guess.guess = lambda row: asked.append((guess.owner(row), len(row.output), row.wanted)) or right(row)
+    guess.guess = lambda row: asked.append((guess.owner(row), len(row.output), row.limit)) or right(row)
     texts(model, [[1], [2]], [4, 9], [SamplingParams()] * 2, speculator=fixed(guess, 6))
     assert asked == [(0, 0, 3), (1, 0, 6), (1, 7, 1)]
 
@@ -230,7 +230,7 @@ def test_a_ban_that_a_wrong_draft_would_bring_about_does_not_end_the_text():
     model = scripted_model([0, 2, 3], vocab_size=4)
     params = [SamplingParams(no_repeat_ngram_size=1)]
     plain = texts(model, [[1]], [3], params)
-    assert texts(model, [[1]], [3], params, speculator=fixed(Guess(lambda row: [0, 2, 3, 1][: row.wanted]), 3)) == plain
+    assert texts(model, [[1]], [3], params, speculator=fixed(Guess(lambda row: [0, 2, 3, 1][: row.limit]), 3)) == plain
     assert texts(model, [[1]], [3], params, speculator=fixed(Guess(lambda row: [3, 2, 0]), 3)) == plain
 
 

@@ -31,9 +31,9 @@ def begin(lookup):
     lookup.propose([DraftRow([9], [])])
 
 
-def continuation(lookup, ids, wanted=200):
+def continuation(lookup, ids, limit=200):
     """What a new request that has no text of its own to copy from is proposed."""
-    return lookup.propose([DraftRow([], ids, wanted)])[0]
+    return lookup.propose([DraftRow([], ids, limit)])[0]
 
 
 def matched(automaton, text):

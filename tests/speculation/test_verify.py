@@ -24,7 +24,7 @@ def counting(tokens):
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.5, "seed": 1}, {"no_repeat_ngram_size": 1}], ids=str)
 def test_logits_that_are_nan_are_an_error_where_they_are_reached_and_nowhere_else(drafter, options):
     model = scripted_model(counting, vocab_size=V)
-    guess = Guess(lambda row: [1, 2, 3, 4][len(row.output) :][: row.wanted])
+    guess = Guess(lambda row: [1, 2, 3, 4][len(row.output) :][: row.limit])
     right = fixed(guess if drafter == "right" else ModelDrafter(model, "eager"), 4)
     sequences = sequences_of([[0]], [10], [SamplingParams(**options)], eos=frozenset({3}))
     decode(model, sequences, speculator=right)
@@ -60,7 +60,7 @@ def test_a_row_that_cannot_go_on_after_a_wrong_draft_takes_no_id_from_the_others
     plain = texts(model, [[0], [1]], [3, 9], params)
     assert plain == [[1, 2, 3], [2, 3, 4, 0, 1, 2, 3, 4, 0]]
     drafts = {0: [2, 1, 3, 4, 0, 0], 1: plain[1]}
-    guess = Guess(lambda row: drafts[guess.owner(row)][len(row.output) :][: row.wanted])
+    guess = Guess(lambda row: drafts[guess.owner(row)][len(row.output) :][: row.limit])
     sequences = sequences_of([[0], [1]], [3, 9], params)
     decode(model, sequences, speculator=fixed(guess, 6))
     assert [sequence.token_ids for sequence in sequences] == plain

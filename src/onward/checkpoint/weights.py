@@ -4,6 +4,7 @@ into their transformers module."""
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -109,9 +110,12 @@ def read_head(folder: Path, head: DraftHead, dtype: torch.dtype, device: torch.d
     Raises:
         CheckpointError: as `read_weights`.
     """
-    tensors = SafetensorsFolder(folder, dtype, device, config=head.target)
+    config = head.target
+    if head.has_own_folder:  # a tied embedding is not stored there
+        config = replace(config, tie_word_embeddings=False)
+    tensors = SafetensorsFolder(folder, dtype, device, config=config)
     params = head.read(WeightScope(tensors), tensors.find)
-    if params.lm_head is not None and (left := sorted({*tensors.unread()} - _OF_HEADS)):
+    if head.has_own_folder and (left := sorted({*tensors.unread()} - _OF_HEADS)):
         raise CheckpointError(f"{folder}: its config.json does not describe {len(left)} tensors, such as {left[0]!r}")
     return params if params.ids is None else params._replace(ids=params.ids.to(device))
 

@@ -97,26 +97,29 @@ class Embedder(LanguageModelPart):
         return results if is_batch else results[0]  # type: ignore[return-value]
 
     @checks_option_names
-    def lens(self, text: str | Ids, *, top: int = 5) -> Lens:
+    def lens(self, text: str | Ids, *, top: int = 5, adapter: str | None = None) -> Lens:
         """What the model would predict after each layer: the logit lens (docs/hidden-states.md).
 
             print(lm.lens("Once upon a time"))
 
         Args:
             text: a text, or ids. top: how many of the most likely ids to report.
+            adapter: the name of a loaded adapter, whose hidden states and head the predictions are.
 
         Raises:
-            RequestError: a model of no built-in family, one without a head, or top outside its range.
+            RequestError: a model of no built-in family, one without a head, top outside its range, or an adapter that
+                is not loaded.
             ContextOverflowError: a text longer than the context.
         """
         model = self._runner.run.model
         checked_decoder(model)
         check_top("top", top, model.vocab_size)
         check_whole("top", top, low=1)
-        (ids,) = self._reader.ids_to_score([one_prompt(text, "lens", "call it for each")], None)
+        (ids,) = self._reader.ids_to_score([one_prompt(text, "lens", "call it for each")], adapter)
         taps = [name for name in model.taps if name != NORM]
-        (hidden,) = self._values([ids], taps, "all", None)
-        each = [predictions(model, hidden[name], ids[1:], top) for name in taps]
+        (hidden,) = self._values([ids], taps, "all", adapter)
+        params = model.params if adapter is None else self._runner.adapters.params_of(adapter, model.params, 1)
+        each = [predictions(model, params, hidden[name], ids[1:], top) for name in taps]
         top_ids, top_logprobs, next_logprobs = (torch.stack(values) for values in zip(*each, strict=True))
         texts = {}
         if (tokenizer := self._runner.tokenizer) is not None:

@@ -74,15 +74,17 @@ def checked_decoder(model: Model) -> Decoder:
 
 
 @torch.no_grad()
-def predictions(model: Model, hidden: Tensor, following: Sequence[int], top: int) -> tuple[Tensor, Tensor, Tensor]:
+def predictions(
+    model: Model, params: Any, hidden: Tensor, following: Sequence[int], top: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """Of hidden states float [T, D] before the final norm: int64 [T, K], float32 [T, K] and float32 [T - 1], as in
-    `Lens`. following: the T - 1 next ids."""
+    `Lens`. params: the model's, or those of one row with an adapter. following: the T - 1 next ids."""
     decoder, rows = checked_decoder(model), max(1, _MAX_LOGITS // model.vocab_size)
     chosen = torch.tensor([*following, 0])
     parts = []
     for begin in range(0, len(hidden), rows):
-        normed = decoder.normed(model.params, hidden[begin : begin + rows].unsqueeze(0).to(model.device), None)
-        logits = decoder.logits(model.params, normed)[0].cpu()
+        normed = decoder.normed(params, hidden[begin : begin + rows].unsqueeze(0).to(model.device), None)
+        logits = decoder.logits(params, normed)[0].cpu()
         parts.append(logprobs(logits, chosen[begin : begin + rows], top))
     of_next, ids, likeliest = (torch.cat(each) for each in zip(*parts, strict=True))
     return ids, likeliest, of_next[:-1]

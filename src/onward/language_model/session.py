@@ -132,7 +132,8 @@ class Session:
     @classmethod
     def load(cls, file: str | os.PathLike[str], lm: LanguageModel) -> Self:
         """Load a session for the same model: the same weights in the same dtype or quantization. If it was computed
-        with an adapter, one with the same content must be loaded, under any name.
+        with an adapter, one with the same content must be loaded, under any name. One that was computed with a steer
+        continues where a request has an equal one.
 
         Raises:
             SessionError: the file cannot be read, is damaged, is not a session, or is of a newer Onward, another model

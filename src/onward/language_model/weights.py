@@ -3,7 +3,7 @@
 
 import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard, cast
@@ -24,7 +24,7 @@ from onward.checkpoint.formats import methods_of
 from onward.checkpoint.quantized_folder import read_manifest
 from onward.checkpoint.weights import read_head
 from onward.decoding.speculation import LOOKUPS
-from onward.errors import RequestError, warn
+from onward.errors import RequestError, UnsupportedArchitectureError, warn
 from onward.language_model.quantized_copy import QuantizedCopy
 from onward.models import Architecture, Model, pack_layer, pack_params, stack_params
 from onward.models.adapters import Adapter, merged_params
@@ -199,6 +199,12 @@ class WeightsReader:
 def is_draft_source(draft: object) -> TypeGuard[str | os.PathLike[str]]:
     """Whether `draft=` names a checkpoint, of a head or of a smaller model."""
     return isinstance(draft, os.PathLike) or (isinstance(draft, str) and draft not in LOOKUPS)
+
+
+def refuse_head(config: Mapping[str, Any]) -> None:
+    """Raise `UnsupportedArchitectureError` for a head in place of a model."""
+    if head_reader(config) is not None:
+        raise UnsupportedArchitectureError("this is a draft head, not a model: load its model with it as draft=")
 
 
 def find_head(draft: Any, folder: Checkpoint, config: Architecture | None, show: bool) -> tuple[DraftHead, Path] | None:

@@ -47,7 +47,7 @@ class DraftRow:
     A drafter may keep everything here but change only `state`.
 
     prompt, output: its ids, the same two lists every time, of which the output grows.
-    wanted: the most useful ids of the next draft, at least 1.
+    limit: the maximum number of ids of the next draft, at least 1.
     sampling: the parameters and the seed that its tokens are picked with. A drafter that also picks with them, at the
         same positions, guesses its samples. None if the target's `select` picks them.
     history, constraint: of the row, shared with the target: a drafter must remove the ids that it adds before it
@@ -59,7 +59,7 @@ class DraftRow:
 
     prompt: Sequence[int]
     output: Sequence[int]
-    wanted: int = 1
+    limit: int = 1
     sampling: SamplingParams | None = None
     history: History | None = None
     constraint: ConstraintState | None = None
@@ -95,7 +95,7 @@ class Drafting(Protocol):
     """
 
     def propose(self, rows: Sequence[DraftRow]) -> Sequence[Sequence[int]]:
-        """For each row, the ids that may follow: up to `wanted`, or none; further ids are ignored.
+        """For each row, the ids that may follow: up to `limit`, or none; further ids are ignored.
 
         This is called when drafts are needed, not after every token, so outputs may have grown by any number of ids;
         and for the rows that need a draft, which may not be all.

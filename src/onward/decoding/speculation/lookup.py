@@ -50,7 +50,7 @@ class PromptLookup:
             index.after.setdefault(tuple(ids[after - shortest : after]), []).append(after)
         index.indexed = max(index.indexed, len(ids))
         start = self._after_longest_match(ids, index.after.get(tuple(ids[len(ids) - shortest :]), ()))
-        return [] if start is None else continued(ids, start, row.wanted)
+        return [] if start is None else continued(ids, start, row.limit)
 
     def _after_longest_match(self, ids: Sequence[int], positions: Sequence[int]) -> int | None:
         best, length = None, 0
@@ -112,7 +112,7 @@ class PredictedOutput:
                 place.at = next((at for at in places if at >= place.last), places[0] if places else None)
             place.last = place.last if place.at is None else place.at
         place.seen = len(row.output)
-        return () if place.at is None else ids[place.at : place.at + row.wanted]
+        return () if place.at is None else ids[place.at : place.at + row.limit]
 
 
 @dataclass
@@ -281,12 +281,12 @@ class SuffixLookup:
         index.indexed = len(row)
         # For equal matches, the row's own ids are the better guess.
         if index.earlier_length >= max(self.shortest, own.length + 1):
-            ids: list[int] = earlier.following(index.earlier_state, min(row.wanted, _TRUST * index.earlier_length))
+            ids: list[int] = earlier.following(index.earlier_state, min(row.limit, _TRUST * index.earlier_length))
             if ids:  # none follow if the row has been learnt up to its end
                 return ids
         if own.length < self.shortest:
             return []
-        return continued(own.ids, own.after(own.state), min(row.wanted, _TRUST * own.length))
+        return continued(own.ids, own.after(own.state), min(row.limit, _TRUST * own.length))
 
     def _begin(self, row: DraftRow) -> "_SuffixIndex":
         """The index of a new row. The outputs of other rows so far count as earlier outputs, and its own is learnt from

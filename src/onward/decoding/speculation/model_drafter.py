@@ -105,10 +105,10 @@ class ModelDrafts:
         if drafted := [sequence for sequence in sequences if sequence is not None]:
             # Recurrent states go back over as many positions as one forward may have, so no draft is longer.
             room = self._slots.room([each.slot for each in drafted], [each.computed for each in drafted])
-            wanted = max(row.wanted for row in rows)
-            self._draft(drafted, wanted if room is None else min(wanted, room))
+            limit = max(row.limit for row in rows)
+            self._draft(drafted, limit if room is None else min(limit, room))
         return [
-            [] if sequence is None else sequence.token_ids[sequence.confirmed :][: row.wanted]
+            [] if sequence is None else sequence.token_ids[sequence.confirmed :][: row.limit]
             for row, sequence in zip(rows, sequences, strict=True)
         ]
 

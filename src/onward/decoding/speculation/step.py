@@ -238,14 +238,14 @@ class SpeculativeStep:
             return drafts
         rows = _rows(sequences[index] for index in asked)
         for index, row in zip(asked, rows, strict=True):
-            row.wanted, row.history = counts[index], sequences[index].history
+            row.limit, row.history = counts[index], sequences[index].history
         proposals = self._call("propose", rows)
         name = type(self._drafter).__name__
         if len(proposals) != len(rows):
             raise DraftError(f"the drafter {name} was asked for {len(rows)} drafts and returned {len(proposals)}")
         for index, row, proposal in zip(asked, rows, proposals, strict=True):
             try:
-                draft = [operator.index(token) for token in proposal[: row.wanted]]
+                draft = [operator.index(token) for token in proposal[: row.limit]]
             except TypeError as error:
                 raise DraftError(f"the drafter {name} must propose ids, whole numbers; got {proposal!r}") from error
             if out := [token for token in draft if not self._is_id(token)]:

@@ -86,8 +86,13 @@ class Adapters(Mapping[str, LoadedAdapter]):
         return loaded
 
     def by_digest(self, digest: str) -> LoadedAdapter | None:
-        """An adapter with this digest, if loaded."""
-        return next((loaded for loaded in self._by_name.values() if loaded.digest == digest), None)
+        """An adapter with this digest, if loaded. Of steering only the digest, which its keys and values are found
+        by: a request brings the vectors."""
+        base, steer, _ = digest.partition("steer ")
+        loaded = next((each for each in self._by_name.values() if each.digest == base.rstrip()), None)
+        if steer and (loaded is not None or not base):
+            return LoadedAdapter("", 0, digest, None)
+        return loaded
 
     def load(self, name: str, adapter: Adapter, folder: Path | None) -> LoadedAdapter:
         """Load an adapter, without disturbing running requests.

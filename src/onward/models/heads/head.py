@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -68,10 +68,12 @@ class DraftHead(ABC):
     """A kind of head and its sizes.
 
     target: the model that it drafts for. taps: the target's taps whose values are its features, side by side.
+    has_own_folder: whether its checkpoint is its own, and not its target's.
     """
 
     target: Decoder
     taps: tuple[str, ...]
+    has_own_folder: ClassVar[bool] = True
 
     @property
     @abstractmethod

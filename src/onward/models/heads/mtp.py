@@ -2,6 +2,7 @@
 and Qwen3.5. A layer like the model's last one over the normalised embedding and the normalised hidden state."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ class MtpHead(DraftHead):
 
     layer: DecoderLayer
     names: MtpNames
+    has_own_folder: ClassVar[bool] = False
 
     @property
     def cached(self) -> LayerShape:

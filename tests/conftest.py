@@ -63,6 +63,17 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, object, object]:
+    """After a module's tests no collection walks what they have imported and cached: `gc.collect` in a test or in a
+    server that unloads a model would take a second in the second half of the suite."""
+    result = yield
+    if nextitem is not None and nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
+    return result
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "strength(n): by default, cases that cover n values together (2; 0: all)")
     config.addinivalue_line("markers", "stride(n): by default, every nth of these cases (1; 0: none, they run in full)")

@@ -1,6 +1,7 @@
 """Small checkpoint folders, and what it means to refuse one."""
 
 import contextlib
+import functools
 import json
 import struct
 from pathlib import Path
@@ -73,6 +74,11 @@ def random_tensors(config: dict, dtype: torch.dtype = torch.float32) -> dict[str
 
 def byte_level_tokenizer() -> Tokenizer:
     """Byte-level BPE with a few merges and four special tokens, ids 0 to 3; every text is in its range."""
+    return Tokenizer.from_str(_byte_level())
+
+
+@functools.cache
+def _byte_level() -> str:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -81,7 +87,7 @@ def byte_level_tokenizer() -> Tokenizer:
         vocab_size=320, special_tokens=list(SPECIAL), initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator(TEXTS, trainer)
-    return tokenizer
+    return tokenizer.to_str()
 
 
 def sentencepiece_tokenizer(*, metaspace: bool) -> Tokenizer:

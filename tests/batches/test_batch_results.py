@@ -113,7 +113,7 @@ def test_a_pipe_gets_the_results_at_the_end(tmp_path: Path) -> None:
         results.add(answers(batch))
         reader.start()
         results.finish(PRINT)
-        reader.join(10)
+        reader.join(60)
     assert [json.loads(line)["custom_id"] for line in read[0].splitlines()] == ["b", "a"]
     assert {file.name for file in tmp_path.iterdir()} == {"in.jsonl", "pipe"}
 

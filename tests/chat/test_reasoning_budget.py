@@ -330,9 +330,9 @@ def test_in_an_engine_that_preempts_and_at_every_resumption(name: str, feature: 
         if "beams" in options:
             return
         for request, right in zip(requests[1:], alone[1:], strict=True):
-            for cut in range(0, len(right[0][0]), 7):
-                emitted = [text[0][:cut] for text in right]
-                assert content(engine.resume(request, emitted=emitted).result(60)) == right
+            cuts = [[text[0][:cut] for text in right] for cut in range(0, len(right[0][0]), 7)]
+            resumed = [engine.resume(request, emitted=emitted) for emitted in cuts]
+            assert [content(generation.result(60)) for generation in resumed] == [right] * len(cuts)
         if "stop" in options:  # the text may end before the cut
             return
         with pytest.raises(RequestError, match=r"emitted\[\d+\] is id \d+, which"):

@@ -156,7 +156,7 @@ def ask_at(ingress: Ingress, body: bytes = b"body", path: str = "/v1/completions
                 return bodies.pop()
             return await asyncio.Event().wait()
 
-        await asyncio.wait_for(ingress({**SCOPE, "path": path, "headers": named}, receive, got.send), 20)
+        await asyncio.wait_for(ingress({**SCOPE, "path": path, "headers": named}, receive, got.send), 60)
 
     asyncio.run(run())
     return got
@@ -359,7 +359,7 @@ def test_a_client_that_leaves_ends_its_call() -> None:
 
         ingress = Ingress(replicas, RetryOptions())
         await asyncio.wait_for(ingress(SCOPE, receive, Got().send), 10)
-        await asyncio.wait_for(left.wait(), 10)
+        await asyncio.wait_for(left.wait(), 60)
         assert ingress.gate.in_flight == 0
 
     asyncio.run(run())
@@ -459,7 +459,7 @@ def test_an_ingress_that_drains_lets_requests_end_and_takes_none(seconds: float,
         await asyncio.sleep(0)
         await ingress(SCOPE, receiver(), second.send)
         await ingress({**SCOPE, "method": "GET", "path": "/ready"}, receiver(), ready.send)
-        await asyncio.wait_for(asyncio.gather(running, draining), 20)
+        await asyncio.wait_for(asyncio.gather(running, draining), 60)
 
     asyncio.run(run())
     assert (second.status, ready.status) == (503, 503)

@@ -114,9 +114,9 @@ def test_an_ingress_says_that_it_listens_as_long_as_its_channel_is_open(monkeypa
             await anext(batches)
         assert not queue.is_closed
         await batches.aclose()
-        await asyncio.wait_for(queue.wait_closed(), 10)
+        await asyncio.wait_for(queue.wait_closed(), 60)
 
-    asyncio.run(asyncio.wait_for(run(), 30))
+    asyncio.run(asyncio.wait_for(run(), 60))
 
 
 def test_a_replica_gives_no_words_to_a_channel_of_another() -> None:

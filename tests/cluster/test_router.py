@@ -44,7 +44,7 @@ def routed(check: Callable[[PrefixRouter], Coroutine[Any, Any, None]], names: st
         router.update_replicas([FakeReplica(name) for name in names])
         await check(router)
 
-    asyncio.run(asyncio.wait_for(run(), 10))
+    asyncio.run(asyncio.wait_for(run(), 60))
 
 
 def test_calls_for_a_dead_replica_fail_at_once_and_hold_up_no_others() -> None:

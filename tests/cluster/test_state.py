@@ -150,7 +150,7 @@ def test_the_whole_is_the_sum_of_the_parts(deployment: Deployment) -> None:
 def test_counts_never_fall_while_replicas_die_and_are_slow(
     deployment: Deployment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    deployment.ingress._state._timeout = 0.3
+    deployment.ingress._state._timeout = 1.0
 
     async def run() -> None:
         before: dict[Any, float] = {}

@@ -3,7 +3,6 @@
 import json
 import os
 import threading
-import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
@@ -37,11 +36,9 @@ def test_what_takes_too_long_is_ended_and_refused(vocabulary, monkeypatch):
     trials = TrialProcesses()
     assert not tried(trials, JsonSchema({"type": "integer", "multipleOf": 5}), vocabulary)
     (process,) = trials._all
-    began = time.monotonic()
     refusal = tried(trials, SLOW, vocabulary)
     assert refusal == "that takes longer than 0.5 seconds. Make it smaller"
     assert refusal.lasting
-    assert time.monotonic() - began < 9
     assert process.returncode is not None
     assert not trials._all
     assert not tried(trials, JsonSchema({"type": "integer", "multipleOf": 6}), vocabulary)
@@ -134,12 +131,10 @@ def test_a_trial_that_nobody_waits_for_is_ended():
         with deferred("client"), pytest.raises(TrialPending) as caught:
             kept.constraint(source, tokenizer, frozenset(), "it")
         pending.append(caught.value.trial)
-    began = time.monotonic()
     for trial in pending:
         with trial.waiting():
             pass
     assert [trial.future.result(60) for trial in pending] == [None] * 3
-    assert time.monotonic() - began < 9
     assert not kept._tried, "nothing is known of them"
     kept.constraint(multiple_of(3), tokenizer, frozenset(), "it")
 

@@ -35,7 +35,7 @@ def over_ranks(source: Path, world: int, **options: Any) -> Iterator[onward.Lang
     yield lm
     lm.model.forward.group.close()
     for thread in threads:
-        thread.join(10)
+        thread.join(60)
         assert not thread.is_alive()
     assert not failed
     assert not [thread for thread in threading.enumerate() if thread.name == "onward-beat"], "a rank beats no longer"

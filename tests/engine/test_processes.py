@@ -58,11 +58,11 @@ def test_a_forked_child_gets_a_clear_error_and_the_parent_goes_on():
         for generation in running:
             if generation._completion is None:  # else it had ended before the fork
                 with pytest.raises(EngineError, match="in the parent process"):
-                    generation.result(1)
+                    generation.result(SECONDS)
                 with pytest.raises(EngineError, match="in the parent process"):
                     list(generation)
                 generation.cancel()
-        assert ended.result(1).token_ids == whole.token_ids[:2]
+        assert ended.result(SECONDS).token_ids == whole.token_ids[:2]
         engine.close()
         with CheckedEngine(LM) as own:
             assert own.submit("abc", max_new_tokens=5).result(SECONDS).token_ids == whole.token_ids[:5]

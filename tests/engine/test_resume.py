@@ -83,9 +83,12 @@ def test_at_every_cut_with_every_feature(name, feature):
         whole = engine.submit(request)
         whole.result(SECONDS)
         emitted = whole.emitted()
+        resumed = []
         for cut in range(1 + max(map(len, emitted))):
             cuts = [ids[: max(0, cut - text)] for text, ids in enumerate(emitted)]  # each text at a place of its own
-            assert_same((engine if cut % 2 else other).resume(request, emitted=cuts), whole)
+            resumed.append((engine if cut % 2 else other).resume(request, emitted=cuts))
+        for generation in resumed:
+            assert_same(generation, whole)
 
 
 @settings(max_examples=60)

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -47,16 +48,22 @@ class Opener:
         return onward.Engine(onward.load(path, progress=progress)), {}
 
 
-@pytest.fixture
-def models_dir(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three models that write different texts, and things that are no models."""
-    folder = tmp_path / "models"
+    folder = tmp_path_factory.mktemp("made")
     for name, width in (("a", 24), ("b", 32), ("c", 40)):
         make_checkpoint(folder / name, intermediate_size=width)
     (folder / "no-model").mkdir()
     (folder / "notes.txt").write_text("x")
     make_checkpoint(folder / ".hidden")
     return folder
+
+
+@pytest.fixture
+def models_dir(made: Path, tmp_path: Path) -> Path:
+    """A copy that the test may change."""
+    return shutil.copytree(made, tmp_path / "models")
 
 
 @pytest.fixture

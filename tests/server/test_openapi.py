@@ -1,5 +1,7 @@
 """The document at /openapi.json is FastAPI's own: it has each path, each field and each status."""
 
+import json
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -35,6 +37,12 @@ def least(schema: dict[str, Any]) -> dict[str, Any]:
     return {name: LEAST[name] for name in required} | (
         {"max_tokens": 2} if "max_tokens" in schema["properties"] else {}
     )
+
+
+def test_every_reference_is_to_a_schema_of_it(server: LiveServer) -> None:
+    whole = document(server)
+    names = set(re.findall(r'"#/components/schemas/([^"]+)"', json.dumps(whole)))
+    assert {"ErrorBody", "MessageErrorBody"} <= names <= set(whole["components"]["schemas"])
 
 
 def test_every_path_is_in_it(server: LiveServer) -> None:

@@ -87,7 +87,7 @@ class Commands(TyperGroup):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        self.commands: Any = _ImportedCommands()
+        self.commands: Any = _COMMANDS_BY_NAME
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if not ctx.resilient_parsing and args[0] not in self.commands:
@@ -124,6 +124,8 @@ class _ImportedCommands(Mapping[str, Any]):
     def __len__(self) -> int:
         return len(_COMMANDS)
 
+
+_COMMANDS_BY_NAME = _ImportedCommands()  # each made once in a process
 
 app = typer.Typer(
     cls=Commands,

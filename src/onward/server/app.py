@@ -130,8 +130,13 @@ def _routes(service: Service, streams: OpenStreams, files: FileRoutes, lifespan:
     openapi = app.openapi
 
     def document() -> dict[str, Any]:
-        with documented(service.settings.body_limits):
-            return openapi()
+        if app.openapi_schema is None:
+            with documented(service.settings.body_limits):
+                schemas = openapi()["components"]["schemas"]
+            schemas |= generate.error_schemas()
+            for name in sorted(schemas):
+                schemas[name] = schemas.pop(name)
+        return openapi()
 
     app.openapi = document  # type: ignore[method-assign]
     # The gate checks the key, in either header.

@@ -13,7 +13,6 @@ from starlette.types import Receive, Scope, Send
 
 from onward.protocols import BodyError
 from onward.protocols.body import Validation, validated
-from onward.protocols.protocol import ErrorBody
 from onward.server.client import max_body, owner_of, too_large
 from onward.server.errors import WholeResponse, rendered
 from onward.server.files.batches import Batches
@@ -21,7 +20,7 @@ from onward.server.files.records import MAX_SECONDS, BatchBody, BatchObject, Sto
 from onward.server.files.store import FileObject, FileStore, StoredFile
 from onward.server.files.upload import SCHEMA, MultipartReader, Part, UploadForm
 from onward.server.gate import access_of
-from onward.server.generate import BodyRoute, errors, read_logged
+from onward.server.generate import BodyRoute, described, errors, read_logged
 from onward.server.service import Service, parsed
 from onward.util.lanes import Lane
 from onward.util.text import brief
@@ -71,7 +70,7 @@ _UPLOAD = {
 
 def _documented(descriptions: Mapping[int, str]) -> dict[int | str, dict[str, Any]]:
     """The documentation of error responses."""
-    return errors() | {status: {"model": ErrorBody, "description": text} for status, text in descriptions.items()}
+    return errors() | {status: described(text) for status, text in descriptions.items()}
 
 
 def _query(name: str, schema: Mapping[str, Any]) -> dict[str, Any]:

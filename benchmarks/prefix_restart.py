@@ -3,9 +3,11 @@
     python -m benchmarks.prefix_restart [--positions 4000 16000] [--rounds 6] [--quantize FORMAT] [--threads N]
 
 Random weights in the shape of Qwen3-0.6B. For each length one process computes a prompt, writes it and kills itself
-(SIGKILL); another one loads the model and generates a token of the same prompt. The page cache is warm. Then two models
-in one process take turns, with and without the disk: each computes a new prompt of 1,000 tokens and decodes, while the
-prompt is written. The first of a round changes from round to round. The last line is one JSON object.
+(SIGKILL); another one loads the model and generates a token of the same prompt. The page cache is warm. The time of the
+first token is divided into reading, forwards and the rest, beside the machine's rates in the same process: a copy
+within memory, and a warm file that two threads read into new memory without a checksum. Then two models in one process
+take turns, with and without the disk: each computes a new prompt of 1,000 tokens and decodes, while the prompt is
+written. The first of a round changes from round to round. The last line is one JSON object.
 """
 
 import argparse
@@ -17,13 +19,20 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import torch
 
 import onward
 from benchmarks.checkpoints import random_checkpoint
 from benchmarks.machine import description
+from onward.cache.disk import Restoration
+from onward.cache.plan import lazy_zeros
+from onward.cache.tensor_bytes import as_bytes
+from onward.models import Run
 
+CPU = torch.device("cpu")
 NEW, SKIPPED, PROMPT = 96, 2, 1000
 
 
@@ -44,9 +53,11 @@ def child(positions: int, folder: str, arguments: argparse.Namespace) -> None:
     loaded = time.perf_counter() - began
     lm.generate([1, 2, 3], max_new_tokens=2, temperature=0)  # traces a decoding step
     prompt = prompt_of(positions)
+    spent = {"read_s": timed(Restoration, "read"), "forwards_s": timed(Run, "step")}
     began = time.perf_counter()
     completion = lm.generate(prompt, max_new_tokens=1, temperature=0)
     first = time.perf_counter() - began
+    parts = {name: sum(seconds) for name, seconds in spent.items()}
     slots = lm._prefix_cache._shared.slots  # type: ignore[union-attr]
     began = time.perf_counter()
     while slots.disk is None:  # the weights are being hashed
@@ -54,8 +65,49 @@ def child(positions: int, folder: str, arguments: argparse.Namespace) -> None:
         lm.generate([1, 2, 3], max_new_tokens=2, temperature=0)
     assert slots.disk.flush(600)
     row = {"load_s": loaded, "first_s": first, "cached": completion.cached_tokens, "token": completion.token_ids[0]}
-    print(json.dumps(row | {"flush_s": time.perf_counter() - began}), flush=True)
+    print(json.dumps(row | parts | {"flush_s": time.perf_counter() - began} | rates(Path(folder))), flush=True)
     os.kill(os.getpid(), 9)
+
+
+def timed(owner: type, name: str) -> list[float]:
+    """The seconds of each call of a method from now on."""
+    seconds, method = list[float](), getattr(owner, name)
+
+    def call(*args: object, **kwargs: object) -> object:
+        began = time.perf_counter()
+        try:
+            return method(*args, **kwargs)
+        finally:
+            seconds.append(time.perf_counter() - began)
+
+    setattr(owner, name, call)
+    return seconds
+
+
+def rates(folder: Path, nbytes: int = 256 << 20) -> dict[str, float]:
+    """GB/s of a copy in memory, and of two threads that read a file of the page cache into new pages of 2 MB."""
+    source = torch.full((nbytes,), 7, dtype=torch.uint8).numpy()
+    target, file = source.copy(), folder / "rates"
+    file.write_bytes(source.data)
+    figures = {"copy_GB/s": (lambda _: target.__setitem__(slice(None), source), lambda: None)}
+
+    def read(new: memoryview) -> None:
+        with file.open("rb") as stream, ThreadPoolExecutor(2) as pool:
+            half = nbytes // 2
+            list(pool.map(lambda at: os.preadv(stream.fileno(), [new[at : at + half]], at), (0, half)))
+
+    figures["read_GB/s"] = (read, lambda: as_bytes(lazy_zeros((nbytes,), torch.uint8, CPU, huge_pages=True)))
+    best = {}
+    for name, (run, prepare) in figures.items():
+        times = []
+        for _ in range(5):
+            memory = prepare()
+            began = time.perf_counter()
+            run(memory)
+            times.append(time.perf_counter() - began)
+        best[name] = nbytes / min(times) / 1e9
+    file.unlink()
+    return best
 
 
 def restarted(positions: int, folder: str, arguments: argparse.Namespace) -> list[dict[str, float]]:
@@ -128,6 +180,11 @@ def main() -> None:
             print(
                 f"{positions:>6} positions: computed in {computed['first_s']:.2f} s, read in {hit['first_s']:.3f} s "
                 f"({hit['cached']} cached; loaded in {hit['load_s']:.1f} s; written in {computed['flush_s']:.1f} s)"
+            )
+            rest = hit["first_s"] - hit["read_s"] - hit["forwards_s"]
+            print(
+                f"       reading {hit['read_s']:.3f} s, forwards {hit['forwards_s']:.3f} s, others {rest:.3f} "
+                f"s; the machine copies {hit['copy_GB/s']:.1f} GB/s, reads files at {hit['read_GB/s']:.1f} GB/s"
             )
             results[str(positions)] = {"computed": computed, "hits": hits}
         results["decoding"] = row = decoding(f"{folder}/decoding", arguments)

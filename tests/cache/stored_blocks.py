@@ -31,6 +31,16 @@ class StoredBlocks:
             found.append(dict(parts))
         return found
 
+    def find_end(self, root, ids):
+        full = len(self.find(root, ids)) * self.size
+        end, last = full, {}
+        for (other, path), parts in self.paths.items():
+            common = next((at for at, (a, b) in enumerate(zip(path, ids, strict=False)) if a != b), len(path))
+            common = min(common, len(ids))
+            if other == root and 0 in parts and full < len(path) <= full + self.size and common > end:
+                end, last = common, parts
+        return end, last
+
     def put(self, root, ids, parts):
         for block, kind, (content,), *_ in parts:
             path = self.paths.setdefault((root, tuple(ids[: (block + 1) * self.size])), {})

@@ -38,8 +38,9 @@ class WrittenBlocks:
         self.copies.append((source, to, positions))
         self.texts[to][:positions] = self.texts[source][:positions]
 
-    def dump(self, block):
-        return memoryview(pickle.dumps(self.texts[block]))
+    def dump(self, block, positions=None):
+        texts = self.texts[block][:positions]
+        return memoryview(pickle.dumps(texts + [None] * (self.size - len(texts))))
 
     def writable(self, block):
         return None

@@ -48,6 +48,7 @@ DIGEST = f"sha256:{hashlib.sha256(b'secret').hexdigest()}"
         ({"cpus": "nan"}, "cpus must be a number above 0"),
         ({"settings": {"response_store": "r.db"}}, "response_store must be an absolute path.*; got 'r.db'"),
         ({"settings": {"response_store": ":memory:"}}, "response_store must be an absolute path"),
+        ({"load": {"prefix_cache_dir": "prefixes"}}, "prefix_cache_dir must be an absolute path.*; got 'prefixes'"),
     ],
 )
 def test_a_mistake_is_told(given: dict[str, Any], message: str) -> None:

@@ -19,6 +19,7 @@ from onward import LanguageModel, Session
 from onward.errors import OnwardWarning, OptionError, RequestError
 from onward.language_model.prefix_disk import checkpoint_identity
 from onward.models import pack_params
+from onward.prefix_store.exported import load_prefix
 from onward.prefix_store.folder import contents
 from onward.testing import ByteTokenizer, random_checkpoint, tiny_model
 
@@ -54,6 +55,12 @@ LOADED = {
     "quantized": lambda folder: demo(folder, quantize="int8"),
 }
 everyone = pytest.mark.parametrize("name", LOADED)
+
+
+def one_kind(lm):
+    """Whether a sequence may continue within a block: windows and states are those at its end."""
+    blocks = lm.model.new_blocks(1)
+    return blocks.windows is None and blocks.states is None
 
 
 def disk_of(lm):
@@ -105,9 +112,43 @@ def test_other_texts_that_begin_alike_reuse_what_they_share(name, tmp_path):
         prompt = [*whole[:cut], 7, 8, 9]
         hit = of(again, prompt)
         assert content(hit) == content(of(empty, prompt)), cut
-        assert hit.cached_tokens in [at for at in (0, 64, 128, FULL) if at <= cut]
+        if one_kind(again) and (computed := min(cut, len(whole) - 1)) % 64 >= 16:
+            assert hit.cached_tokens == computed
+        else:
+            assert hit.cached_tokens in [at for at in (0, 64, 128, FULL) if at <= cut]
         some += hit.cached_tokens > 0
     assert some
+
+
+def ends(folder):
+    """The files that end within a block, with the number of their ids."""
+    counts = {file.name: len(load_prefix(file).tokens) for file in folder.glob("*.safetensors")}
+    return {(name, count) for name, count in counts.items() if count % 64}
+
+
+def test_the_beginning_of_a_block_is_written_alike_and_deleted_when_more_of_it_is_written(tmp_path):
+    alone, used = tiny("qwen3", tmp_path / "alone"), tiny("qwen3", tmp_path / "used")
+    for ids in (range(100, 164), range(130)):  # whose blocks are used again
+        used.generate(list(ids), max_new_tokens=1, temperature=0.0)
+    write(used)
+    used._prefix_cache._shared.slots.clear()
+    for lm in (alone, used):
+        lm.generate(PROMPT[:150], max_new_tokens=1, temperature=0.0)
+        write(lm)
+    hit = tiny("qwen3", tmp_path / "alone").generate(PROMPT[:150], max_new_tokens=1, temperature=0.0)
+    assert hit.cached_tokens == 149
+    ((name, count),) = ends(tmp_path / "alone")
+    assert count == 150
+    assert (name, 150) in ends(tmp_path / "used")
+    assert {count for _, count in ends(tmp_path / "used")} == {150}, "2 positions are not worth a file"
+    used.generate(PROMPT[:170], max_new_tokens=1, temperature=0.0)
+    write(used)
+    assert {count for _, count in ends(tmp_path / "used")} == {170}
+    of(used)
+    write(used)
+    computed = len(PROMPT) + OPTIONS["max_new_tokens"] - 1
+    assert {count for _, count in ends(tmp_path / "used")} == {computed}
+    assert contents(str(tmp_path / "used"))[0].tokens == 64 + 128 + computed
 
 
 @everyone

@@ -19,7 +19,7 @@ from onward.prefix_store import Part, PrefixStore
 from onward.prefix_store.checksum import checksum
 from onward.prefix_store.file_system import FileSystem
 from onward.prefix_store.index import as_bytes
-from onward.prefix_store.segment import key_of
+from onward.prefix_store.segment import Segment, key_of, read_header
 
 
 def segments(folder: Path) -> list[Path]:
@@ -64,6 +64,34 @@ def test_the_longest_stored_path_is_found(tmp_path_factory: pytest.TempPathFacto
             assert store.read([(block[0], [memoryview(target := bytearray(at + 1))])]) == 1
             assert target == bytes(text[: at + 1])
     store.close()
+
+
+@given(st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=10), max_size=6))
+def test_a_path_is_found_up_to_its_end_within_a_block(
+    tmp_path_factory: pytest.TempPathFactory, texts: list[list[int]]
+) -> None:
+    store = opened(tmp_path_factory.mktemp("store"), block=3)
+    for text in texts:
+        blocks = [text[start : start + 3] for start in range(0, len(text), 3)]
+        store.put("", text, [Part(at, 0, [memoryview(bytes(block))]) for at, block in enumerate(blocks)])
+    store.flush()
+    for text in [*texts, [0, 1, 0, 0, 1], [1] * 12]:
+        end, block = store.find_end("", text)
+        assert end == max(n for n in range(len(text) + 1) if not n or any(text[:n] == other[:n] for other in texts))
+        full = len(store.find("", text))
+        assert bool(block) == (end > 3 * full)
+        if block:
+            assert store.read([(block[0], [memoryview(target := bytearray(block[0].nbytes))])]) == 1
+            assert list(target[: end - 3 * full]) == text[3 * full : end]
+    beginnings = {tuple(text) for text in texts if len(text) % 3}
+    kept = {text for text in beginnings if not any(text == tuple(each[: len(text)]) != tuple(each) for each in texts)}
+    files = [segment for file in segments(Path(store.folder)) if (segment := _header(file)) and len(segment.tokens) % 3]
+    assert {tuple(segment.tokens) for segment in files} == kept, "a file is deleted when more of its block is written"
+    store.close()
+
+
+def _header(file: Path) -> Segment | None:
+    return read_header(FileSystem(), str(file.parent), file.name)
 
 
 def test_only_what_is_missing_is_written(tmp_path: Path) -> None:

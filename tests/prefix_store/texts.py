@@ -25,8 +25,8 @@ def opened(folder: object, key: str = "key", **options: object) -> PrefixStore:
 
 
 def put(store: PrefixStore, root: str, ids: Sequence[int], kinds: Sequence[int] = (0,), first: int = 0) -> None:
-    """Write the blocks of a path from block `first` on."""
-    assert store.put(root, ids, parts(root, ids, range(first, len(ids) // BLOCK), kinds))
+    """Write the blocks of a path from block `first` on, the last one also if it has fewer ids."""
+    assert store.put(root, ids, parts(root, ids, range(first, -(-len(ids) // BLOCK)), kinds))
     assert store.flush(30)
 
 

@@ -1,9 +1,13 @@
 """What `draft=` takes, a `Speculator` takes as its drafter."""
 
-import pytest
+from itertools import groupby
 
-from onward import LanguageModel, Speculator
-from onward.decoding.speculation import ModelDrafter, PromptLookup, SuffixLookup
+import pytest
+import torch
+from drafted import Guess
+
+from onward import Engine, LanguageModel, Speculator
+from onward.decoding.speculation import DraftRow, DraftTarget, ModelDrafter, PromptLookup, SuffixLookup
 from onward.errors import RequestError
 from onward.testing import tiny_model
 
@@ -35,3 +39,28 @@ def test_a_speculator_takes_what_a_request_takes(lm, draft, drafter):
 def test_what_is_no_drafter_is_refused_at_once(draft):
     with pytest.raises(RequestError, match="draft is 'lookup', 'suffix', a LanguageModel"):
         Speculator(draft)
+
+
+def test_a_draft_model_reuses_only_prefixes_of_the_same_salt(lm):
+    target = DraftTarget(lm.model.vocab_size, torch.device("cpu"), rows=8, max_len=200, positions=1600, longest=3)
+    drafting, prompt = ModelDrafter(lm.model).start(target), list(range(100))
+
+    def cached(salt):
+        row = DraftRow(prompt, [], salt=salt)
+        drafting.join([row])
+        count = row.state.cached
+        drafting.leave([row])
+        return count
+
+    salts = ("a", "b", None, "")
+    assert [cached(salt) for salt in (*salts, *salts)] == [0] * 4 + [len(prompt) - 1] * 4
+
+
+def test_a_drafter_sees_the_salt_of_a_request(lm):
+    salts = []
+    guess = Speculator(Guess(lambda row: salts.append(row.salt) or [1]), length=1)
+    with Engine(lm) as engine:
+        for salt in ("a", None):
+            lm.generate([1, 2], max_new_tokens=4, draft=guess, cache_salt=salt, ignore_eos=True)
+            engine.submit([1, 2], max_new_tokens=4, draft=guess, cache_salt=salt, ignore_eos=True).result()
+    assert [salt for salt, _ in groupby(salts)] == ["a", None]

@@ -62,7 +62,7 @@ def test_overlapping_requests_teach_what_they_teach_one_after_another(outputs, d
             lookup.propose([rows[at]])
     begin(lookup)
     sequential = one_after_another(outputs)
-    learnt, expected = lookup._earlier.automaton, sequential._earlier.automaton
+    learnt, expected = lookup._earlier[None].automaton, sequential._earlier[None].automaton
     assert len(learnt) == len(expected), "each id once"
     for output in outputs:
         assert matched(learnt, output) == list(range(1, len(output) + 1)), "all of it, in one piece"
@@ -114,11 +114,32 @@ def test_no_more_than_max_tokens_are_remembered_of_texts_that_grow_together():
                 output.append(1000 * turn + 100 * row + at)
             lookup.propose(rows)
             begin(lookup)
-            assert len(lookup._earlier.automaton) <= 300
+            assert len(lookup._earlier[None].automaton) <= 300
     assert all(continuation(lookup, output[-4:-2]) == output[-2:] for output in outputs), "the latest are remembered"
     del rows
     begin(lookup)
     assert [output.ids for output in lookup._outputs] == [[]], "of the row that began last"
+
+
+def test_a_row_copies_only_from_outputs_with_its_salt():
+    lookup, output = SuffixLookup(2), [1, 2, 3, 4, 5, 6]
+    lookup.propose([DraftRow([9], output, salt="a")])
+    for salt, expected in ((None, []), ("", []), ("b", []), ("a", [4, 5])):
+        assert lookup.propose([DraftRow([], [2, 3], 2, salt=salt)]) == [expected]
+
+
+def test_outputs_of_the_last_salts_are_remembered_and_those_that_grow_are_learnt_again():
+    lookup = SuffixLookup(1)
+    rows = [DraftRow([9], [100 * salt, 100 * salt + 1], salt=str(salt)) for salt in range(20)]
+    for row in rows:
+        lookup.propose([row])
+    for row in rows:
+        row.output += [row.output[0] + 2, row.output[0] + 3]
+    begin(lookup)
+    assert len(lookup._earlier) <= 8
+    drafts = [lookup.propose([DraftRow([], [row.output[2]], 1, salt=row.salt)])[0] for row in reversed(rows)]
+    assert drafts[0] == rows[-1].output[3:]
+    assert all(draft in ([], row.output[3:]) for draft, row in zip(drafts, reversed(rows), strict=True))
 
 
 # ── in an engine ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -158,8 +179,8 @@ def test_an_engine_teaches_whole_outputs(limits):
     outputs = [each.token_ids for completion in completions for each in (completion, *completion.others)]
     assert outputs == [each.token_ids for completion in alone for each in (completion, *completion.others)]
     begin(lookup)
-    learnt = lookup._earlier.automaton
-    assert len(learnt) == len(one_after_another(outputs)._earlier.automaton), "each once"
+    learnt = lookup._earlier[None].automaton
+    assert len(learnt) == len(one_after_another(outputs)._earlier[None].automaton), "each once"
     for output in outputs:
         assert matched(learnt, output) == list(range(1, len(output) + 1))
 
@@ -186,7 +207,7 @@ def test_what_a_request_put_out_before_it_was_cancelled_or_failed_is_learnt():
     right = lm.generate("fails", seed=1, max_new_tokens=19, temperature=1.0).token_ids
     begin(lookup)
     for learnt in (output, right):
-        assert matched(lookup._earlier.automaton, learnt) == list(range(1, len(learnt) + 1))
+        assert matched(lookup._earlier[None].automaton, learnt) == list(range(1, len(learnt) + 1))
 
 
 def test_the_counts_of_drafts_outlive_a_preemption():

@@ -1,4 +1,6 @@
-"""Prefixes on disk: full blocks of the prefix index in a `PrefixStore`, which other processes share.
+"""Prefixes on disk: blocks of the prefix index in a `PrefixStore`, which other processes share.
+
+These are the full blocks and, if a sequence can continue from any position of a block, also the last block of a text.
 
 **Writing.** A thread copies blocks that are new in the index and gives them to the store, a few at a time. It holds no
 lock: nobody writes to a block while it has its node, and `BlockKind.links` tells whether it had it throughout. A block
@@ -46,12 +48,13 @@ class CurrentStore(NamedTuple):
 
 class StoredPath(NamedTuple):
     """The blocks of a slot's text that only the store has: those from index `first` on. ids: of the text. positions:
-    those that the slot has without them."""
+    those that the slot has without them. end: those that it has with them."""
 
     ids: Sequence[int]
     first: int
     blocks: Sequence[StoredBlock]
     positions: int
+    end: int
 
 
 @dataclass
@@ -80,8 +83,11 @@ class DiskPrefixes:
     ) -> None:
         self.current, self.kinds, self.counts = current, kinds, counts
         self.size, self._index, self._steps, self._last_step = index.size, index, steps, -1
+        # The fewest ids of a block to write or read. Windows and states are those at one position, so a sequence
+        # continues only there; else part of a block is worth the bytes of all of it if it saves some tokens.
+        self._least = index.size if len(kinds) > 1 else max(1, index.size // 4)
         self._marks = itertools.count()
-        self.pending = {node: next(self._marks) for node in index if len(node.tokens) == index.size}
+        self.pending = {node: next(self._marks) for node in index if len(node.tokens) >= self._least}
         self.wake: queue.SimpleQueue[None] = queue.SimpleQueue()  # a finalizer may call its `put`, but take no lock
         for kind in kinds:
             kind.on_link, kind.on_unlink = self._linked, self._unlinking
@@ -97,22 +103,29 @@ class DiskPrefixes:
 
     def find(self, slot: Slot, ids: Sequence[int], limit: int, positions: int) -> StoredPath | None:
         """What the store has of ids[:limit] for a slot that has the first `positions`; None if it has no more."""
-        size = self.size
-        first, found = positions // size, self.current.store.find(slot.root, ids[: limit // size * size])
-        for end in range(len(found), first, -1):
-            if all(kind.is_restorable(slot, found, first, end) for kind in self.kinds):
-                return StoredPath(ids, first, found[:end], positions)
+        size, store = self.size, self.current.store
+        first, found = positions // size, store.find(slot.root, ids[: limit // size * size])
+        end, last = store.find_end(slot.root, ids[:limit]) if self._least < size else (0, {})
+        if end >= max(positions, len(found) * size) + self._least:
+            return StoredPath(ids, first, [*found, last], positions, end)
+        for blocks in range(len(found), first, -1):
+            if all(kind.is_restorable(slot, found, first, blocks) for kind in self.kinds):
+                return StoredPath(ids, first, found[:blocks], positions, blocks * size)
         return None
 
     # ── writing ──
 
     def _linked(self, node: PrefixNode) -> None:
-        if len(node.tokens) == self.size:
+        if len(node.tokens) >= self._least:
             self.pending[node] = next(self._marks)
             self.wake.put(None)
 
     def _unlinking(self, node: PrefixNode) -> None:
-        """Copy a node that loses a block, with the pending ones above it."""
+        """Copy a node that loses a block, with the pending ones above it. The beginning of a block isn't copied: the
+        block itself may take its place."""
+        if len(node.tokens) < self.size:
+            self.pending.pop(node, None)
+            return
         chain: list[PrefixNode] = []
         above: PrefixNode | None = node
         while above is not None and above in self.pending:
@@ -155,8 +168,10 @@ class DiskPrefixes:
         root = self._index.name_of(path[-1]) if path else None
         ids = [token for node in (*path[::-1], chain[-1]) for token in node.tokens]
         if root is not None:
-            first = len(ids) // size - len(chain)
+            first = -(-len(ids) // size) - len(chain)
             found = store.find(root, ids)
+            if len(ids) % size and (end := store.find_end(root, ids))[0] == len(ids):
+                found.append(end[1])
             parts = [
                 part
                 for at, node in enumerate(chain, first)
@@ -182,7 +197,8 @@ class DiskPrefixes:
             if block is None or kind.number in stored or not kind.is_final(node, at):
                 continue
             link = kind.links[block]
-            copy = kind.memory.dump(block)
+            positions = (len(node.tokens),) if len(node.tokens) < self.size else ()
+            copy = kind.memory.dump(block, *positions)
             if kind.links[block] == link and node.blocks[kind.number] == block and kind.is_final(node, at):
                 parts.append(Part(at, kind.number, [copy]))
         return parts
@@ -215,8 +231,8 @@ class DiskPrefixes:
 class Restoration:
     """The reading of a slot's stored blocks, in any thread, while nobody else uses the slot.
 
-    end: the number of blocks that the slot has then; 0 before the end, and if nothing could be read. What is needed to
-    continue from the slot's present positions is not overwritten before all is read.
+    end: the number of positions that the slot has then; 0 before the end, and if nothing could be read. What is needed
+    to continue from the slot's present positions is not overwritten before all is read.
     """
 
     def __init__(self, disk: DiskPrefixes, slot: Slot, path: StoredPath) -> None:
@@ -244,9 +260,9 @@ class Restoration:
                     break
                 portion, nbytes = [], 0
         if right == len(wanted):
-            self.end = end
-        elif len(self._disk.kinds) == 1 and right:
-            self.end = path.first + right  # keys and values of the whole text have any end
+            self.end = path.end
+        elif len(self._disk.kinds) == 1 and right:  # keys and values of the whole text have any end
+            self.end = (path.first + right) * self._disk.size
 
     def _target(self, kind: BlockKind, at: int, nbytes: int) -> memoryview:
         """Where to read a part to: the slot's own block, if that has nothing yet."""
@@ -260,7 +276,7 @@ class Restoration:
     def place(self) -> None:
         """Copy what was read elsewhere to the slot's blocks."""
         for kind, at, content in self._staged:
-            if at < self.end:
+            if at * self._disk.size < self.end:
                 kind.memory.load(kind.block_of(self.slot, at), memoryview(content))
 
 

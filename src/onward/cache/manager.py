@@ -42,12 +42,12 @@ class PagedCacheManager(SlotManager):
         if end:
             with self._change(slot):
                 for kind in self._windows:
-                    kind.restore(slot, end, self._allocator)
+                    kind.restore(slot, end // self.block, self._allocator)
                 restoration.place()
-                self._hits += end * self.block - path.positions
-                self.disk_counts.restored += end * self.block - path.positions
-            self.commit(slot, end * self.block, lambda first, last: path.ids[first:last])
-        return end * self.block
+                self._hits += end - path.positions
+                self.disk_counts.restored += end - path.positions
+            self.commit(slot, end, lambda first, last: path.ids[first:last])
+        return end
 
     def view(self, slots: Sequence[Slot], firsts: Sequence[int], tokens: int) -> CacheView:
         """The cache of these rows, in order, for a forward of `tokens` tokens per row from each slot's first position

@@ -50,9 +50,14 @@ class LayerPool:
         for layer in (each for pair in self.layers for each in pair):
             layer[to, :, :positions] = layer[source, :, :positions]
 
-    def dump(self, block: int) -> memoryview:
-        """A copy of a block's bytes, all layers."""
-        return copied_bytes([self._buffer[block]])
+    def dump(self, block: int, positions: int = BLOCK) -> memoryview:
+        """A copy of the bytes of a block's first positions, all layers; those of the others are zero."""
+        copy = copied_bytes([self._buffer[block]])
+        if positions < BLOCK:
+            row = torch.frombuffer(copy, dtype=self._buffer.dtype)
+            for layer in (each for pair in self.layers for each in pair):
+                row.as_strided(layer.shape[1:], layer.stride()[1:], layer.storage_offset())[:, positions:] = 0
+        return copy
 
     def writable(self, block: int) -> memoryview | None:
         """A block's bytes themselves; None on another device than the CPU."""

@@ -162,7 +162,7 @@ def load_options(flags: LoadFlags, drafting: DraftFlags | None, adapting: Adapte
     for name in ("model", "threads"):
         options.pop(name, None)
     if flags.prefix_cache_dir is not None:
-        options["prefix_cache_dir"] = str(expanded(flags.prefix_cache_dir))
+        options["prefix_cache_dir"] = str(expanded(flags.prefix_cache_dir).absolute())  # replicas have other folders
     if flags.prefix_cache_disk is not None:
         if not 0 < flags.prefix_cache_disk < 2**20:
             raise RequestError(f"--prefix-cache-disk must be a number of GiB above 0; got {flags.prefix_cache_disk}")

@@ -59,9 +59,11 @@ class DeployOptions:
         check_option_names(self.settings, [each.name for each in fields(Settings)])
         check_option_names(self.retries, [each.name for each in fields(RetryOptions)])
         settings = Settings(**{"response_store": None, **self.settings})
-        if settings.response_store is not None and not os.path.isabs(settings.response_store):
-            message = "response_store must be an absolute path, since replicas are processes with folders of their own"
-            raise RequestError(f"{message}; got {settings.response_store!r}")
+        paths = {"response_store": settings.response_store, "prefix_cache_dir": self.load.get("prefix_cache_dir")}
+        for name, path in paths.items():
+            if path is not None and not os.path.isabs(str(path)):
+                message = f"{name} must be an absolute path, since replicas are processes with folders of their own"
+                raise RequestError(f"{message}; got {path!r}")
         if "api_keys" in self.settings:
             object.__setattr__(self, "settings", {**self.settings, "api_keys": settings.api_keys})
         RetryOptions(**self.retries)

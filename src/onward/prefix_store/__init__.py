@@ -5,8 +5,9 @@
     blocks = store.find(root, ids)                                     # in memory
     right = store.read([(blocks[0][0], [writable]), …])                # how many of these are read and verified
 
-A path is a sequence of token ids after a root; every full block of it has parts, one for each kind of cache that was
-stored. The store knows neither models nor memory: a part is bytes. See `onward.prefix_store.segment` for the files.
+A path is a sequence of token ids after a root; every block of it has parts, one for each kind of cache that was stored.
+The last block may have fewer ids. The store knows neither models nor memory: a part is bytes. See
+`onward.prefix_store.segment` for the files.
 """
 
 from onward.prefix_store.index import StoredBlock, StoredPart

@@ -123,7 +123,7 @@ def contents(path: str) -> list[Contents]:
                 key,
                 next((segment.model for segment in segments if segment.model), ""),
                 len(files),
-                sum(segment.block for segment in segments for entry in segment.entries if entry.kind == 0),
+                sum(segment.ids_of(entry) for segment in segments for entry in segment.entries if entry.kind == 0),
                 sum(file.nbytes for file in files),
                 min(ages),
                 max(ages),

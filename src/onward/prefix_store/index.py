@@ -30,7 +30,8 @@ class Entry(NamedTuple):
 
 @dataclass(eq=False)
 class _Node:
-    """A block of ids after its parent's path. parts: replaced, never changed, so that readers need no lock."""
+    """Ids after its parent's path: a block, or the beginning of one, without children. parts: replaced, never changed,
+    so that readers need no lock."""
 
     parent: "_Node | None"
     ids: bytes
@@ -56,17 +57,51 @@ class Index:
 
     def find(self, root: str, ids: Sequence[int] | bytes) -> list[StoredBlock]:
         """The blocks of the longest path of full blocks whose first kind is stored."""
-        blocks: list[StoredBlock] = []
+        return [node.parts for node in self._path(root, ids)[1:]]
+
+    def find_end(self, root: str, ids: Sequence[int] | bytes) -> tuple[int, StoredBlock]:
+        """How many of the ids a stored path begins with, also within a block, and the parts of that block; the ids of
+        full blocks and nothing if there is no further block."""
+        path = self._path(root, ids)
+        step = 4 * self.size if isinstance(ids, bytes) else self.size
+        full = max(0, len(path) - 1)
+        rest = as_bytes(ids[full * step : (full + 1) * step])
+        children = path[-1].children if path else {}
+        # What sorts between two texts begins as both do, so one of the neighbours of `rest` has most in common with it.
+        contents = list(children)
+        before = max((each for each in contents if each <= rest), default=b"")
+        after = min((each for each in contents if each > rest), default=b"")
+        common, content = max((_common(each, rest), each) for each in (before, after))
+        node = children.get(content)
+        if not common or node is None or 0 not in node.parts:
+            return full * self.size, {}
+        return full * self.size + common, node.parts
+
+    def superseded(self, root: str, ids: bytes, first: int) -> list[str]:
+        """The files with nothing but the beginning of a block, from `first` on, of which a stored path has more."""
+        files, step = list[str](), 4 * self.size
+        for at, node in enumerate(self._path(root, ids)[first:], first):
+            content = ids[at * step : (at + 1) * step]
+            if content not in node.children:
+                break
+            for other in [each for each in node.children.values() if len(each.ids) < len(content)]:
+                if content.startswith(other.ids):
+                    names = {part.file for part in other.parts.values()}
+                    files += [name for name in names if all(own is other for own, _ in self._files[name][1])]
+        return files
+
+    def _path(self, root: str, ids: Sequence[int] | bytes) -> list[_Node]:
+        """The root, if anything of it is stored, and the full blocks of the longest stored path."""
         node = self._roots.get(root)
         if node is None:
-            return blocks
-        step = 4 * self.size if isinstance(ids, bytes) else self.size
+            return []
+        path, step = [node], 4 * self.size if isinstance(ids, bytes) else self.size
         for start in range(0, len(ids) - step + 1, step):
             node = node.children.get(as_bytes(ids[start : start + step]))
             if node is None or 0 not in node.parts:
                 break
-            blocks.append(node.parts)
-        return blocks
+            path.append(node)
+        return path
 
     def path_of(self, file: str) -> list[str]:
         """The files with the blocks up to the last one of a file, from the root on."""
@@ -83,7 +118,7 @@ class Index:
         self.remove(file)
         step = 4 * self.size
         path = [self._roots.setdefault(root, _Node(None, b""))]
-        for start in range(0, len(ids) - step + 1, step):
+        for start in range(0, len(ids), step):
             content, parent = ids[start : start + step], path[-1]
             if content not in parent.children:
                 parent.children[content] = _Node(parent, content)
@@ -114,6 +149,12 @@ class Index:
 
 
 _NOWHERE = StoredPart("", 0, 0, "")
+
+
+def _common(content: bytes, other: bytes) -> int:
+    """How many ids both begin with."""
+    pairs = enumerate(zip(content, other, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(content), len(other))) // 4
 
 
 def as_bytes(ids: Sequence[int] | bytes) -> bytes:

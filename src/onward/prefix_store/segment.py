@@ -1,6 +1,7 @@
 """A segment: a safetensors file with parts of consecutive blocks of one path. It is written once and never changed.
 
-tokens               int32 [N]: the ids of the path, from the root to the end of the segment's last block
+tokens               int32 [N]: the ids of the path, from the root to the end of the segment's last block, which may
+                     have fewer ids than the others
 <kind>.<block>       uint8 [bytes]: a part; the number of its kind and of its block in the path
 __metadata__         onward_prefix (the format's version)
                      key        a digest of everything else that the bytes depend on; model: its readable name
@@ -67,6 +68,10 @@ class Segment(NamedTuple):
     def tokens(self) -> list[int]:
         """The ids of the path."""
         return array("i", self.ids).tolist()
+
+    def ids_of(self, entry: Entry) -> int:
+        """The number of ids of a part's block."""
+        return min(self.block, len(self.ids) // 4 - entry.block * self.block)
 
 
 def key_digest(key: str) -> str:

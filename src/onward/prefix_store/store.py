@@ -75,6 +75,11 @@ class PrefixStore:
         """
         return self._writer.find(root, ids)
 
+    def find_end(self, root: str, ids: Sequence[int]) -> tuple[int, StoredBlock]:
+        """How many of the ids the longest stored path begins with, also within a block, and the parts of that block;
+        the ids of `find`, and nothing, if there is no further block. A block may have more ids than these."""
+        return self._writer.find_end(root, ids)
+
     def read(self, parts: Sequence[PartToRead]) -> int:
         """Fill flat, writable buffers with the bytes of stored parts, which are verified. Returns how many parts from
         the first on are right; the contents of the other buffers are undefined. Two threads read large parts.
@@ -82,9 +87,12 @@ class PrefixStore:
         The blocks and their parents become the last used ones.
         """
         first, *others = _groups(parts)
+        discards: dict[str, bool] = {}
         with ThreadPoolExecutor(max(1, len(others))) as pool:  # starts no thread without a task
-            results = [pool.submit(self._read_group, group) for group in others]
-            counts = [self._read_group(first), *(result.result() for result in results)]
+            results = [pool.submit(self._read_group, group, discards) for group in others]
+            counts = [self._read_group(first, discards), *(result.result() for result in results)]
+        for name, is_damaged in discards.items():  # now that no thread has yet to open it
+            self._writer.discard(name, is_damaged=is_damaged)
         right = 0
         for group, count in zip((first, *others), counts, strict=True):
             right += count
@@ -94,8 +102,9 @@ class PrefixStore:
         self._writer.touch(part.file for part, _ in parts[:right])
         return right
 
-    def _read_group(self, parts: Sequence[PartToRead]) -> int:
-        """Read parts in order. Returns how many are right, up to the first that is not."""
+    def _read_group(self, parts: Sequence[PartToRead], discards: dict[str, bool]) -> int:
+        """Read parts in order. Returns how many are right, up to the first that is not, whose file is added to
+        `discards`, with whether it is damaged."""
         name, handle, right = "", -1, 0
         try:
             for part, buffers in parts:
@@ -105,18 +114,19 @@ class PrefixStore:
                         handle = -1
                     name, handle = part.file, self._system.open(f"{self.folder}/{part.file}")
                 if not read_part(self._system, handle, part, buffers):
-                    self._writer.discard(name, is_damaged=True)
+                    discards[name] = True
                     break
                 right += 1
         except OSError:  # most likely it has been deleted
-            self._writer.discard(name, is_damaged=False)
+            discards.setdefault(name, False)
         finally:
             if handle >= 0:
                 self._system.close(handle)
         return right
 
     def put(self, root: str, ids: Sequence[int], parts: Iterable[Part]) -> bool:
-        """Queue parts of the full blocks of a path to be written, and return at once.
+        """Queue parts of the blocks of a path to be written, and return at once. The last block may have fewer ids; it
+        is deleted when more of it is stored.
 
         Parts that are stored already are skipped, and so are those of blocks whose parent is neither stored nor among
         them, since nobody could find them. The stored blocks of the path become the last used ones.

@@ -73,11 +73,18 @@ class Writer:
     # ── any thread ──
 
     def find(self, root: str, ids: Sequence[int]) -> list[StoredBlock]:
+        self._wait_for_index()
+        return self.index.find(root, ids)
+
+    def find_end(self, root: str, ids: Sequence[int]) -> tuple[int, StoredBlock]:
+        self._wait_for_index()
+        return self.index.find_end(root, ids)
+
+    def _wait_for_index(self) -> None:
         if not self._opened.is_set():
             with self._changed:
                 self._wake()
             self._opened.wait()
-        return self.index.find(root, ids)
 
     def put(self, put: Put) -> bool:
         """Queue parts. Returns False if they are dropped."""
@@ -217,6 +224,9 @@ class Writer:
 
     def _write(self, put: Put) -> None:
         found = self.index.find(put.root, put.ids)
+        end, parts_at_end = self.index.find_end(put.root, put.ids)
+        if 4 * end == len(put.ids) and parts_at_end:
+            found.append(parts_at_end)
         path = list(dict.fromkeys(part.file for block in found for part in block.values()))
         now = time.time_ns()
         self._folder.touch(path, now)
@@ -225,7 +235,8 @@ class Writer:
         if time.monotonic() < self._retry_at:
             return
         try:
-            for parts in self._segments(_reachable(missing, len(found))):
+            full = len(put.ids) // (4 * self._block)
+            for parts in self._segments(_reachable(missing, len(found)), full):
                 name, content = self._encode(put, parts)
                 removed = self._folder.write(name, content, now - TICK_NS * len(path), keep=path)
                 if removed is None:  # there is no room for more of this path
@@ -238,6 +249,9 @@ class Writer:
                 self.written += nbytes
                 self.dropped -= nbytes
             self._folder.sync()
+            for name in self.index.superseded(put.root, put.ids, missing[0].block) if missing else ():
+                self._folder.remove(name)
+                self.index.remove(name)
         except OSError as error:
             self._fail(error)
 
@@ -247,13 +261,14 @@ class Writer:
         name, head = encode(self._key, put.root, self._block, ids, parts, metadata)
         return name, [memoryview(head), *chain.from_iterable(part.buffers for part in parts)]
 
-    def _segments(self, parts: Iterable[Part]) -> Iterator[list[Part]]:
-        """Consecutive parts for each file."""
+    def _segments(self, parts: Iterable[Part], full: int) -> Iterator[list[Part]]:
+        """Consecutive parts for each file. Those after `full` blocks have their own, which is deleted when more of the
+        block is stored."""
         limit = min(SEGMENT_NBYTES, self._folder.max_bytes // 8)
         segment: list[Part] = []
         nbytes = 0
         for part in parts:
-            if segment and nbytes + part.nbytes > limit:
+            if segment and (nbytes + part.nbytes > limit or segment[-1].block < full == part.block):
                 yield segment
                 segment, nbytes = [], 0
             segment.append(part)

@@ -54,6 +54,7 @@ class DraftRow:
         returns. None if there is none, or no option has read the history yet.
     features: the values at the model's cached taps (`onward.models.blocks.Decoder`) at the positions first … last - 1,
         float [N, W], before the row's last id. Only for a model that has such taps.
+    salt: what a drafter learns or caches of the row may only serve rows with an equal one.
     state: the drafter's own. It starts as None.
     """
 
@@ -64,6 +65,7 @@ class DraftRow:
     history: History | None = None
     constraint: ConstraintState | None = None
     features: Callable[[int, int], Tensor] | None = None
+    salt: str | None = None
     state: Any = None
 
     def __len__(self) -> int:

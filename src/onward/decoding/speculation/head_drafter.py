@@ -82,7 +82,8 @@ class _HeadDrafts(ModelDrafts):
         if len(row) < 2:
             return None
         skipped = max(0, 2 - len(row.prompt))
-        sequence = _HeadSequence([*row.prompt[1:], *row.output[:skipped]], self._length, sampling=row.sampling)
+        ids = [*row.prompt[1:], *row.output[:skipped]]
+        sequence = _HeadSequence(ids, self._length, sampling=row.sampling, salt=row.salt)
         sequence.row, sequence.skipped, sequence.token_ids = row, skipped, list(row.output[skipped:])
         return sequence
 

@@ -3,6 +3,7 @@
 import threading
 import weakref
 from array import array
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -236,6 +237,8 @@ class SuffixAutomaton:
 
 # A match of n ids gives a draft of at most _TRUST * n ids.
 _TRUST = 3
+# The most salts whose outputs are remembered.
+_MAX_SALTS = 8
 
 
 class SuffixLookup:
@@ -246,8 +249,9 @@ class SuffixLookup:
     "SuffixDecoding", arXiv 2411.04975, with automata instead of trees)
 
     shortest: the fewest ids that must match.
-    max_tokens: how many of the latest output ids are remembered, at about 500 bytes each; 0 remembers none. The last
-        `max_tokens` ids of a row's own prompt are indexed, but at least 4,096.
+    max_tokens: how many of the latest output ids are remembered, at about 500 bytes each; 0 remembers none. This is for
+        each of the last eight salts, since a row only copies from rows with its salt. The last `max_tokens` ids of a
+        row's own prompt are indexed, but at least 4,096.
     """
 
     def __init__(self, shortest: int = 2, max_tokens: int = 32_768) -> None:
@@ -256,7 +260,7 @@ class SuffixLookup:
         self.shortest = shortest
         self.max_tokens = max_tokens
         self._lock = threading.Lock()  # requests of several threads may begin at once
-        self._earlier = _Earlier(max_tokens)
+        self._earlier: OrderedDict[str | None, _Earlier] = OrderedDict()  # by salt, the last used ones last
         self._outputs: list[_Output] = []  # of rows that may still run
         renew_in_forks(self)
 
@@ -295,20 +299,30 @@ class SuffixLookup:
             running = []
             for output in self._outputs:
                 is_over = output.row() is None  # checked first, so that all ids before the end are learnt
-                self._earlier.learn(output)
+                if output.learnt < len(output.ids):
+                    self._outputs_of(output.salt).learn(output)
                 if is_over:
                     output.ids = ()  # the automaton has a copy
                 else:
                     running.append(output)
             if self.max_tokens:
-                running.append(_Output(row.output, weakref.ref(row)))
+                running.append(_Output(row.output, weakref.ref(row), row.salt))
             self._outputs = running
-            return _SuffixIndex(self._earlier.automaton, max(0, len(row.prompt) - max(self.max_tokens, 4096)))
+            earlier = self._outputs_of(row.salt).automaton
+            return _SuffixIndex(earlier, max(0, len(row.prompt) - max(self.max_tokens, 4096)))
+
+    def _outputs_of(self, salt: str | None) -> "_Earlier":
+        if salt not in self._earlier:
+            self._earlier[salt] = _Earlier(self.max_tokens)
+        self._earlier.move_to_end(salt)
+        if len(self._earlier) > _MAX_SALTS:
+            self._earlier.popitem(last=False)[1].forget(0)
+        return self._earlier[salt]
 
     def renew(self) -> None:
         """In a forked child: a new lock, and a new automaton if another thread was changing it."""
         if self._lock.locked():
-            self._earlier, self._outputs = _Earlier(self.max_tokens), []
+            self._earlier, self._outputs = OrderedDict(), []
         self._lock = threading.Lock()
 
 
@@ -330,6 +344,7 @@ class _Output:
 
     ids: Sequence[int]
     row: "weakref.ref[DraftRow]"
+    salt: str | None
     learnt: int = 0
     text: int | None = None
 
@@ -345,17 +360,15 @@ class _Earlier:
     def learn(self, output: _Output) -> None:
         """Add the new ids of an output."""
         ids = list(output.ids[output.learnt :])
-        if not ids:
-            return
         output.learnt += len(ids)
         ids = ids[-self._max_tokens :]
         if len(self.automaton) + len(ids) >= self._max_tokens:
-            self._forget(min(self._max_tokens // 2, self._max_tokens - len(ids)))
+            self.forget(min(self._max_tokens // 2, self._max_tokens - len(ids)))
         self._learnt.pop(output, None)
         self._learnt[output] = None
         self._append(output, ids)
 
-    def _forget(self, room: int) -> None:
+    def forget(self, room: int) -> None:
         """Rebuild the automaton with the latest `room` ids, at most half of all, so that an id is added twice at most
         on average."""
         old, self.automaton = self.automaton, SuffixAutomaton()

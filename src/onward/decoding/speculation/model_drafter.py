@@ -23,8 +23,8 @@ class ModelDrafter:
     guesses the very ids that the target samples. All rows are drafted in one batch, whichever requests they belong to.
 
     Its cache has room for as many positions as the target's, and for the drafts of all rows. Like the target's it takes
-    memory as it is written, on the CPU, and keeps the prefixes of ended rows for the next ones. A row that finds no
-    room there, or outgrows the model's context, gets no draft.
+    memory as it is written, on the CPU, and keeps the prefixes of ended rows for the next ones with the same salt. A
+    row that finds no room there, or outgrows the model's context, gets no draft.
 
     model: any `onward.Model`. Ids that the target lacks are never drafted, so a padded vocabulary is fine. The caller
         must ensure that the other ids are the same tokens (`onward.decoding.speculation.check_same_tokens`).
@@ -84,7 +84,7 @@ class ModelDrafts:
 
     def _new_sequence(self, row: DraftRow) -> DraftSequence | None:
         """A sequence with the row's ids; None if it cannot be drafted for yet."""
-        sequence = DraftSequence(row.prompt, self._length, sampling=row.sampling)
+        sequence = DraftSequence(row.prompt, self._length, sampling=row.sampling, salt=row.salt)
         sequence.token_ids = list(row.output)
         return sequence
 

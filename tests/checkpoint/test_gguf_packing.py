@@ -12,8 +12,8 @@ from onward import native, ops
 from onward.checkpoint.gguf.blocks import grouped_format, pack_blocks, read_parts
 from onward.checkpoint.gguf.reader import TYPES as BLOCK_TYPES
 from onward.errors import CheckpointError
-from onward.ops.formats import pack_parts, unpack_parts
 from onward.ops.quantized import round_activations
+from onward.ops.quantized_layout import pack_parts, unpack_parts
 from tiny_checkpoint import refused
 
 BLOCKS = {block.name: block for block in BLOCK_TYPES.values() if block.weights > 1}
@@ -86,7 +86,7 @@ def exact_and_bound(x: torch.Tensor, weight: ops.QuantizedWeight, type: str, raw
     minima = torch.zeros_like(w64)
     if parts.minima is not None:
         zero = parts._replace(codes=torch.zeros_like(parts.codes))
-        from onward.ops.formats import grouped_values
+        from onward.ops.quantized_layout import grouped_values
 
         minima = grouped_values(layout, zero).double()
     x64 = round_activations(x, weight.format).double()

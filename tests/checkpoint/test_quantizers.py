@@ -31,8 +31,8 @@ from onward.errors import CheckpointError, ConfigError
 from onward.language_model import quantize_folder
 from onward.models import marked_parts
 from onward.ops import QuantizedWeight
-from onward.ops.formats import NF4
 from onward.ops.linear import stock_weight
+from onward.ops.quantized_layout import NF4
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -7,13 +7,11 @@ from rounding import DTYPES, ODD_SIZES, UNIT, assert_within, random
 from onward import ops
 from onward.errors import RequestError
 from onward.models.linear import pack_params
-from onward.ops.linear import reference
 from onward.testing.tiny import tiny_model
 
 FORMS = {
     "stock": ops.linear,
     "packed": lambda x, weight, bias: ops.linear(x, ops.pack(weight), bias),
-    "reference": reference,
 }
 
 

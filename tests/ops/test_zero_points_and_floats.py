@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from onward import native, ops
-from onward.ops.formats import E2M1, GROUPED_FORMATS, NF4, Parts, pack_parts, unpack_parts
 from onward.ops.quantized import round_activations
-from onward.ops.quantized_layout import row_values
+from onward.ops.quantized_layout import E2M1, GROUPED_FORMATS, NF4, Parts, pack_parts, row_values, unpack_parts
 
 FORMATS = ("uint4", "uint4_128", "uint8_128", "nvfp4", "fp8", "nf4")
 UNIT = 2.0**-24  # of float32: half the distance of neighbours, relatively

@@ -18,7 +18,8 @@ constexpr int64_t kInt4Pair = 576;    // bytes of two groups: 2 x 16 scales of 2
 constexpr int64_t kInt8Header = 64;   // 16 float scales before the lines of a block
 constexpr int64_t kMaxInputs = 65536; // int8: the int32 sums of a longer row could overflow
 
-// A format whose inputs share scales in groups. ops/formats.py has the same list, and says more.
+// A format whose inputs share scales in groups. ops/quantized_layout.py has the same list, and says
+// more.
 struct Grouped {
   int bits, group, levels, offset;
   bool minimum, is_signed, exponent;

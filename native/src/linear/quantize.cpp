@@ -1,4 +1,4 @@
-// Float matrices to packed int8, int4 and iq4_nl: the search for scales that onward/quantization/scales.py
+// Float matrices to packed int8, int4 and iq4_nl: the search for scales that onward/quantization/rounding.py
 // defines, for 16 groups at a time.
 //
 // Everything is computed in single IEEE operations in one order, so all libraries give the same bits.

@@ -239,5 +239,5 @@ def write_adapter(adapter: TrainedAdapter, folder: Path, base: str | None) -> No
         "inference_mode": True,
     }
     (folder / CONFIG).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
-    tensors = {f"base_model.model.{name}": each.detach().contiguous() for name, each in adapter.parameters.items()}
-    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    tensors = {f"{_PREFIX}{name}": each.detach().contiguous() for name, each in adapter.parameters.items()}
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})

@@ -168,11 +168,8 @@ def write_quantized(
     matrices of `params` are stored unchanged. errors: relative RMS errors by `parameter_name`, for the manifest."""
     destination = destination.absolute()
     check_destination(destination)
-    weights = weights_by_stock_name(config, params)
-    formats = _formats(weights)
-    if others := formats - set(ROUNDED_FORMATS):
-        raise RequestError(f"a quantized folder holds weights in {rounded_formats()}; got {sorted(others)}")
-    if not formats:
+    weights = _writable(config, params)
+    if not _formats(weights):
         raise RequestError("a quantized folder holds quantized weights; got none")
     with appears(destination) as partial:
         partial.mkdir()
@@ -187,11 +184,17 @@ def write_quantized(
 def write_copy(config: models.Architecture, params: Any, folder: Path) -> None:
     """Write quantized weights alone, with their manifest in a config.json; the caller makes them durable. Raises
     `RequestError` for weights that a quantized folder does not hold."""
-    weights = weights_by_stock_name(config, params)
-    if not _formats(weights) <= set(ROUNDED_FORMATS):
-        raise RequestError(f"a quantized folder holds weights in {rounded_formats()}; got {sorted(_formats(weights))}")
+    weights = _writable(config, params)
     write_json(folder / "config.json", {MANIFEST: _manifest(weights, {})})
     write_safetensors(_data(weights), folder / WEIGHTS, durable=False)
+
+
+def _writable(config: models.Architecture, params: Any) -> dict[str, Tensor | QuantizedWeight]:
+    """The weights by stock name, in formats that a folder holds."""
+    weights = weights_by_stock_name(config, params)
+    if others := _formats(weights) - set(ROUNDED_FORMATS):
+        raise RequestError(f"a quantized folder holds weights in {rounded_formats()}; got {sorted(others)}")
+    return weights
 
 
 def _formats(weights: Mapping[str, Tensor | QuantizedWeight]) -> set[str]:

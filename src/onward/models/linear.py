@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 from onward import ops
 from onward.ops.expert_weights import NativeExperts, pack_experts, stack_experts
 from onward.ops.linear import stock_weight
+from onward.ops.quantized import register_tensors
 
 
 class LatentWeight(NamedTuple):
@@ -61,15 +62,7 @@ class LatentLinear:
         return replace(self, weight=LatentWeight(keys, values))
 
 
-pytree.register_pytree_node(
-    LatentLinear,
-    lambda part: ([part.weight], (part.num_heads, part.key_dim, part.value_dim)),
-    lambda leaves, sizes: LatentLinear(*leaves, *sizes),
-    flatten_with_keys_fn=lambda part: (
-        [(pytree.GetAttrKey("weight"), part.weight)],
-        (part.num_heads, part.key_dim, part.value_dim),
-    ),
-)
+register_tensors(LatentLinear, "weight")
 
 
 class Linear(NamedTuple):

@@ -16,7 +16,7 @@ from onward.ops import quantized_layout as layout
 from onward.ops.linear import Weight
 from onward.ops.operator import check_no_gradient, shapes, usable_library
 from onward.ops.packed import FORMATS, NativeWeight, empty_packed, pack_into
-from onward.ops.quantized import PackedTensors, QuantizedWeight, register_packed
+from onward.ops.quantized import PackedTensors, QuantizedWeight, register_tensors
 
 
 class NativeExperts(NamedTuple):
@@ -132,4 +132,4 @@ def matrix(data: Tensor, index: int, format: str, rows: int, inputs: int) -> Ten
     return layout.values(format, data[index], inputs)[:rows]
 
 
-register_packed(QuantizedExperts)
+register_tensors(QuantizedExperts, "data")

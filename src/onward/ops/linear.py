@@ -87,12 +87,6 @@ def _shape_and_dtype(weight: Tensor | NativeWeight) -> tuple[int, int, torch.dty
     return weight.shape[0], weight.shape[1], weight.dtype
 
 
-def reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The definition: products and sums in float32, one rounding at the end."""
-    y = x.to(torch.float32) @ weight.to(torch.float32).T
-    return (y if bias is None else y + bias.to(torch.float32)).to(x.dtype)
-
-
 Table = Tensor | NativeWeight | QuantizedWeight
 
 

@@ -47,12 +47,6 @@ def linear_by_head(x: Tensor, weight: HeadWeights) -> Tensor:
     return torch.einsum("...hk,hnk->...hn", x, weight)
 
 
-def reference(x: Tensor, weight: Tensor) -> Tensor:
-    """The definition head by head: products and sums in float32, one rounding at the end."""
-    heads = [x[..., h, :].to(torch.float32) @ matrix.to(torch.float32).T for h, matrix in enumerate(weight)]
-    return torch.stack(heads, -2).to(x.dtype)
-
-
 def _definition(x: Tensor, data: Tensor, rows: int, inputs: int) -> Tensor:
     weight = torch.stack([NativeWeight(matrix, rows, inputs).unpack() for matrix in data])
     return torch.einsum("...hk,hnk->...hn", x, weight)

@@ -4,8 +4,8 @@ Shapes: N rows (outputs), K inputs, T tokens.
 """
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
 import torch
@@ -16,14 +16,13 @@ from torch.utils import _pytree as pytree
 from onward.errors import RequestError
 from onward.native.interface import Format
 from onward.ops import quantized_layout as layout
-from onward.ops.formats import GROUPED_FORMATS
 from onward.ops.kernel_calls import DTYPES
 from onward.ops.operator import Backward, Gradients, Operator, may_be_followed, shapes
 from onward.ops.packed import Product, call_linear, call_rows, check_id_dtype, check_ids
 
 # The formats that Onward quantizes to, and all formats, those of quantized checkpoints included.
 ROUNDED_FORMATS = {"int8": Format.INT8, "int4": Format.INT4, "iq4_nl": Format.IQ4_NL}
-FORMATS = ROUNDED_FORMATS | {name: Format[name.upper()] for name in GROUPED_FORMATS}
+FORMATS = ROUNDED_FORMATS | {name: Format[name.upper()] for name in layout.GROUPED_FORMATS}
 _SCALE_DTYPES = {"int8": torch.float32, "int4": torch.float16, "iq4_nl": torch.float16}
 
 
@@ -64,7 +63,7 @@ class QuantizedWeight(PackedTensors):
     """A quantized weight [N, K], packed. A pytree of its tensors.
 
     data: uint8, in the layout of `quantized_layout`; contiguous. The kernels are fast if it is 64-byte aligned.
-    format: "int8", "int4", or one of `onward.ops.formats`: "iq4_nl", and those of quantized checkpoints.
+    format: "int8", or one of `onward.ops.quantized_layout`: "int4", "iq4_nl", and those of quantized checkpoints.
     shape: (N, K).
     dtype: of the original weight, and of the values of `rows` and `dequantize`.
     order: int64 [K], a permutation: packed column j multiplies input order[j]. None: input j.
@@ -80,7 +79,7 @@ class QuantizedWeight(PackedTensors):
     def pack(cls, format: str, q: Tensor, scales: Tensor, dtype: torch.dtype = torch.float32) -> "QuantizedWeight":
         """Pack int8 q [N, K] and scales [N, groups], which are float32 for int8 and else float16.
 
-        q are the integers of int8 and int4, and for iq4_nl indices 0 … 15 in `onward.ops.formats.IQ4`. They are not
+        q are the integers of int8 and int4, and for iq4_nl indices 0 … 15 in `quantized_layout.IQ4`. They are not
         checked to be in the format's range.
 
         Raises:
@@ -151,15 +150,9 @@ def quantized_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = N
     return _linear(x, weight.data, bias, weight.format, rows)
 
 
-def reference(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
-    """The definition of `quantized_linear`, in float32 with one rounding at the end."""
-    x = x if weight.order is None else x[..., weight.order]
-    return _linear_definition(x, weight.data, bias, weight.format, weight.shape[0])
-
-
 def round_activations(x: Tensor, format: str) -> Tensor:
     """float32 x [T, K], rounded to 8 bits for a weight of `format`, as in the kernels; unchanged for fp8 and nf4."""
-    if format in GROUPED_FORMATS and GROUPED_FORMATS[format].floats:
+    if format in layout.GROUPED_FORMATS and layout.GROUPED_FORMATS[format].floats:
         return x
     tokens, inputs = x.shape
     group = inputs if format == "int8" else layout.GROUP
@@ -246,25 +239,28 @@ _rows: Operator[Tensor] = Operator(
 )
 
 
-def register_packed(kind: type) -> None:
-    """Make a class of data, format, shape and dtype, and perhaps an order, a pytree of its tensors."""
+def register_tensors(kind: type, *names: str) -> None:
+    """Make a dataclass a pytree of its fields `names`, without those that are None."""
+    others = [each.name for each in fields(kind) if each.name not in names]
 
-    def context(weight: Any) -> tuple[Any, ...]:
-        return weight.format, weight.shape, weight.dtype
+    def present(value: Any) -> dict[str, Any]:
+        return {name: tensor for name in names if (tensor := getattr(value, name)) is not None}
+
+    def context(value: Any) -> tuple[Any, ...]:
+        return tuple(present(value)), tuple(getattr(value, name) for name in others)
+
+    def made(leaves: Iterable[Any], context: tuple[Any, ...]) -> Any:
+        return kind(**dict(zip(context[0], leaves, strict=True)), **dict(zip(others, context[1], strict=True)))
 
     pytree.register_pytree_node(
         kind,
-        lambda weight: (list(weight.tensors().values()), context(weight)),
-        lambda leaves, context: _of_tensors(kind, *leaves, context=context),
-        flatten_with_keys_fn=lambda weight: (
-            [(pytree.GetAttrKey(name), tensor) for name, tensor in weight.tensors().items()],
-            context(weight),
+        lambda value: (list(present(value).values()), context(value)),
+        made,
+        flatten_with_keys_fn=lambda value: (
+            [(pytree.GetAttrKey(name), tensor) for name, tensor in present(value).items()],
+            context(value),
         ),
     )
 
 
-def _of_tensors(kind: type, data: Tensor, *order: Tensor, context: tuple[Any, ...]) -> Any:
-    return kind(data, *context, *order)
-
-
-register_packed(QuantizedWeight)
+register_tensors(QuantizedWeight, "data", "order")

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,8 +20,8 @@ from onward.native.generic import (
 from onward.ops.attention import call_attention
 from onward.ops.kernel_calls import Unsupported, broadcast_strides
 from onward.ops.norm import call_layer_norm, call_rms_norm
-from onward.program.aten_pointwise import INFER, broadcast_shapes, choose, empty_meta
-from onward.program.builder import Builder, element_code, lowers, named_arguments
+from onward.program.aten_pointwise import broadcast_shapes, choose, empty_meta
+from onward.program.builder import INFER, Builder, element_code, lowers, named_arguments
 from onward.program.graph import Array, Node, address
 
 aten = torch.ops.aten
@@ -33,18 +32,16 @@ aten = torch.ops.aten
 
 @lowers(aten.linear.default)
 def linear(b: Builder, node: Node) -> None:
-    arguments = named_arguments(node)
-    x, weight, bias = arguments["input"], arguments["weight"], arguments["bias"]
+    x, weight, bias = named_arguments(node).values()
     if len(weight.shape) != 2:
         raise Unsupported("a weight that is not a matrix")
-    transposed = replace(weight, shape=weight.shape[::-1], strides=weight.strides[::-1])
-    _matrix_product(b, x, transposed, node.outputs[0], bias)
+    _matrix_product(b, x, weight.permuted((1, 0)), node.outputs[0], bias)
 
 
 def _matrix_product(b: Builder, x: Array, y: Array, out: Array, bias: Array | None = None) -> None:
     """x [..., K] @ y [K, N], as one product of matrices."""
     x = b.matrix(x)
-    product(b, x, y, replace(out, shape=(x.shape[0], out.shape[-1]), strides=(out.shape[-1], 1)), bias)
+    product(b, x, y, out.reshaped((x.shape[0], out.shape[-1])), bias)
 
 
 @lowers(aten.matmul.default, aten.mm.default, aten.bmm.default)
@@ -61,11 +58,10 @@ def matmul(b: Builder, node: Node) -> None:
 
 @lowers(aten.addmm.default, aten.baddbmm.default)
 def addmm(b: Builder, node: Node) -> None:
-    arguments = named_arguments(node)
-    bias, x, y = node.args
+    bias, x, y, beta, alpha = named_arguments(node).values()
     if node.op is aten.baddbmm.default and len([s for s in bias.shape if s > 1]) > 2:
         raise Unsupported("a bias for each matrix of a batch")
-    product(b, x, y, node.outputs[0], bias, arguments["alpha"], arguments["beta"])
+    product(b, x, y, node.outputs[0], bias, alpha, beta)
 
 
 def product(
@@ -86,13 +82,12 @@ def product(
 
 @lowers(aten.scaled_dot_product_attention.default)
 def attention(b: Builder, node: Node) -> None:
-    arguments = named_arguments(node)
-    q, k, v, mask = arguments["query"], arguments["key"], arguments["value"], arguments["attn_mask"]
-    if arguments["dropout_p"] or len(q.shape) != 4 or k.shape[:-1] != v.shape[:-1] or q.shape[1] % k.shape[1]:
+    q, k, v, mask, dropout, is_causal, scale, *_ = named_arguments(node).values()
+    if dropout or len(q.shape) != 4 or k.shape[:-1] != v.shape[:-1] or q.shape[1] % k.shape[1]:
         raise Unsupported("dropout, or shapes other than [B, H, T, D]")
-    scale = q.shape[-1] ** -0.5 if arguments["scale"] is None else arguments["scale"]
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
     offsets = None
-    if arguments["is_causal"]:  # aligned to the top left
+    if is_causal:  # aligned to the top left
         if k.shape[2] < q.shape[2]:
             raise Unsupported("causal with fewer keys than queries")
         offsets = b.constant(torch.zeros(q.shape[0], dtype=torch.int32))
@@ -110,18 +105,16 @@ def attention(b: Builder, node: Node) -> None:
 
 @lowers(aten.layer_norm.default)
 def layer_norm(b: Builder, node: Node) -> None:
-    arguments = named_arguments(node)
-    x, weight, bias = arguments["input"], arguments["weight"], arguments["bias"]
-    if len(arguments["normalized_shape"]) != 1 or any(a is not None and a.dtype != x.dtype for a in (weight, bias)):
+    x, shape, weight, bias, eps, *_ = named_arguments(node).values()
+    if len(shape) != 1 or any(a is not None and a.dtype != x.dtype for a in (weight, bias)):
         raise Unsupported("more than the last axis, or weights of another dtype")
-    call_layer_norm(b, node.outputs[0], x, weight, bias, arguments["eps"])
+    call_layer_norm(b, node.outputs[0], x, weight, bias, eps)
 
 
 @lowers(aten.rms_norm.default)
 def rms_norm(b: Builder, node: Node) -> None:
-    arguments = named_arguments(node)
-    x, weight, eps = arguments["input"], arguments["weight"], arguments["eps"]
-    if len(arguments["normalized_shape"]) != 1 or (weight is not None and weight.dtype != x.dtype):
+    x, shape, weight, eps = named_arguments(node).values()
+    if len(shape) != 1 or (weight is not None and weight.dtype != x.dtype):
         raise Unsupported("more than the last axis, or a weight of another dtype")
     call_rms_norm(b, node.outputs[0], x, weight, torch.finfo(x.dtype).eps if eps is None else eps)
 
@@ -208,9 +201,8 @@ def index(b: Builder, node: Node) -> None:
 
 @lowers(aten.index_put_.default, aten.index_put.default)
 def index_put(b: Builder, node: Node) -> None:
-    arguments = named_arguments(node)
-    x, indices, values = arguments["self"], arguments["indices"], arguments["values"]
-    if arguments["accumulate"]:
+    x, indices, values, accumulate = named_arguments(node).values()
+    if accumulate:
         raise Unsupported("accumulate=True")
     if node.op is aten.index_put.default:
         b.copy(x, node.outputs[0])

@@ -11,34 +11,26 @@ from torch._ops import OpOverload
 from onward.errors import ProgramError
 from onward.native.generic import Binary, Unary, onward_binary, onward_where
 from onward.ops.kernel_calls import Unsupported, broadcast_strides
-from onward.program.builder import ELEMENTS, Builder, element_code, lowers, named_arguments
-from onward.program.graph import Array, Infer, Node, address, contiguous_strides
+from onward.program.builder import ELEMENTS, INFER, Builder, element_code, lowers, named_arguments
+from onward.program.graph import Array, Infer, Node, address
 
 aten = torch.ops.aten
 
-_UNARY = {
-    "neg": Unary.NEG, "abs": Unary.ABS, "exp": Unary.EXP, "log": Unary.LOG, "sqrt": Unary.SQRT, "rsqrt": Unary.RSQRT,
-    "reciprocal": Unary.RECIPROCAL, "sin": Unary.SIN, "cos": Unary.COS, "tanh": Unary.TANH, "sigmoid": Unary.SIGMOID,
-    "silu": Unary.SILU, "relu": Unary.RELU, "square": Unary.SQUARE, "erf": Unary.ERF, "logical_not": Unary.LOGICAL_NOT,
-    "bitwise_not": Unary.BITWISE_NOT, "floor": Unary.FLOOR, "ceil": Unary.CEIL, "sign": Unary.SIGN,
-    "log1p": Unary.LOG1P, "expm1": Unary.EXPM1, "exp2": Unary.EXP2, "isnan": Unary.ISNAN, "isinf": Unary.ISINF,
+# Operations by torch's names, which are mostly their own.
+_RENAMED = {
+    Binary.MIN: ("minimum",), Binary.MAX: ("maximum",), Binary.FLOOR_DIV: ("floor_divide",),
+    Binary.AND: ("bitwise_and", "logical_and"), Binary.OR: ("bitwise_or", "logical_or"), Binary.XOR: ("bitwise_xor",),
 }  # fmt: skip
+_UNARY = {code.name.lower(): code for code in Unary if code not in (Unary.COPY, Unary.GELU, Unary.GELU_TANH)}
+_BINARY = {name: code for code in Binary for name in _RENAMED.get(code, (code.name.lower(),))}
 # Operators that convert integers to float32.
 _TO_FLOAT = {
     "exp", "log", "sqrt", "rsqrt", "reciprocal", "sin", "cos", "tanh", "sigmoid", "erf", "log1p", "expm1", "exp2",
     "div",
 }  # fmt: skip
 _TO_BOOL = {"logical_not", "isnan", "isinf", "eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or"}
-_BINARY = {
-    "add": Binary.ADD, "sub": Binary.SUB, "mul": Binary.MUL, "div": Binary.DIV, "maximum": Binary.MAX,
-    "minimum": Binary.MIN, "eq": Binary.EQ, "ne": Binary.NE, "lt": Binary.LT, "le": Binary.LE, "gt": Binary.GT,
-    "ge": Binary.GE, "bitwise_and": Binary.AND, "bitwise_or": Binary.OR, "bitwise_xor": Binary.XOR,
-    "logical_and": Binary.AND, "logical_or": Binary.OR, "floor_divide": Binary.FLOOR_DIV, "remainder": Binary.REMAINDER,
-}  # fmt: skip
 # The operations that torch uses for x ** n.
 _POWERS = {2: Unary.SQUARE, 0.5: Unary.SQRT, -0.5: Unary.RSQRT, -1: Unary.RECIPROCAL, 1: Unary.COPY}
-
-INFER: dict[OpOverload, Infer] = {}  # shapes and dtypes of results, for the recorder
 
 
 def _overloads(name: str) -> list[OpOverload]:
@@ -246,7 +238,7 @@ def copy(b: Builder, node: Node) -> None:
     if x.shape == out.shape:
         b.copy(x, out)
     elif out.is_contiguous():  # a reshape that is not a view
-        b.copy(x, replace(out, shape=x.shape, strides=contiguous_strides(x.shape)))
+        b.copy(x, out.reshaped(x.shape))
     else:
         raise Unsupported("a reshape into a layout that is not contiguous")
 
@@ -293,11 +285,10 @@ def _insert_dim(array: Array, dim: int, size: int) -> Array:
 
 @lowers(aten.repeat_interleave.self_int)
 def repeat_interleave(b: Builder, node: Node) -> None:
-    arguments = named_arguments(node)
-    x, repeats, dim, out = arguments["self"], arguments["repeats"], arguments["dim"], node.outputs[0]
-    if dim is None or arguments["output_size"] is not None:
+    (x, repeats, dim, output_size), out = named_arguments(node).values(), node.outputs[0]
+    if dim is None or output_size is not None:
         raise Unsupported("repeat_interleave without a dim")
     if not out.is_contiguous():
         raise Unsupported("an output that is not contiguous")
     repeated = _insert_dim(x, dim % len(x.shape) + 1, repeats)
-    b.copy(repeated, replace(out, shape=repeated.shape, strides=contiguous_strides(repeated.shape)))
+    b.copy(repeated, out.reshaped(repeated.shape))

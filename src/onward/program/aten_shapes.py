@@ -4,39 +4,30 @@ torch has meta implementations of all of them, but most are written in Python, a
 which takes a second. Those of elementwise operators are in `aten_pointwise.py`, with their rules.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial, reduce
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
 from onward.errors import ProgramError
-from onward.program.aten_pointwise import INFER, broadcast_shapes, empty_meta
+from onward.program.aten_pointwise import broadcast_shapes, empty_meta
+from onward.program.builder import INFER, infers
 
 aten = torch.ops.aten
-
-
-def _infers(*ops: OpOverload) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
-    def register(infer: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        for op in ops:
-            INFER[op] = infer
-        return infer
-
-    return register
 
 
 # ── products ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@_infers(aten.linear.default)
+@infers(aten.linear.default)
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     product = _product(x, weight.mT if weight.dim() == 2 else weight.unsqueeze(-1))
     return product if weight.dim() == 2 else product.squeeze(-1)
 
 
-@_infers(aten.matmul.default, aten.mm.default, aten.bmm.default)
+@infers(aten.matmul.default, aten.mm.default, aten.bmm.default)
 def _product(x: Tensor, y: Tensor) -> Tensor:
     """[..., M, K] @ [..., K, N]; either may be a vector."""
     left: tuple[int, ...] = tuple(x.shape) if x.dim() > 1 else (1, *x.shape)
@@ -49,14 +40,14 @@ def _product(x: Tensor, y: Tensor) -> Tensor:
     return empty_meta((*batch, *rows, *columns), x.dtype)
 
 
-@_infers(aten.addmm.default, aten.baddbmm.default)
+@infers(aten.addmm.default, aten.baddbmm.default)
 def _plus_product(bias: Tensor, x: Tensor, y: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
     product = _product(x, y)
     _check_fits(bias, product)
     return product
 
 
-@_infers(aten.scaled_dot_product_attention.default)
+@infers(aten.scaled_dot_product_attention.default)
 def _attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **options: Any) -> Tensor:
     """[B, H, T, D] over memory [B, T, H, D], as torch returns it."""
     if q.dim() != 4 or v.dim() != 4 or q.shape[-1] != k.shape[-1] or k.shape[:-1] != v.shape[:-1]:
@@ -71,18 +62,18 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **options: Any) -> T
 # ── operators along dimensions ────────────────────────────────────────────────────────────────────────────────
 
 
-@_infers(aten.softmax.int, aten.log_softmax.int)
+@infers(aten.softmax.int, aten.log_softmax.int)
 def _softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
     _dims(x, dim)
     return empty_meta(x.shape, dtype or x.dtype)
 
 
-@_infers(aten._softmax.default, aten._log_softmax.default)
+@infers(aten._softmax.default, aten._log_softmax.default)
 def _softmax_of_halves(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
     return _softmax(x, dim, torch.float32 if half_to_float else None)
 
 
-@_infers(aten.layer_norm.default, aten.rms_norm.default)
+@infers(aten.layer_norm.default, aten.rms_norm.default)
 def _norm(x: Tensor, normalized_shape: Sequence[int], *weights: Any, **_: Any) -> Tensor:
     if list(x.shape[-len(normalized_shape) :]) != list(normalized_shape):
         raise ProgramError(f"a norm over {list(normalized_shape)} does not fit a tensor {list(x.shape)}")
@@ -92,18 +83,18 @@ def _norm(x: Tensor, normalized_shape: Sequence[int], *weights: Any, **_: Any) -
     return empty_meta(x.shape, x.dtype)
 
 
-@_infers(aten.cumsum.default)
+@infers(aten.cumsum.default)
 def _cumsum(x: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
     _dims(x, dim)
     return empty_meta(x.shape, dtype or _sum_dtype(x))
 
 
-@_infers(aten.sum.dim_IntList, aten.mean.dim, aten.sum.default, aten.mean.default)
+@infers(aten.sum.dim_IntList, aten.mean.dim, aten.sum.default, aten.mean.default)
 def _sum(x: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
     return _reduced(x, dim, keepdim, dtype=dtype or _sum_dtype(x))
 
 
-@_infers(aten.amax.default, aten.amin.default)
+@infers(aten.amax.default, aten.amin.default)
 def _reduced(x: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
     dims = _dims(x, dim)
     shape = [1 if i in dims else size for i, size in enumerate(x.shape) if keepdim or i not in dims]
@@ -114,7 +105,7 @@ INFER[aten.argmax.default] = partial(_reduced, dtype=torch.int64)
 INFER[aten.any.dim] = INFER[aten.all.dim] = partial(_reduced, dtype=torch.bool)
 
 
-@_infers(aten.gather.default)
+@infers(aten.gather.default)
 def _gather(x: Tensor, dim: int, index: Tensor, *, sparse_grad: bool = False) -> Tensor:
     _dims(x, dim)
     return empty_meta(index.shape, x.dtype)
@@ -135,17 +126,17 @@ def _sum_dtype(x: Tensor) -> torch.dtype:
 # ── selecting and concatenating ───────────────────────────────────────────────────────────────────────────────
 
 
-@_infers(aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf, aten.where.Scalar)
+@infers(aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf, aten.where.Scalar)
 def _where(condition: Tensor, x: Any, y: Any) -> Tensor:
     return empty_meta(broadcast_shapes([condition, x, y]), torch.result_type(x, y))
 
 
-@_infers(aten.masked_fill.Scalar, aten.masked_fill.Tensor)
+@infers(aten.masked_fill.Scalar, aten.masked_fill.Tensor)
 def _masked_fill(x: Tensor, mask: Tensor, value: Any) -> Tensor:
     return empty_meta(broadcast_shapes([x, mask]), x.dtype)
 
 
-@_infers(aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default)
+@infers(aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default)
 def _clamp(x: Tensor, *bounds: Any, **named: Any) -> Tensor:
     dtype = x.dtype
     for bound in (*bounds, *named.values()):
@@ -154,12 +145,12 @@ def _clamp(x: Tensor, *bounds: Any, **named: Any) -> Tensor:
     return empty_meta(x.shape, dtype, x)
 
 
-@_infers(aten.rsub.Scalar, aten.rsub.Tensor)
+@infers(aten.rsub.Scalar, aten.rsub.Tensor)
 def _rsub(x: Tensor, other: Any, alpha: float = 1) -> Tensor:
     return empty_meta(broadcast_shapes([x, other]), torch.result_type(x, other), x)
 
 
-@_infers(aten.cat.default, aten.concat.default)
+@infers(aten.cat.default, aten.concat.default)
 def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
     parts = [t for t in tensors if tuple(t.shape) != (0,)] or list(tensors)  # torch ignores empty vectors
     first = parts[0]
@@ -172,7 +163,7 @@ def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
     return empty_meta(shape, _promoted(parts))
 
 
-@_infers(aten.stack.default)
+@infers(aten.stack.default)
 def _stack(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
     first = tensors[0]
     if any(part.shape != first.shape for part in tensors):
@@ -188,23 +179,23 @@ def _promoted(tensors: Sequence[Tensor]) -> torch.dtype:
 # ── filling ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@_infers(aten.zeros_like.default, aten.ones_like.default, aten.empty_like.default, aten.full_like.default)
+@infers(aten.zeros_like.default, aten.ones_like.default, aten.empty_like.default, aten.full_like.default)
 def _like(x: Tensor, *value: Any, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
     return empty_meta(x.shape, dtype or x.dtype, x)
 
 
-@_infers(aten.new_zeros.default, aten.new_ones.default, aten.new_empty.default, aten.new_full.default)
+@infers(aten.new_zeros.default, aten.new_ones.default, aten.new_empty.default, aten.new_full.default)
 def _new(x: Tensor, size: Sequence[int], *value: Any, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
     return empty_meta(size, dtype or x.dtype)
 
 
-@_infers(aten.copy_.default)
+@infers(aten.copy_.default)
 def _copied(to: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     _check_fits(source, to)
     return to
 
 
-@_infers(
+@infers(
     aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default, aten.masked_fill_.Scalar, aten.masked_fill_.Tensor,
     aten.clamp_.default,
 )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -11,7 +12,7 @@ from torch._ops import OpOverload
 from onward.native.generic import Unary, onward_unary
 from onward.native.interface import Element, Structure
 from onward.ops.kernel_calls import KernelCalls, Unsupported, broadcast_strides
-from onward.program.graph import Address, Argument, Array, KernelCall, Kind, Node, ProgramCall, Trace, address
+from onward.program.graph import Address, Argument, Array, Infer, KernelCall, Kind, Node, ProgramCall, Trace, address
 
 ELEMENTS = {
     torch.float32: Element.F32,
@@ -99,20 +100,25 @@ def element_code(array: Array) -> int:
     return ELEMENTS[array.dtype]
 
 
-Rule = Callable[[Builder, Node], None]
-R = TypeVar("R", bound=Rule)
-RULES: dict[OpOverload, Rule] = {}
+F = TypeVar("F", bound=Callable[..., Any])
+# For each operator of torch: its rule, which emits calls, or raises `Unsupported`, which discards its calls; and the
+# shape and dtype of its result, for the recorder.
+RULES: dict[OpOverload, Callable[[Builder, Node], None]] = {}
+INFER: dict[OpOverload, Infer] = {}
 
 
-def lowers(*ops: OpOverload) -> Callable[[R], R]:
-    """Register a rule for operators. A rule emits calls, or raises `Unsupported`, which discards its calls."""
+def registers(table: dict[OpOverload, Any], *ops: OpOverload) -> Callable[[F], F]:
+    """Register a function for operators."""
 
-    def register(rule: R) -> R:
-        for op in ops:
-            RULES[op] = rule
-        return rule
+    def register(function: F) -> F:
+        table.update(dict.fromkeys(ops, function))
+        return function
 
     return register
+
+
+lowers = partial(registers, RULES)
+infers = partial(registers, INFER)
 
 
 def named_arguments(node: Node) -> dict[str, Any]:

@@ -14,9 +14,9 @@ from onward.errors import ProgramError
 from onward.native import Library
 from onward.program.encode import ProgramImage, encode
 from onward.program.executable import Arena, ShapeProgram, Signature
-from onward.program.graph import Forward, KernelCall, Kind, PackedParams, TorchCall, contiguous_strides
+from onward.program.graph import Forward, KernelCall, Kind, PackedParams, TorchCall
 from onward.program.leaves import CacheLeaves, LeafCache, without_memory
-from onward.program.lower import INFER, is_whole, lower
+from onward.program.lower import lower
 from onward.program.shapes import MAX_ROWS, MAX_TOKENS, Grid, Shape, TraceShape, make_grid
 from onward.program.step import ForwardBatch, SamplingKernel, StepResult
 from onward.program.trace import trace
@@ -184,7 +184,7 @@ class NativeExecutable:
     ) -> tuple[ProgramImage, Signature]:
         start = time.perf_counter()
         logits_at = None if spec is None else spec.shape(shape.batch)
-        traced = trace(self._forward, self._params, cache, *shape, logits_at, whole=is_whole, infer=INFER, taps=taps)
+        traced = trace(self._forward, self._params, cache, *shape, logits_at, taps)
         calls = lower(traced, self._programs.packed if self._frozen else None)
         missing = [call for call in calls if isinstance(call, TorchCall)]
         if missing and self._needs_kernels:
@@ -228,14 +228,8 @@ def _resized(largest: Signature, shape: Shape, spec: LogitsSpec | None) -> Signa
     """The signature of a grid's largest program, resized to another shape."""
     logits = tuple(shape) if spec is None else spec.shape(shape.batch)
     sizes = {Kind.TOKENS: shape, Kind.OFFSETS: (shape.batch,), Kind.LOGITS_AT: logits}
-    inputs = {
-        kind: replace(array, shape=tuple(sizes[kind]), strides=contiguous_strides(sizes[kind]))
-        for kind, array in largest.inputs.items()
-    }
-    sized = {name: (*shape, *values.shape[2:]) for name, values in largest.taps.items()}
-    taps = {
-        name: replace(largest.taps[name], shape=size, strides=contiguous_strides(size)) for name, size in sized.items()
-    }
+    inputs = {kind: array.reshaped(sizes[kind]) for kind, array in largest.inputs.items()}
+    taps = {name: values.reshaped((*shape, *values.shape[2:])) for name, values in largest.taps.items()}
     return replace(largest, inputs=inputs, logits_shape=(*logits, largest.logits_shape[2]), taps=taps)
 
 

@@ -11,8 +11,8 @@ from torch.utils import _pytree as pytree
 
 from onward.errors import one_line
 from onward.program.graph import Forward
-from onward.program.recorder import TraceError
 from onward.program.step import EagerExecutable, ForwardBatch, SamplingKernel, StepResult
+from onward.program.trace import TraceError
 from onward.util.process import renew_in_forks
 
 _WARM_UP = 3

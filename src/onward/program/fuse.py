@@ -22,7 +22,6 @@ from onward.ops.packed import FORMATS, Product, call_linear
 from onward.ops.quantized import FORMATS as QUANTIZED_FORMATS
 from onward.program.builder import Builder
 from onward.program.graph import Array, Kind, Node, PackedParams, Storage, Trace, Uses
-from onward.program.pattern_graph import permuted
 from onward.program.patterns import canonicalise
 
 
@@ -302,7 +301,7 @@ def _rotated(nodes: list[Node], heads: HeadsPart, rotate: Node, offsets: Array |
 
 def _transposed(array: Array) -> Array | None:
     """array.transpose(1, 2) of an array with four dimensions."""
-    return permuted(array, (0, 2, 1, 3)) if len(array.shape) == 4 else None
+    return array.permuted((0, 2, 1, 3)) if len(array.shape) == 4 else None
 
 
 def _angles_and_offsets(parts: list[_Part]) -> tuple[tuple[Array, Array] | None, Array | None]:

@@ -8,7 +8,7 @@ import math
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
@@ -91,6 +91,18 @@ class Array:
                 return False
             expected *= size
         return True
+
+    def reshaped(self, shape: Sequence[int]) -> "Array":
+        """A contiguous array of another shape at the same place."""
+        return replace(self, shape=tuple(shape), strides=contiguous_strides(shape))
+
+    def narrowed(self, start: int, length: int) -> "Array":
+        """The view [..., start : start + length]."""
+        shape = (*self.shape[:-1], length)
+        return replace(self, shape=shape, offset=self.offset + start * self.strides[-1])
+
+    def permuted(self, order: Sequence[int]) -> "Array":
+        return replace(self, shape=tuple(self.shape[i] for i in order), strides=tuple(self.strides[i] for i in order))
 
     def __str__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')} {list(self.shape)}"

@@ -56,12 +56,9 @@ class CacheLeaves:
 
     def __init__(self, cache: Any) -> None:
         leaves = tensors_of(cache)
-        self._dims = tuple(cache.leaf_dims) if isinstance(cache, NamedDims) else None
-        self.signature: CacheSignature
-        if self._dims is None:
-            self.signature = tuple(map(_layout, pytree.tree_leaves(cache)))
-        else:
-            self.signature = tuple(map(_named_layout, leaves, self._dims))
+        every = leaves if isinstance(cache, NamedDims) else pytree.tree_leaves(cache)
+        self._dims = cache.leaf_dims if isinstance(cache, NamedDims) else [None] * len(every)
+        self.signature: CacheSignature = tuple(map(_layout, every, self._dims))
         self._freed: list[object] = []
         self._references = [weakref.ref(leaf, self._freed.append) for leaf in leaves]
 
@@ -79,11 +76,7 @@ class CacheLeaves:
         Raises:
             ProgramError: the cache has another number of rows.
         """
-        if self._dims is not None:
-            return tuple(map(partial(_named_for_any_rows, batch), self.signature, self._dims))
-        if batch == 1:  # a size of 1 is ambiguous
-            return self.signature
-        return tuple(_for_any_rows(leaf, batch) if isinstance(leaf, Layout) else leaf for leaf in self.signature)
+        return tuple(map(partial(_for_any_rows, batch), self.signature, self._dims))
 
     def tensors(self) -> list[Tensor]:
         leaves = [reference() for reference in self._references]
@@ -147,19 +140,17 @@ def leaves_of(tree: Any) -> list[Any]:
     return pytree.tree_leaves(tree)
 
 
-def _for_any_rows(leaf: Layout, batch: int) -> Layout:
-    if batch not in leaf.shape:
+def _for_any_rows(batch: int, leaf: Hashable, dims: tuple[str, ...] | None) -> Hashable:
+    if not isinstance(leaf, Layout):
         return leaf
-    dim = leaf.shape.index(batch)
-    return leaf._replace(shape=(*leaf.shape[:dim], None, *leaf.shape[dim + 1 :]))
-
-
-def _named_for_any_rows(batch: int, layout: Layout, dims: tuple[str, ...]) -> Layout:
-    sizes = list(zip(layout.shape, dims, strict=True))
-    rows = {size for size, dim in sizes if dim == _ROWS}
-    if rows - {batch}:
-        raise ProgramError(f"a program of {batch} rows got a cache of {', '.join(map(str, rows))}: use one of {batch}")
-    return layout._replace(shape=tuple(None if dim == _ROWS else size for size, dim in sizes))
+    if dims is None:  # a size of 1 is ambiguous
+        rows = [leaf.shape.index(batch)] if batch > 1 and batch in leaf.shape else []
+    else:
+        rows = [at for at, dim in enumerate(dims) if dim == _ROWS]
+    if others := {leaf.shape[at] for at in rows} - {batch}:
+        sizes = ", ".join(map(str, others))
+        raise ProgramError(f"a program of {batch} rows got a cache of {sizes}: use one of {batch}")
+    return leaf._replace(shape=tuple(None if at in rows else size for at, size in enumerate(leaf.shape)))
 
 
 def without_memory(cache: Any, signature: CacheSignature, batch: int) -> Any:
@@ -177,19 +168,15 @@ def _meta_tensor(layout: Layout, batch: int) -> Tensor:
     return torch.empty_strided(shape, layout.strides, dtype=layout.dtype, device="meta")
 
 
-def _named_layout(leaf: Tensor, dims: tuple[str, ...]) -> Layout:
-    """The layout of a tensor with named dimensions. Shared memory only counts by its strides."""
-    shape = tuple(_SIGNATURE_BLOCKS if dim == _BLOCKS else size for size, dim in zip(leaf.shape, dims, strict=True))
+def _layout(leaf: Any, dims: tuple[str, ...] | None) -> Hashable:
+    """The layout of a leaf. Memory that rows share counts by its strides only."""
+    if not isinstance(leaf, Tensor):
+        return _hashable(leaf)
+    names = [""] * leaf.dim() if dims is None else dims
+    shape = tuple(_SIGNATURE_BLOCKS if dim == _BLOCKS else size for size, dim in zip(leaf.shape, names, strict=True))
     # The stride of a single row is irrelevant; the stride of a single block is not.
-    strides = None if _BLOCKS not in dims and leaf.is_contiguous() else tuple(leaf.stride())
+    strides = None if _BLOCKS not in names and leaf.is_contiguous() else tuple(leaf.stride())
     return Layout(shape, strides, leaf.dtype)
-
-
-def _layout(leaf: Any) -> Hashable:
-    if isinstance(leaf, Tensor):
-        strides = None if leaf.is_contiguous() else tuple(leaf.stride())
-        return Layout(tuple(leaf.shape), strides, leaf.dtype)
-    return _hashable(leaf)
 
 
 def _hashable(leaf: Any) -> Hashable:

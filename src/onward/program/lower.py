@@ -1,28 +1,16 @@
 """Lower a trace to kernel calls: by the kernel functions of Onward's ops, and a rule for each operator of torch."""
 
-from collections import ChainMap
-from collections.abc import Mapping
-
 import torch
-from torch._ops import OpOverload
 
 from onward import ops as _registered  # noqa: F401 - registers the kernels of ops
 from onward.ops.kernel_calls import Unsupported
-from onward.ops.operator import FAKES, KERNELS
+from onward.ops.operator import KERNELS
 
 # Importing these modules registers their rules.
 from onward.program import aten_matrices, aten_pointwise, aten_shapes  # noqa: F401
 from onward.program.builder import RULES, Builder, named_arguments
 from onward.program.fuse import FusedNode, FuseItem, rewrite
-from onward.program.graph import Array, Infer, Kind, Node, PackedParams, ProgramCall, TorchCall, Trace
-
-# Shapes and dtypes of results, for the recorder: torch's operators and Onward's.
-INFER: Mapping[OpOverload, Infer] = ChainMap(aten_pointwise.INFER, FAKES)
-
-
-def is_whole(op: OpOverload) -> bool:
-    """Whether the recorder keeps a composite operator whole, because there is a kernel or a rule for it."""
-    return op in KERNELS or op in RULES
+from onward.program.graph import Array, Kind, Node, PackedParams, ProgramCall, TorchCall, Trace
 
 
 def lower(trace: Trace, packed: PackedParams | None = None) -> list[ProgramCall]:

@@ -12,12 +12,85 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 
+from onward.ops.kernel_calls import DTYPES
 from onward.program.builder import named_arguments
-from onward.program.graph import Array, Kind, Node, PackedParams, Trace
-from onward.program.pattern_graph import CASTS, Graph, is_float, narrowed, operands_of, permuted
+from onward.program.graph import Array, Kind, Node, PackedParams, Trace, Uses, contiguous_strides
 
 aten, ops = torch.ops.aten, torch.ops.onward
+
+CASTS = (
+    aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten.to.other, aten.type_as.default, aten._to_copy.default,
+)  # fmt: skip
+
+
+class Graph:
+    """The nodes of a trace by their results.
+
+    Only arrays that no node changes after their creation count, so that an array stands for one value.
+    """
+
+    def __init__(self, trace: Trace, packed: PackedParams | None) -> None:
+        self.trace = trace
+        self._packed = packed
+        self._packed_arrays: dict[Array, Array] = {}
+        self.constant = Uses(trace.nodes).constant  # whether no node changes an array after its creation
+        self._producers = {node.outputs[0]: node for node in trace.nodes if len(node.outputs) == 1}
+        self._storage_producers = {array.storage: node for array, node in self._producers.items()}
+        self.signed_sines: dict[Array, Array] = {}  # copies with the first half negated, by a rotation's sines
+
+    def producer(self, value: Any, *ops: OpOverload) -> Node | None:
+        """The node of one of these operators that produced exactly this array, if any."""
+        node = self._producers.get(value) if isinstance(value, Array) else None
+        return node if node is not None and node.op in ops and self.constant(value) else None
+
+    def storage_producer(self, value: Array) -> Node | None:
+        """The node that produced the memory of which the array is a view."""
+        return self._storage_producers.get(value.storage) if self.constant(value) else None
+
+    def before_upcast(self, value: Any) -> Any:
+        """The input of the cast to float32 that produced `value`; otherwise `value` itself."""
+        node = self.producer(value, *CASTS)
+        exact = node is not None and value.dtype == torch.float32 and is_float(node.args[0])
+        return node.args[0] if node is not None and exact else value
+
+    def before_rounding(self, value: Any) -> Any:
+        """The float32 input of the cast that produced `value`; otherwise `value` itself."""
+        node = self.producer(value, *CASTS)
+        return node.args[0] if node is not None and node.args[0].dtype == torch.float32 else value
+
+    def operands(self, value: Any, op: OpOverload) -> list[tuple[Any, Any]]:
+        """Both operands of the commutative operator that produced `value`, in both orders; empty if it scales one."""
+        node = self.producer(value, op)
+        return [] if node is None else operands_of(node)
+
+    def packed(self, weight: Array) -> Array | None:
+        """The packed copy of a matrix among the params; None if params may change or no packed layout supports it."""
+        if weight not in self._packed_arrays:
+            copy = None if self._packed is None else self._packed.of(weight)
+            if copy is None:
+                return None
+            data = copy.data
+            storage = self.trace.new_storage(Kind.PARAM, data.nbytes, weight.storage.name)
+            storage.refer_to(data)
+            shape = tuple(data.shape)
+            self._packed_arrays[weight] = Array(storage, data.dtype, shape, contiguous_strides(shape), 0)
+        return self._packed_arrays[weight]
+
+
+def operands_of(node: Node) -> list[tuple[Any, Any]]:
+    """Both operands of a commutative operator, in both orders; empty if it scales one (alpha), or rounds."""
+    arguments = named_arguments(node)
+    if arguments.get("alpha", 1) != 1 or arguments.get("rounding_mode") is not None:
+        return []
+    left, right = node.args[:2]
+    return [(left, right), (right, left)]
+
+
+def is_float(array: Any) -> bool:
+    """Whether it is an array of a dtype that the ops support."""
+    return isinstance(array, Array) and array.dtype in DTYPES
 
 
 def gate(graph: Graph, node: Node) -> list[Node] | None:
@@ -58,20 +131,18 @@ def layer_norm(graph: Graph, node: Node) -> list[Node] | None:
     """torch's own layer norm with weight and bias."""
     if node.op is not aten.layer_norm.default:
         return None
-    arguments = named_arguments(node)
-    x, weight, bias = arguments["input"], arguments["weight"], arguments["bias"]
-    if len(arguments["normalized_shape"]) != 1 or not is_float(x):
+    x, shape, weight, bias, eps, *_ = named_arguments(node).values()
+    if len(shape) != 1 or not is_float(x):
         return None
     if any(not isinstance(each, Array) or each.dtype != x.dtype for each in (weight, bias)):
         return None
-    return [node.replaced_by(ops.layer_norm.default, x, weight, bias, float(arguments["eps"]))]
+    return [node.replaced_by(ops.layer_norm.default, x, weight, bias, float(eps))]
 
 
 def _torch_rms_norm(node: Node) -> list[Node] | None:
-    arguments = named_arguments(node)
-    x, weight, eps = arguments["input"], arguments["weight"], arguments["eps"]
+    x, shape, weight, eps = named_arguments(node).values()
     matches = is_float(x) and isinstance(weight, Array) and weight.dtype == x.dtype
-    if not matches or len(arguments["normalized_shape"]) != 1:
+    if not matches or len(shape) != 1:
         return None
     eps = torch.finfo(x.dtype).eps if eps is None else float(eps)
     return [node.replaced_by(ops.rms_norm.default, x, weight, eps, 0.0, True)]
@@ -165,7 +236,7 @@ def _norm_nodes(node: Node, out: Array, x: Array, weight: Array | None, eps: flo
     order = sorted(range(len(out.shape)), key=lambda dim: (-out.strides[dim], dim))
     if order[-1] != len(order) - 1:
         order = list(range(len(order)))
-    x, out = permuted(x, order), permuted(out, order)
+    x, out = x.permuted(order), out.permuted(order)
     if x.shape != out.shape or not out.is_contiguous():
         return None
     if weight is None:
@@ -188,19 +259,18 @@ def product(graph: Graph, node: Node) -> list[Node] | None:
 def _operands(node: Node) -> tuple[Any, Any, Any] | None:
     """x [..., K], weight [N, K] and bias of the product."""
     if node.op is aten.linear.default:
-        arguments = named_arguments(node)
-        return arguments["input"], arguments["weight"], arguments["bias"]
+        x, weight, bias = named_arguments(node).values()
+        return x, weight, bias
     bias = None
     if node.op is aten.addmm.default:
-        arguments = named_arguments(node)
-        if arguments["alpha"] != 1 or arguments["beta"] != 1:
+        bias, x, weight, beta, alpha = named_arguments(node).values()
+        if alpha != 1 or beta != 1:
             return None
-        bias, x, weight = node.args[:3]
     elif node.op in (aten.matmul.default, aten.mm.default):
         x, weight = node.args[:2]
     else:
         return None
-    return (x, permuted(weight, (1, 0)), bias) if len(weight.shape) == 2 else None
+    return (x, weight.permuted((1, 0)), bias) if len(weight.shape) == 2 else None
 
 
 def _can_pack(graph: Graph, x: Any, weight: Any, bias: Any) -> bool:
@@ -260,7 +330,7 @@ def _rotated_half(graph: Graph, value: Any) -> Any:
     first, second = node.args[0][1], negated.args[0]
     half = first.shape[-1]
     whole = replace(first, shape=(*first.shape[:-1], 2 * half))
-    return graph.before_upcast(whole) if narrowed(whole, half, half) == second else None
+    return graph.before_upcast(whole) if whole.narrowed(half, half) == second else None
 
 
 def _without_heads(graph: Graph, angles: Any, x: Array) -> Array | None:
@@ -300,8 +370,8 @@ def _signed(graph: Graph, sin: Array, node: Node) -> tuple[list[Node], Array]:
     signed = graph.trace.temporary(sin.shape, sin.dtype)
     graph.signed_sines[sin] = signed
     return [
-        node.replaced_by(aten.neg.default, narrowed(sin, 0, half), outputs=(negated,)),
-        node.replaced_by(aten.cat.default, [negated, narrowed(sin, half, half)], -1, outputs=(signed,)),
+        node.replaced_by(aten.neg.default, sin.narrowed(0, half), outputs=(negated,)),
+        node.replaced_by(aten.cat.default, [negated, sin.narrowed(half, half)], -1, outputs=(signed,)),
     ], signed
 
 

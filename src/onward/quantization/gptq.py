@@ -15,8 +15,7 @@ from torch import Tensor
 from onward.errors import RequestError
 from onward.ops import quantized_layout as layout
 from onward.ops.quantized import QuantizedWeight
-from onward.quantization.rounding import quantize_and_measure, relative_rms_error
-from onward.quantization.scales import CODEBOOKS, Codebook, extremes
+from onward.quantization.rounding import CODEBOOKS, Codebook, extremes, quantize_and_measure, relative_rms_error
 
 # Added to the diagonal of H, relative to its mean, as in the paper; ten times as much while H is not yet definite.
 _DAMPING = 0.01

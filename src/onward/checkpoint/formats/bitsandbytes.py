@@ -22,16 +22,12 @@ load_in_8bit load_in_4bit bnb_4bit_compute_dtype bnb_4bit_quant_storage bnb_4bit
 llm_int8_enable_fp32_cpu_offload llm_int8_has_fp16_weight llm_int8_threshold
 """
 # The tensors determine everything: which weights are quantized, to which values, in which runs and dtype.
-FIELDS = Fields(
-    read=frozenset(),
-    ignored=words(_IGNORED),
-)
+FIELDS = Fields(read=frozenset(), ignored=words(_IGNORED))
 _STORAGES = (torch.uint8, torch.int8, torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _STATES = ("weight.quant_state.bitsandbytes__nf4", "weight.quant_state.bitsandbytes__fp4")
-_TENSORS = {
-    *("weight", "SCB", "weight_format", "weight.absmax", "weight.quant_map", "weight.nested_absmax"),
-    *("weight.nested_quant_map", *_STATES),
-}
+_TENSORS = {*_STATES} | words("""
+weight SCB weight_format weight.absmax weight.quant_map weight.nested_absmax weight.nested_quant_map
+""")
 
 
 def read_method(settings: Mapping[str, Any]) -> QuantizationMethod:

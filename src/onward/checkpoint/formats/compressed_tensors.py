@@ -25,8 +25,9 @@ from onward.checkpoint.formats.stored import (
     Nvfp4,
     Shape,
     StoredWeight,
+    inputs_per_scale,
     nibbles,
-    rows_of_blocks,
+    scales_by_row,
     unpacked,
 )
 
@@ -36,11 +37,10 @@ FIELDS = Fields(
     ignored=words("format kv_cache_scheme global_compression_ratio version use_optimized_inference"),
     refused={"transform_config": ({"config_groups": {}},)},
 )
-_TENSORS = {
-    *("weight", "weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx"),
-    *("weight_global_scale", "input_scale", "input_global_scale", "input_zero_point", "output_scale"),
-    "output_zero_point",
-}
+_TENSORS = words("""
+weight weight_packed weight_scale weight_zero_point weight_shape weight_g_idx weight_global_scale input_scale
+input_global_scale input_zero_point output_scale output_zero_point
+""")
 
 
 @dataclass(frozen=True)
@@ -59,36 +59,14 @@ class _Scheme:
         if codes.dtype not in (torch.int8, torch.float8_e4m3fn) or tuple(codes.shape) != shape:
             got = f"{codes.dtype} {list(codes.shape)}"
             raise ValueError(f"weight must be int8 or float8_e4m3fn {list(shape)}; got {got}")
-        by_rows, group = self._by_rows(scale, shape)
+        by_rows, group = scales_by_row(scale, shape, self.block, self.groups)
         if codes.dtype == torch.float8_e4m3fn:
             return Float8(codes, by_rows, group)
         zeros = torch.full_like(by_rows, 128)
         if "weight_zero_point" in names:
-            zeros = zeros + self._by_rows(read("weight_zero_point").float(), shape)[0]
+            points = read("weight_zero_point").float()
+            zeros = zeros + scales_by_row(points, shape, self.block, self.groups)[0]
         return Integers(codes.to(torch.int16) + 128, by_rows, zeros, group)
-
-    def _by_rows(self, scale: Tensor, shape: Shape) -> tuple[Tensor, int]:
-        """One number for each row and group, [N, ⌈K / group⌉], and the group size."""
-        if scale.numel() == 1:
-            return scale.view(1, 1).expand(shape[0], 1), shape[1]
-        if scale.dim() == 2 and self.block is not None and scale.shape[0] != shape[0]:
-            return rows_of_blocks(scale, self.block, shape), self.block[1]
-        scale = scale.view(len(scale), -1)
-        if scale.shape[0] != shape[0]:
-            raise ValueError(f"scales {list(scale.shape)} do not match a weight {list(shape)}")
-        return scale, self._group(scale, shape[1])
-
-    def _group(self, scale: Tensor, inputs: int) -> int:
-        """The number of inputs that share one of the scales [N, ⌈K / group⌉]."""
-        count = scale.shape[1]
-        if count == 1:
-            return inputs
-        sizes = self.groups or ((inputs // count,) if count and inputs % count == 0 else ())
-        group = next((size for size in sizes if -(-inputs // size) == count), None)
-        if group is None:
-            grouped = f" in groups of {' or '.join(map(str, self.groups))} (group_size)" if self.groups else ""
-            raise ValueError(f"{inputs} inputs{grouped} do not match {count} scales")
-        return group
 
     def _packed(self, read: Read, names: Set[str], shape: Shape) -> Integers:
         packed, (outputs, inputs) = read("weight_packed"), shape
@@ -100,7 +78,7 @@ class _Scheme:
         scale = read("weight_scale")
         if scale.dim() != 2 or scale.shape[0] != outputs:
             raise ValueError(f"weight_scale {list(scale.shape)} does not match a weight {list(shape)}")
-        groups = torch.arange(inputs) // self._group(scale, inputs)
+        groups = torch.arange(inputs) // inputs_per_scale(scale.shape[1], inputs, self.groups)
         order = read("weight_g_idx").long() if "weight_g_idx" in names else groups
         if order.shape != (inputs,) or int(order.max()) >= scale.shape[1]:
             raise ValueError(f"weight_g_idx {list(order.shape)} does not assign a group to each of {inputs} inputs")
@@ -148,9 +126,9 @@ def read_method(settings: Mapping[str, Any]) -> QuantizationMethod:
     sizes = tuple(dict.fromkeys(group["group_size"] for group in groups if group.get("group_size") not in (None, -1)))
     if wrong := [each for each in sizes if type(each) is not int or each < 1]:
         raise ValueError(f"group_size must be a positive integer; got {wrong[0]!r}")
-    scheme = _Scheme(_block(block), packed or (4, 8, 2), sizes)
     if not complete:
-        scheme = _Scheme(_block(block), tuple(dict.fromkeys((*packed, 4, 8, 2))))
+        packed, sizes = tuple(dict.fromkeys((*packed, 4, 8, 2))), ()
+    scheme = _Scheme(_block(block), packed or (4, 8, 2), sizes)
     return QuantizationMethod(_TENSORS, {"weight_scale", "weight_packed"}, scheme.decode)
 
 

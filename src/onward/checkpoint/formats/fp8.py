@@ -12,21 +12,17 @@ from typing import Any
 import torch
 
 from onward.checkpoint.formats.settings import Fields, QuantizationMethod, Read, words
-from onward.checkpoint.formats.stored import Float8, Shape, rows_of_blocks
+from onward.checkpoint.formats.stored import Float8, Shape, scales_by_row
 
 _IGNORED = """
 activation_scheme scale_fmt expert_dtype ignored_layers kv_cache_scheme weight_per_tensor kv_cache_dtype act_per_tensor
 kv_cache_quant_method activation_scale_ub
 """
-FIELDS = Fields(
-    # The tensors' dtypes show whether scales are floats or exponents, and which experts are quantized.
-    read=frozenset({"weight_block_size", "fmt"}),
-    ignored=words(_IGNORED),
-)
-_TENSORS = {
-    *("weight", "weight_scale_inv", "weight_scale", "activation_scale", "activation_scale_inv", "input_scale"),
-    *("input_scale_inv", "input_scale_ub"),
-}
+# The tensors' dtypes show whether scales are floats or exponents, and which experts are quantized.
+FIELDS = Fields(read=words("weight_block_size fmt"), ignored=words(_IGNORED))
+_TENSORS = words("""
+weight weight_scale_inv weight_scale activation_scale activation_scale_inv input_scale input_scale_inv input_scale_ub
+""")
 
 
 def read_method(settings: Mapping[str, Any]) -> QuantizationMethod:
@@ -45,8 +41,4 @@ def _decode(block: Shape, read: Read, names: Set[str], shape: Shape) -> Float8:
     if codes.dtype != torch.float8_e4m3fn or tuple(codes.shape) != shape:
         raise ValueError(f"FP8 weight must be float8_e4m3fn {list(shape)}; got {codes.dtype} {list(codes.shape)}")
     scale = read("weight_scale_inv" if "weight_scale_inv" in names else "weight_scale").float()
-    if scale.numel() > 1 and scale.dim() == 2 and scale.shape != (shape[0], 1):
-        return Float8(codes, rows_of_blocks(scale, block, shape), block[1])
-    if scale.numel() not in (1, shape[0]):
-        raise ValueError(f"{scale.numel()} scales for {shape[0]} rows")
-    return Float8(codes, scale.view(-1, 1).expand(shape[0], 1), shape[1])
+    return Float8(codes, *scales_by_row(scale, shape, block, block[1:]))

@@ -16,6 +16,10 @@ Read = Callable[[str], Tensor]
 Overrides = Callable[[str], Mapping[str, Any]]
 
 
+def words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
 class QuantizationMethod(NamedTuple):
     """How a module's weight is stored. tensors: the names below a module of those that may be part of it. marks: a
     module with one of these is quantized. decode: (read, the present tensors, shape) -> the weight; raises ValueError
@@ -31,14 +35,10 @@ class QuantizationMethod(NamedTuple):
 
 
 # Fields of every method. Lists of modules have no effect: modules without quantized tensors are read unchanged.
-COMMON_FIELDS = {
-    *("quant_method", "modules_to_not_convert", "modules_to_convert", "llm_int8_skip_modules", "ignore"),
-    *("modules_in_block_to_quantize", "quantization_status", "run_compressed", "dequantize", "backend", "meta"),
-}
-
-
-def words(text: str) -> frozenset[str]:
-    return frozenset(text.split())
+COMMON_FIELDS = words("""
+quant_method modules_to_not_convert modules_to_convert llm_int8_skip_modules ignore modules_in_block_to_quantize
+quantization_status run_compressed dequantize backend meta
+""")
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ A format holds a weight if its values equal `StoredWeight.values` bit for bit. I
 differences are exact in float32.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,8 +14,7 @@ from torch import Tensor
 from onward.checkpoint.gguf.blocks import pack_blocks
 from onward.checkpoint.gguf.reader import TYPES
 from onward.ops import QuantizedWeight
-from onward.ops.formats import GROUPED_FORMATS, NF4, SUPER, Parts, grouped_values, pack_parts
-from onward.ops.quantized_layout import MAX_INPUTS
+from onward.ops.quantized_layout import GROUPED_FORMATS, MAX_INPUTS, NF4, SUPER, Parts, grouped_values, pack_parts
 
 Shape = tuple[int, int]  # (N, K) of a weight
 _WIDE, _NARROW = 128, 32  # group sizes of Onward's formats
@@ -235,6 +235,33 @@ def by_group(scales: Tensor, group: int, inputs: int) -> Tensor:
     if scales.shape[1] != (count := -(-inputs // group)):
         raise ValueError(f"{inputs} inputs in groups of {group} require {count} scales; got {scales.shape[1]}")
     return scales.repeat_interleave(group, dim=1)[:, :inputs]
+
+
+def scales_by_row(
+    scale: Tensor, shape: Shape, block: Shape | None = None, groups: Sequence[int] = ()
+) -> tuple[Tensor, int]:
+    """The scales of each row, [N, ⌈K / group⌉], and the inputs of a group, from one number for all, for each row, for
+    each group of a row, or for each block. block: its rows and inputs. groups: as in `inputs_per_scale`."""
+    if scale.numel() == 1:
+        return scale.view(1, 1).expand(shape[0], 1), shape[1]
+    if scale.dim() == 2 and block is not None and scale.shape[0] != shape[0]:
+        return rows_of_blocks(scale, block, shape), block[1]
+    scale = scale.view(len(scale), -1)
+    if scale.shape[0] != shape[0]:
+        raise ValueError(f"scales {list(scale.shape)} do not match a weight {list(shape)}")
+    return scale, inputs_per_scale(scale.shape[1], shape[1], groups)
+
+
+def inputs_per_scale(count: int, inputs: int, groups: Sequence[int] = ()) -> int:
+    """The inputs that share one of `count` scales. groups: the possible sizes; by default they are equal."""
+    if count == 1:
+        return inputs
+    sizes = groups or ((inputs // count,) if count and inputs % count == 0 else ())
+    group = next((size for size in sizes if -(-inputs // size) == count), None)
+    if group is None:
+        grouped = f" in groups of {' or '.join(map(str, groups))} (group_size)" if groups else ""
+        raise ValueError(f"{inputs} inputs{grouped} do not match {count} scales")
+    return group
 
 
 def rows_of_blocks(scales: Tensor, block: Shape, shape: Shape) -> Tensor:

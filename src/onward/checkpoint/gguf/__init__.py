@@ -2,8 +2,4 @@
 
 from onward.checkpoint.gguf.checkpoint import GgufCheckpoint, is_gguf, parts_of
 
-__all__ = [
-    "GgufCheckpoint",
-    "is_gguf",
-    "parts_of",
-]
+__all__ = ["GgufCheckpoint", "is_gguf", "parts_of"]

@@ -11,13 +11,11 @@ from onward.errors import CheckpointError
 from onward.native import advise_huge_pages
 from onward.native.interface import Code, Int, Pointer, Status, kernel
 from onward.ops import QuantizedWeight, quantized
-from onward.ops.formats import GROUPED_FORMATS, GroupedFormat, Parts, grouped_values, pack_parts
+from onward.ops import quantized_layout as layout
 from onward.ops.operator import usable_library
-from onward.ops.quantized_layout import BLOCK, MAX_INPUTS, data_shape
+from onward.ops.quantized_layout import Parts
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-# Q4_0 is Onward's int4 with bytes in another order.
-_INT4 = GroupedFormat(4, offset=8)
 
 
 def float_rows(type: BlockType, rows: Tensor) -> Tensor | None:
@@ -35,11 +33,16 @@ def dequantized(type: BlockType, rows: Tensor) -> Tensor:
     plain = float_rows(type, rows)
     if plain is not None:
         return plain.to(torch.float32)
-    return grouped_values(grouped_format(type), read_parts(type, rows))
+    return layout.grouped_values(grouped_format(type), read_parts(type, rows))
 
 
-def grouped_format(type: BlockType) -> GroupedFormat:
-    return _INT4 if type.name == "Q4_0" else GROUPED_FORMATS[type.name.lower()]
+def _format(type: BlockType) -> str:
+    """Onward's format with the numbers of a type. Q4_0 is int4 with bytes in another order."""
+    return "int4" if type.name == "Q4_0" else type.name.lower()
+
+
+def grouped_format(type: BlockType) -> layout.GroupedFormat:
+    return layout.GROUPED_FORMATS[_format(type)]
 
 
 def read_parts(type: BlockType, rows: Tensor) -> Parts:
@@ -141,14 +144,12 @@ _READERS: dict[str, Callable[[Tensor], Parts]] = {
 
 
 # Rows packed at a time without the native library, which bounds temporary memory.
-_AT_ONCE = 64 * BLOCK
+_AT_ONCE = 64 * layout.BLOCK
 
 
 def packed_format(type: BlockType, inputs: int) -> str | None:
     """Onward's format for blocks of a type; None for floats, and for rows longer than the kernels support."""
-    if type.weights == 1 or inputs > MAX_INPUTS:
-        return None
-    return "int4" if type.name == "Q4_0" else type.name.lower()
+    return None if type.weights == 1 or inputs > layout.MAX_INPUTS else _format(type)
 
 
 @kernel
@@ -166,7 +167,7 @@ def pack_blocks(type: BlockType, rows: Tensor, dtype: torch.dtype) -> QuantizedW
     if library is None:
         data = torch.cat([_packed(type, rows[at : at + _AT_ONCE]) for at in range(0, shape[0], _AT_ONCE)])
         return QuantizedWeight(data, format, shape, dtype)
-    data = torch.empty(data_shape(format, shape), dtype=torch.uint8)
+    data = torch.empty(layout.data_shape(format, shape), dtype=torch.uint8)
     advise_huge_pages(data.data_ptr(), data.nbytes)
     status = library.onward_linear_pack_blocks(
         quantized.FORMATS[format], *shape, rows.data_ptr(), rows.stride(0), data.data_ptr()
@@ -182,7 +183,7 @@ def _packed(type: BlockType, rows: Tensor) -> Tensor:
     parts = read_parts(type, rows)
     if not scales_are_finite(type, parts):
         raise _broken_scales()
-    return pack_parts(grouped_format(type), parts)
+    return layout.pack_parts(grouped_format(type), parts)
 
 
 def _broken_scales() -> CheckpointError:

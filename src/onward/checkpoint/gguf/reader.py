@@ -72,8 +72,8 @@ class GgufFile:
         self.path = path
         self.metadata: dict[str, Any] = {}
         self.tensors: dict[str, GgufTensor] = {}
-        self._bytes = _mapped(path)
-        self._view = _readable(path)
+        self._view = _mapped(path)
+        self._bytes = torch.frombuffer(self._view or bytearray(1), dtype=torch.uint8)
         self._at = 0
         try:
             self._read()
@@ -189,20 +189,12 @@ class GgufFile:
         return CheckpointError(f"{self.path} is damaged or truncated ({why}): download or convert it again")
 
 
-def _readable(path: Path) -> "mmap.mmap | bytes":
-    """A second mapping of the file, from which strings are read three times as fast as from the tensor."""
-    with path.open("rb") as file:
-        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if os.path.getsize(path) else b""
-
-
-def _mapped(path: Path) -> Tensor:
-    """The file's bytes, uint8 [size], mapped privately: nothing is written back."""
+def _mapped(path: Path) -> "mmap.mmap | bytes":
+    """The file's bytes, mapped privately: nothing is written back."""
     try:
-        size = os.path.getsize(path)
-        if size == 0:
-            return torch.empty(0, dtype=torch.uint8)
-        return torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
-    except (OSError, RuntimeError) as error:
+        with path.open("rb") as file:
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) if os.path.getsize(path) else b""
+    except OSError as error:
         raise CheckpointError(f"{path} cannot be mapped: {error}") from error
 
 

@@ -157,11 +157,11 @@ def _summary(gaps: list[float], differ: int) -> dict[str, Any]:
 class Reading:
     """A stream, read to its end.
 
-    at: the events after which `act` is called with the process that serves it.
-    told: tokens with their logprobs, ids, and the end.
-    times: of the events. gap: seconds between two of them, from `act` on, at most.
-    pid: of the replica that began it.
-    acted: whether `act` was called: events that hold several tokens may be fewer than `at`.
+    at: the number of events after which `act` is called with the id of the process that serves the stream.
+    told: the tokens with their logprobs, the ids, and the end.
+    times: the times of the events. gap: the longest time between two events after `act`, in seconds.
+    pid: the process of the replica that started the stream.
+    acted: whether `act` was called; it isn't if events have several tokens and are fewer than `at`.
     """
 
     def __init__(self, url: str, body: dict[str, Any], at: int | None = None, act: Act | None = None) -> None:

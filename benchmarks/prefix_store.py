@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def prefix(folder: Path, blocks: int, runs: int, cold: bool) -> dict[str, float]:
-    """Write and read a prefix of `count` blocks."""
+    """Write and read a prefix of `blocks` blocks."""
     ids = list(range(blocks * BLOCK))
     source = torch.randint(256, (NBYTES + blocks * 4096,), dtype=torch.uint8)
     views = [memoryview(source.numpy())[at * 4096 :][:NBYTES] for at in range(blocks)]

@@ -1,4 +1,4 @@
-"""The accounts of `PagedCacheManager`: each block is free, cached or held, and nobody sees what another may write."""
+"""Checks of `PagedCacheManager`: each block is free, cached or referenced, and no slot writes to a visible block."""
 
 from collections import Counter
 from itertools import pairwise

@@ -1,4 +1,4 @@
-"""Settings of the whole suite: nothing drawn by chance, nothing that depends on the number of cores.
+"""Settings of the whole suite: deterministic, and independent of the number of cores.
 
 ONWARD_TESTS=full runs every case of every test and all examples; by default pairs of values (`tests/selection.py`) and
 a quarter of the examples do.

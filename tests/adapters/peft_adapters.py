@@ -1,4 +1,4 @@
-"""Adapters as peft makes and saves them, on small random models of transformers."""
+"""Adapters that peft creates and saves, for small random models of transformers."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""A job over replicas that die: the output is that of a job whose replicas live, and no line counts twice."""
+"""A job whose replicas die has the same output as one whose replicas live, and no line counts twice."""
 
 import asyncio
 import json

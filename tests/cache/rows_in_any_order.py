@@ -1,4 +1,4 @@
-"""Calls of slots in any order: what machines of every kind of memory have in common."""
+"""Calls of slots in any order: shared code of the state machines for every kind of memory."""
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule

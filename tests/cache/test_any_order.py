@@ -1,4 +1,4 @@
-"""Slots in any order of calls: what a row reads is what was written for its text, and every block is accounted for."""
+"""Slots with calls in any order: a row reads what was written for its text, and no block is lost."""
 
 import pytest
 from hypothesis import settings

@@ -1,4 +1,4 @@
-"""A copy that fails and an interrupt in the middle of any change leave all slots as before or after it."""
+"""A failing copy or an interrupt in the middle of any change leaves all slots in the state before or after it."""
 
 import signal
 import sys

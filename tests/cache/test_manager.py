@@ -1,4 +1,4 @@
-"""Slots by example: what is reused, what is copied, what is evicted, and what each of it costs."""
+"""Slots by example: reuse, copies, evictions, and the cost of each."""
 
 import os
 import threading

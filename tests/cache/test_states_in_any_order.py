@@ -1,4 +1,4 @@
-"""Slots with recurrent states in any order of calls: a row has the states after its text, and so has each node."""
+"""Recurrent states with calls in any order: rows and nodes have the states after their texts."""
 
 import pickle
 

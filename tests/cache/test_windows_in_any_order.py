@@ -1,4 +1,4 @@
-"""Slots with sliding layers in any order of calls: a row finds its window, and every block of both kinds is counted."""
+"""Sliding layers with calls in any order: a row finds its window, and no block of either kind is lost."""
 
 from hypothesis import settings
 from hypothesis import strategies as st

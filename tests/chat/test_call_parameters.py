@@ -1,4 +1,4 @@
-"""Calls whose arguments stand each by itself: Qwen3-Coder's and GLM's."""
+"""Calls with separately marked arguments: Qwen3-Coder and GLM."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Calls that have to come, come; and whatever a model would rather write, they parse."""
+"""Required calls are always made, and they parse whatever a model would rather write."""
 
 import json
 from typing import Any

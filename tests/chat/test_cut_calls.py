@@ -1,4 +1,4 @@
-"""Answers with calls that are cut anywhere: no part of a mark becomes content, nor part of an argument."""
+"""Answers with calls, cut at every position: no part of a mark becomes content or part of an argument."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""gpt-oss's answers: several messages, each with a channel and maybe a recipient."""
+"""Answers of gpt-oss: several messages, each with a channel and possibly a recipient."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Marks of real tokenizers: special tokens, added tokens that are text, and marks that are several tokens."""
+"""Marks in real tokenizers: special tokens, added tokens that are text, and marks of several tokens."""
 
 import copy
 import json

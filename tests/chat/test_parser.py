@@ -1,4 +1,4 @@
-"""The state machine: what families write becomes reasoning, content and calls, however the text is cut."""
+"""The state machine: the text of each family becomes reasoning, content and calls, however it is split."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""How many tokens of an answer are reasoning: those with its text, wherever the text is cut; marks do not count."""
+"""The number of reasoning tokens of an answer, wherever the text is cut; marks don't count."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""A schema of the answer beside tools: the answer is calls, or JSON of the schema."""
+"""Tools together with a schema: the answer is calls, or JSON of the schema."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""Schemas of tools: malformed ones are named before any work, odd ones work, and large ones take no time."""
+"""Schemas of tools: malformed ones are named before any work, unusual ones work, and large ones are fast."""
 
 import json
 import time

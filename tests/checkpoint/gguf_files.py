@@ -1,4 +1,4 @@
-"""Small GGUF models, written by llama.cpp's own package, and the twins they come from."""
+"""Small GGUF models, written by llama.cpp's own package, and the checkpoints that they were made from."""
 
 import re
 from pathlib import Path

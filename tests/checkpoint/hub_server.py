@@ -1,4 +1,4 @@
-"""A hub in a thread: the HTTP protocol of huggingface.co as far as `snapshot_download` speaks it.
+"""A hub in a thread: the part of huggingface.co's HTTP protocol that `snapshot_download` uses.
 
     GET       /api/models/{repo}/revision/{revision}     what a branch, tag or commit is: its sha
     GET       /api/models/{repo}/tree/{commit}           its files

@@ -1,4 +1,4 @@
-"""Every key of a GGUF file's metadata is honoured, refused by name, or changes nothing."""
+"""Every key of a GGUF file's metadata is followed, refused by name, or has no effect."""
 
 from pathlib import Path
 

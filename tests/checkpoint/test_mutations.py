@@ -1,4 +1,4 @@
-"""Small files of a checkpoint, changed at random: each is read, or refused by an error of ours in one line."""
+"""Small files of a checkpoint, changed at random: each is read, or refused by Onward's own error in one line."""
 
 import json
 import random

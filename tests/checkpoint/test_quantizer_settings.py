@@ -1,4 +1,4 @@
-"""Settings of quantized checkpoints: zero points of every width, rules by module, and tensors that change nothing."""
+"""Settings of quantized checkpoints: zero points of every width, rules by module, tensors without effect."""
 
 import pytest
 import torch

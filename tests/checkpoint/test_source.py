@@ -1,4 +1,4 @@
-"""Which names may be hub ids, and what the error says of those that may not."""
+"""Names that can be hub ids, and the errors for those that can't."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Safetensors to weights: every tensor accounted for, mapped and not copied, and nothing read that is damaged."""
+"""Weights from safetensors: every tensor is read or reported, mapped and not copied; damaged files are refused."""
 
 import json
 import struct

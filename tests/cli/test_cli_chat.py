@@ -1,4 +1,4 @@
-"""A chat: its commands, its context, and what an interrupt leaves."""
+"""A chat: its commands, its context, and its state after an interrupt."""
 
 import itertools
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""A chat is changed while it goes on: another answer, one less, other options, no thinking; and a recap of it."""
+"""Commands that change a running chat: retry, undo, other options, no thinking; and a recap."""
 
 import dataclasses
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What only a process shows: signals, closed pipes, a terminal."""
+"""Behavior of a real process: signals, closed pipes, a terminal."""
 
 import os
 import pty

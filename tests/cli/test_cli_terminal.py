@@ -1,4 +1,4 @@
-"""What a terminal gets and a pipe does not."""
+"""Output that appears on a terminal but not in a pipe."""
 
 import io
 import os

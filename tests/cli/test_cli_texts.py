@@ -1,4 +1,4 @@
-"""Several texts, beams, logprobs and scores on the command line say what Python says."""
+"""Several texts, beams, logprobs and scores on the command line equal those in Python."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""Many answers come through one channel from each replica: whole and in order, or their calls are lost."""
+"""Many answers through one channel per replica: complete and in order, or their calls are lost."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable

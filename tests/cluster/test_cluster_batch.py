@@ -1,4 +1,4 @@
-"""`onward batch --replicas`: the file of one machine, whoever is killed meanwhile.
+"""`onward batch --replicas`: the output of one machine, whichever processes are killed.
 
 ONWARD_KILLS=20 sets how often the job is killed; a kill costs some ten seconds, most of it Ray's start.
 """

@@ -1,4 +1,4 @@
-"""A replica is killed, hangs or leaves in the middle of a text, and the client gets the text it would have got."""
+"""A replica is killed, hangs or is removed in the middle of a text, and the client gets the uninterrupted text."""
 
 import contextlib
 import json

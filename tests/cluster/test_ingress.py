@@ -1,4 +1,4 @@
-"""An answer that several attempts make is the one that a single one makes; whatever is lost, and when."""
+"""An answer from several attempts equals that of a single attempt, whenever a replica is lost."""
 
 import asyncio
 import itertools

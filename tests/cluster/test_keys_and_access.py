@@ -1,4 +1,4 @@
-"""An ingress refuses as a server does, before it reads a body; and no key is in what is stored or shown."""
+"""An ingress rejects requests as a server does, before reading the body; keys are never stored or shown."""
 
 import asyncio
 import hashlib

@@ -1,4 +1,4 @@
-"""How Ray is joined or started: one way for deployments and for batches, with one error."""
+"""Connecting to Ray or starting it: the same code and error for deployments and batches."""
 
 import os
 import stat

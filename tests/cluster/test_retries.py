@@ -1,4 +1,4 @@
-"""Retries cannot multiply a load, and what kills replicas is refused."""
+"""Retries cannot multiply a load, and requests that kill replicas are rejected."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""A cluster that others use too: commands deploy beside each other, and take only what is theirs when they end."""
+"""A cluster shared with others: commands deploy side by side, and remove only their own applications."""
 
 import json
 import os

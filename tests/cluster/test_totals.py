@@ -1,4 +1,4 @@
-"""Numbers of several replicas as one: counts never fall, whichever replicas answer, die or are replaced."""
+"""Combined numbers of several replicas: counts never fall, whichever replicas answer, die or are replaced."""
 
 from collections import Counter
 from typing import Any

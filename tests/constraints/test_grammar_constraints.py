@@ -1,4 +1,4 @@
-"""Constraints of grammars: what they say depends on the accepted ids alone; tokenizers of every kind."""
+"""Constraints of grammars depend only on the accepted ids, with tokenizers of every kind."""
 
 import random
 import re

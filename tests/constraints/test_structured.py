@@ -1,4 +1,4 @@
-"""Constrained texts: what each option makes, how it ends, and what is refused."""
+"""Constrained texts: the result of each option, how texts end, and invalid input."""
 
 import dataclasses
 import re

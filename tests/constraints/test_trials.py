@@ -1,4 +1,4 @@
-"""Grammars that would take minutes, the memory or the stack are refused, and nothing goes on computing."""
+"""Grammars that would exhaust time, memory or the stack are refused, and no computation is left running."""
 
 import json
 import os

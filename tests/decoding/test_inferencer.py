@@ -1,4 +1,4 @@
-"""Prefill and decode by hand are generate; and speculation can be written on any two of them."""
+"""Prefill and decode by hand equal generate; and speculation works with any two inferencers."""
 
 import pytest
 import torch

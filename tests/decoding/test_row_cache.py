@@ -1,4 +1,4 @@
-"""Rows of a dense cache: what a slot holds is its own, wherever its row lies, however long the cache is."""
+"""Rows of a dense cache: a slot keeps its contents, wherever its row is and however long the cache is."""
 
 import itertools
 import random

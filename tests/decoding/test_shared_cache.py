@@ -1,4 +1,4 @@
-"""The slots that calls of several threads share: made once, and no call takes the room of another."""
+"""The slots that calls of several threads share: created once, and no call takes the room of another."""
 
 import contextlib
 import threading

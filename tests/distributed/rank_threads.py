@@ -1,4 +1,4 @@
-"""Ranks as threads of the test's process: a start takes milliseconds, and all else is as with processes."""
+"""Ranks as threads of the test's process: they start in milliseconds, and otherwise behave as processes."""
 
 import socket
 import threading

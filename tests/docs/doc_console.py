@@ -1,4 +1,4 @@
-"""The commands of a console block, run in this process as far as they are Onward's."""
+"""The commands of a console block; Onward's commands run in this process."""
 
 import glob
 import io

@@ -1,4 +1,4 @@
-"""Every block of code on every page does what it says, in the order of the page, in an empty folder.
+"""Every block of code on every page works as described, in the order of the page, in an empty folder.
 
 A page is one Python session with its own imports. ```python is run; ```console lines are run, as far as they are
 Onward's; what is printed below a command, or as ```text right after a block of Python, is compared; ```json parses.

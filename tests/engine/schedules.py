@@ -1,4 +1,4 @@
-"""Random requests that come to an engine at random times, and what each of them gives alone with an empty cache."""
+"""Random requests that arrive at random times, and the result of each of them alone with an empty cache."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""What a fingerprint tells apart, and what it does not."""
+"""The differences that a fingerprint distinguishes, and those that it doesn't."""
 
 import dataclasses
 import shutil

@@ -1,4 +1,4 @@
-"""An engine that has served thousands of requests holds no more than one that has served hundreds.
+"""After thousands of requests, an engine has no more objects and memory than after hundreds.
 
 ONWARD_REQUESTS=100000 serves so many, as `make soak` does; with -s one sees what is held meanwhile.
 """

@@ -1,4 +1,4 @@
-"""An engine when its process forks, and when it ends."""
+"""An engine when its process forks, and when it exits."""
 
 import os
 import subprocess

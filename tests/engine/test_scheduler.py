@@ -1,4 +1,4 @@
-"""The scheduler's single decisions: the queue, the order, admission, preemption and chunks of prompts."""
+"""The decisions of the scheduler one by one: queue, order, admission, preemption and chunks of prompts."""
 
 import gc
 import math

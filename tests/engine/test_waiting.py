@@ -1,4 +1,4 @@
-"""Whoever waits for a generation: threads, tasks, several at once, some who give up."""
+"""Waiting for a generation: threads, tasks, several at once, and some that give up."""
 
 import asyncio
 import gc

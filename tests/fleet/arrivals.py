@@ -1,4 +1,4 @@
-"""Arrivals in the shape of published traces. None is downloaded: what is assumed stands here.
+"""Arrivals in the shape of published traces. None is downloaded: the assumptions are listed here.
 
 Sizes: prompts and answers are log-normal, with means near those reported of Azure's conversations (some 1,150 and 210
 tokens; Splitwise, arXiv 2311.18677), cut to what the engine serves. Bursts: the rate changes every ten seconds by a

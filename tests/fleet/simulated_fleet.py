@@ -1,4 +1,4 @@
-"""Many replicas behind one ingress: the router and the budget of retries, on a heap of events."""
+"""Many replicas behind one ingress: the router and the retry budget, driven by a heap of events."""
 
 import heapq
 import itertools

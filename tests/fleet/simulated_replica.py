@@ -1,4 +1,4 @@
-"""A replica: the engine's scheduler, with the time of steps in place of a model."""
+"""A replica: the engine's scheduler, with step times instead of a model."""
 
 import bisect
 import itertools

@@ -1,4 +1,4 @@
-"""The simulated fleet against what is known: queues with a closed form, Little's law, and that nothing is lost."""
+"""The simulated fleet compared with theory: queues with a closed form, Little's law, and no lost requests."""
 
 import itertools
 import math

@@ -1,4 +1,4 @@
-"""Other clients of a server, in a process of their own: how long they wait while somebody else attacks.
+"""Other clients of a server, in a separate process: how long they wait during an attack.
 
 It reads lines from stdin: `{"model": …}` begins, an empty line ends, and the times are one line of JSON on stdout.
 """

@@ -1,4 +1,4 @@
-"""`onward serve` as a process of its own, with the demo under several chat templates."""
+"""`onward serve` as a separate process, with the demo model and several chat templates."""
 
 import json
 import os

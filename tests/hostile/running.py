@@ -1,4 +1,4 @@
-"""Run an attack, and say all that is wrong with a server under it and after it."""
+"""Run an attack, and list all problems of a server during and after it."""
 
 import json
 import time

@@ -1,4 +1,4 @@
-"""Ways to send a request, well-behaved or not. Each returns the answers that came, in order."""
+"""Ways to send a request, well-behaved or not. Each returns the answers in the order of their arrival."""
 
 import contextlib
 import http.client

@@ -1,4 +1,4 @@
-"""Bodies drawn from the server's own document: most of the sound ones are answered, and none breaks the server.
+"""Bodies drawn from the server's own document: most valid ones are answered, and none breaks the server.
 
 By default a few hundred; `ONWARD_TESTS=full` draws 10,000, and `make fuzz` new ones each time.
 """

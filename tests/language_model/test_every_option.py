@@ -1,4 +1,4 @@
-"""No option is silently without effect: every verb follows it, or refuses it by its name."""
+"""No option is silently ignored: every method follows it, or refuses it by name."""
 
 import asyncio
 import dataclasses

@@ -1,4 +1,4 @@
-"""Several texts a prompt, what is told of their tokens, options of single prompts, and ends that callers decide."""
+"""Several texts per prompt, logprobs, options per prompt, and end conditions set by callers."""
 
 import dataclasses
 import math

@@ -1,4 +1,4 @@
-"""Scores are the sums of logprobs, whatever a text is scored with."""
+"""Scores are the sums of logprobs, whatever else is scored in the call."""
 
 import dataclasses
 import math

@@ -1,4 +1,4 @@
-"""A prefix that is read from the disk gives the bits that its computation gives."""
+"""A prefix read from disk has the bits of a computed one."""
 
 import dataclasses
 import os

@@ -1,4 +1,4 @@
-"""One checked request behind every verb: names that are near, numbers of other libraries, where a text ends."""
+"""The checks of requests: suggestions for names, values of other libraries, end conditions."""
 
 import dataclasses
 from typing import get_type_hints

@@ -1,4 +1,4 @@
-"""Beams are those of transformers: texts, scores and their order, alone and in a batch."""
+"""Beams equal those of transformers: texts, scores and their order, alone and in a batch."""
 
 import dataclasses
 import random

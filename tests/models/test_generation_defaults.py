@@ -1,4 +1,4 @@
-"""A checkpoint's generation_config.json is served as transformers serves it: greedy, sampled and with beams."""
+"""A checkpoint's generation_config.json has the effect that it has in transformers: greedy, sampled, with beams."""
 
 import itertools
 import json

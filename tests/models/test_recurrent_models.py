@@ -1,4 +1,4 @@
-"""Models with recurrent states keep every promise: their tokens depend on the text alone."""
+"""Models with recurrent states keep every guarantee: their tokens depend only on the text."""
 
 import dataclasses
 import json

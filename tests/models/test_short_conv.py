@@ -1,4 +1,4 @@
-"""LFM2: convolutions whose state is their last inputs; configs as the hub has them, and what is refused."""
+"""LFM2: convolutions whose state is their last inputs; configs from the hub, and refused values."""
 
 import pytest
 import torch

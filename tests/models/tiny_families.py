@@ -1,4 +1,4 @@
-"""Causal families of transformers at tiny random configurations, run through Onward; transformers is the judge."""
+"""Causal families of transformers with tiny random configurations, run through Onward and compared with it."""
 
 import tempfile
 import warnings

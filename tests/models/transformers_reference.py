@@ -1,4 +1,4 @@
-"""What `transformers` says of small random models: the judge of every family."""
+"""The reference results of every family: `transformers` with small random models."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""heads: the bits of rms_norm, rotate and a copy, one after the other."""
+"""onward_heads has the bits of rms_norm, rotate and a copy, one after the other."""
 
 import ctypes
 from dataclasses import dataclass

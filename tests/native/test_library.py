@@ -1,4 +1,4 @@
-"""Finding and choosing a library."""
+"""Finding and choosing a library of kernels."""
 
 import os
 import subprocess

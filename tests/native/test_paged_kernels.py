@@ -1,4 +1,4 @@
-"""Attention and cache writes through a table of blocks: the bits of the dense ones, whatever order the blocks have."""
+"""Attention and cache writes with a block table have the bits of the dense ones, for any order of the blocks."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Every op that has a gradient, with its formula in plain torch, whose gradient in float64 is the reference."""
+"""Every op with a gradient, and its formula in plain torch, whose gradient in float64 is the reference."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

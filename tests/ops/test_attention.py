@@ -1,4 +1,4 @@
-"""Attention against its definition in float64: grouped, causal to the bottom right, windowed, cached."""
+"""Attention, compared with its definition in float64: grouped, causal to the bottom right, windowed, cached."""
 
 import itertools
 from functools import lru_cache

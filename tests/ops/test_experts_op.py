@@ -1,4 +1,4 @@
-"""experts: the weighted sum of the chosen feed-forwards, whatever the format; the others are not read."""
+"""experts: the weighted sum of the chosen feed-forward blocks, in any format; the others are not read."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Rows of 8-bit integers with a scale: kernels write what the definition stores, and attend to what it loads."""
+"""Rows of 8-bit integers with a scale: kernels write and read the same rows as the definition."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""A whole decoder keeps the promise of its ops: the logits of a token are the same bits however it is processed."""
+"""A whole decoder keeps the guarantee of its ops: a token's logits have the same bits however it is processed."""
 
 import dataclasses
 from functools import lru_cache

@@ -1,4 +1,4 @@
-"""The ops that keep recurrent states: they compute the recurrence, and how a text is cut into calls changes nothing."""
+"""The ops with recurrent states compute the recurrence, and the division of a text into calls changes nothing."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""What an installed Onward must do: `python main_job.py`, outside the clone, in the environment to test.
+"""The main job of an installed Onward: `python main_job.py`, outside the clone, in the environment to test.
 
 It imports nothing of the tests, so that it runs wherever a wheel was built. `--no-kernels` is for an install that was
 made without a compiler.

@@ -1,4 +1,4 @@
-"""Whenever the power fails or the process is killed, what is found afterwards is right."""
+"""Whenever the power fails or the process is killed, the files found afterwards are correct."""
 
 import os
 import random

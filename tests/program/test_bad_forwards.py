@@ -1,4 +1,4 @@
-"""What cannot be a program is refused in one sentence that names the line or the argument."""
+"""Forwards that can't be programs are refused in one sentence that names the line or the argument."""
 
 import inspect
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""CUDA graphs (captured by a double here, for real where there is a GPU), inductor and eager: the same program."""
+"""CUDA graphs (captured by a double, or for real with a GPU), inductor and eager: the same program."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""Programs over caches in blocks: the bits of eager calls and of the dense cache, and no trace for what is not new."""
+"""Programs with paged caches: the bits of eager calls and of the dense cache, without unnecessary traces."""
 
 from typing import Any
 

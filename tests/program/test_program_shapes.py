@@ -1,4 +1,4 @@
-"""Whatever rows, tokens and offsets come: the bits of eager calls, and few traces."""
+"""For any rows, tokens and offsets: the bits of eager calls, and few traces."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""Quantized weights to test with, and what the formats are, written down a second time."""
+"""Quantized weights for the tests, and a second, independent definition of the formats."""
 
 import re
 from pathlib import Path

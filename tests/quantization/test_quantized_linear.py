@@ -1,4 +1,4 @@
-"""The product with quantized weights: kernels and definition within the rounding that float32 explains."""
+"""The product with quantized weights: kernels and definition agree within float32 rounding."""
 
 import pytest
 import torch

@@ -1,7 +1,7 @@
 """Settings of the whole suite: deterministic, and independent of the number of cores.
 
-ONWARD_TESTS=full runs every case of every test and all examples; by default pairs of values (`tests/selection.py`) and
-a quarter of the examples do.
+ONWARD_TESTS=full runs every case of every test and all examples; by default the cases cover all pairs of values
+(`tests/selection.py`), and a quarter of the examples run.
 """
 
 import ast

@@ -1,4 +1,4 @@
-"""Small checkpoint folders, and what it means to refuse one."""
+"""Small checkpoint folders, and a check that loading is refused."""
 
 import contextlib
 import json

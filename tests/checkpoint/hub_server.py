@@ -1,12 +1,12 @@
 """A hub in a thread: the part of huggingface.co's HTTP protocol that `snapshot_download` uses.
 
-    GET       /api/models/{repo}/revision/{revision}     what a branch, tag or commit is: its sha
+    GET       /api/models/{repo}/revision/{revision}     the sha of a branch, tag or commit
     GET       /api/models/{repo}/tree/{commit}           its files
     HEAD/GET  /{repo}/resolve/{revision}/{file}          one file
 
-Small files are served at once, with their git id as ETag. Safetensors stand for files in large storage: `resolve`
-answers 302 with X-Linked-ETag and X-Linked-Size and the address of another host ("localhost", where the hub is
-"127.0.0.1"), which serves them whole or from a given byte on. What goes wrong is told by X-Error-Code.
+Small files are served directly, with their git id as ETag. Safetensors stand for files in large storage: `resolve`
+answers 302 with X-Linked-ETag, X-Linked-Size and the address of another host ("localhost", while the hub is
+"127.0.0.1"), which serves them whole or from a given byte on. X-Error-Code names an error.
 """
 
 import hashlib

@@ -1,6 +1,6 @@
 """`onward batch --replicas`: the output of one machine, whichever processes are killed.
 
-ONWARD_KILLS=20 sets how often the job is killed; a kill costs some ten seconds, most of it Ray's start.
+ONWARD_KILLS=20 sets the number of kills; each takes about ten seconds, mostly to start Ray.
 """
 
 import json

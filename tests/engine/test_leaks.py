@@ -1,6 +1,6 @@
 """After thousands of requests, an engine has no more objects and memory than after hundreds.
 
-ONWARD_REQUESTS=100000 serves so many, as `make soak` does; with -s one sees what is held meanwhile.
+ONWARD_REQUESTS=100000, as in `make soak`, sets the number of requests; -s shows the memory and objects meanwhile.
 """
 
 import gc

@@ -1,9 +1,9 @@
 # ruff: noqa: E501  one attack, one line
-"""The table of hostile requests: one line each, with the statuses that it may be answered with.
+"""The table of hostile requests: one line each, with the statuses of valid answers.
 
-To add one, add a line. A body that is large or slow to make is a function without arguments; a list of bodies gives
-each client its own. `statuses` are those of a server that holds; 429 and 503 with Retry-After may also answer one of
-several clients. Whatever the answer, other clients are served meanwhile, and everything comes back afterwards.
+To add one, add a line. A body that is large or slow to make is a function without arguments; a list of bodies has one
+for each client. `statuses` are the expected ones; one of several clients may also get 429 or 503 with Retry-After. In
+any case, other clients are served meanwhile, and all resources are released afterwards.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Draws follow the distribution they should, and nothing but seed, position and logits decides one."""
+"""Draws follow the right distribution, and depend only on seed, position and logits."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The noise is Philox, keyed by seed, position and token id, and Gumbel."""
+"""The noise is Gumbel noise from Philox, keyed by seed, position and token id."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Text that is no text, in every field of every endpoint: one error of the request, or an answer; never one of ours."""
+"""Invalid text in every field of every endpoint: one error of the request, or an answer; never an internal error."""
 
 import json
 from collections.abc import Iterator

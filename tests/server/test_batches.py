@@ -1,4 +1,4 @@
-"""Batches over HTTP: the results are those of `onward batch`, however often they are interrupted, and who owns them."""
+"""Batches over HTTP: the results of `onward batch`, also after interruptions, and their owners."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""The files in deploy/ name flags and metrics that the server has. `make lint-deploy` has their own tools read them."""
+"""The files in deploy/ use existing flags and metrics. `make lint-deploy` checks them with their own tools."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""An answer that fails on its way leaves nothing running, whichever part of it failed."""
+"""An answer that fails leaves nothing running, whichever part of it failed."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""A request that comes again with its Idempotency-Key gets the same answer, and joins one that still runs."""
+"""A request repeated with its Idempotency-Key gets the same answer, and joins one that is still running."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""/v1/responses: the chat that a body means, its answer as items, and the events of a stream."""
+"""/v1/responses: the chat of a body, its answer as items, and the events of a stream."""
 
 import dataclasses
 import json

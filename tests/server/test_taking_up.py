@@ -1,4 +1,4 @@
-"""A stream that broke goes on after any of its events, here or on another server, with what it would have sent."""
+"""A broken stream continues after any of its events, here or on another server, with the same rest."""
 
 import asyncio
 import json

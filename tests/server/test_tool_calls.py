@@ -1,4 +1,4 @@
-"""Calls of tools in chunks, with logprobs and ids, and as items of responses."""
+"""Tool calls in chunks, with logprobs and ids, and as items of responses."""
 
 import json
 from collections.abc import Iterator

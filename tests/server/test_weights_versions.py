@@ -1,4 +1,4 @@
-"""Updates of the weights over HTTP, and their versions beside the ids of the tokens and in the usage."""
+"""Updates of the weights over HTTP, and their versions for token ids and in the usage."""
 
 import json
 import shutil

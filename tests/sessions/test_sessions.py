@@ -1,4 +1,4 @@
-"""A session gives the tokens of fresh calls, whatever was edited, interrupted, saved or trained in between."""
+"""A session gives the tokens of fresh calls, after any edit, interruption, save or training step."""
 
 import contextlib
 import dataclasses

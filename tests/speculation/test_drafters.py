@@ -1,4 +1,4 @@
-"""What each drafter proposes; and one that fails is one clear error."""
+"""The proposals of each drafter; a drafter that fails gives one clear error."""
 
 import tracemalloc
 from pathlib import Path

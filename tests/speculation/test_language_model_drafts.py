@@ -1,4 +1,4 @@
-"""Drafts through what users hold: `draft=` on requests, on a model and on `load`."""
+"""Drafts through the public API: `draft=` for requests, for a model and for `load`."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""How much is drafted, on a clock of the tests' own: gains are taken, losses are bounded."""
+"""The length of drafts, with a simulated clock: gains are taken, losses are bounded."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""Speculation between any two inferencers: only `prefill` and the cutting of a cache are asked of them."""
+"""Speculation between any two inferencers, which need only `prefill` and truncation of their caches."""
 
 import pytest
 import torch

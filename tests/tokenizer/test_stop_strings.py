@@ -1,4 +1,4 @@
-"""Stop strings end the text before the first of them and never leak, wherever tokens cut them."""
+"""Stop strings end the text before the first of them and never leak, wherever tokens split them."""
 
 import functools
 from itertools import groupby

@@ -1,4 +1,4 @@
-"""tokenizer.json and what tokenizer_config.json says of it."""
+"""tokenizer.json, and the settings in tokenizer_config.json."""
 
 import json
 

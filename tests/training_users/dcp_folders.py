@@ -1,4 +1,4 @@
-"""Training checkpoints: written by torch.distributed.checkpoint itself, or in its format with tensors cut at will."""
+"""Training checkpoints: written by torch.distributed.checkpoint, or in its format with tensors split at will."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""Causal language models of transformers as they are: ids, logits and beams equal those of their own `generate`."""
+"""Unmodified causal language models of transformers: ids, logits and beams equal those of their own `generate`."""
 
 import dataclasses
 

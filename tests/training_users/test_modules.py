@@ -1,4 +1,4 @@
-"""A module as a Model: its own live weights, eval mode within a forward, its modes as they were afterwards."""
+"""A module as a Model: live weights, eval mode within a forward, and its previous modes afterwards."""
 
 import dataclasses
 import importlib.util

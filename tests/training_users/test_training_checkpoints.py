@@ -1,4 +1,4 @@
-"""Decoding from a training checkpoint: the weights are the same as after an export, whatever the trainer's layout."""
+"""Decoding from a training checkpoint: the weights equal those of an export, for any layout of the trainer."""
 
 import json
 import pickle

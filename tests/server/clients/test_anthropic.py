@@ -1,4 +1,4 @@
-"""Anthropic's own client, against the server: sync, async, its helper of streams and its tool runner."""
+"""Anthropic's own client with the server: sync, async, its stream helper and its tool runner."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""Client libraries that people use, against the server, each with its defaults.
+"""Popular client libraries with the server, each with its defaults.
 
 Each program in programs/ is a process of its own: the libraries keep state, and some need other versions of openai than
 the rest. `make clients` installs them (the extra `clients`, openai2.txt and package.json); what is missing is skipped.

@@ -54,7 +54,7 @@ hypothesis.settings.load_profile(PROFILE)
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """What is imported and collected lives as long as the session: no collection of garbage walks it, now or later."""
+    """Imported modules and collected tests live as long as the session, so the garbage collector never visits them."""
     gc.disable()
     try:
         return (yield)

@@ -53,7 +53,7 @@ def change_json(file: Path, **fields: object) -> None:
 
 
 class _Drawn:
-    """Gives every tensor that is asked for, and remembers it."""
+    """Makes and records every requested tensor."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.tensors: dict[str, torch.Tensor] = {}

@@ -37,7 +37,7 @@ def note(slots, slot, ids):
 
 
 def cache(slots, ids):
-    """Let `ids` be found, held by nobody."""
+    """Put `ids` into the index, without references."""
     slots.release(filled(slots, ids), ids)
     check_accounts(slots)
 

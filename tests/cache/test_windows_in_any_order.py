@@ -73,7 +73,7 @@ class AnyOrderOfWindows(RowsInAnyOrder):
     @precondition(lambda self: self.rows)
     @rule(data=st.data())
     def fail(self, data):
-        """A copy fails: nobody has more or less than before."""
+        """A copy fails: no slot has gained or lost a block."""
         row, held, slots = self.pick(data), counts(self.slots)[2], list(self.slots._slots)
         positions = data.draw(st.integers(0, len(row.written)))
         memory = data.draw(st.sampled_from([self.memory, self.memory.windows]))

@@ -13,7 +13,7 @@ from onward.protocols.responses_events import response_body
 from onward.testing import ByteTokenizer
 
 CHAT = "/v1/chat/completions"
-# The format, what stands before the reasoning, the reasoning, its closing mark, the rest.
+# The format, the text before the reasoning, the reasoning, its closing mark, the rest.
 ANSWERS = {
     "hermes": ("hermes", "<think>", "\nOslo é?\n🦊", "</think>", "\n\nI look."),
     "opened": ("hermes", "", "Oslo é?\n", "</think>", "\n\nI look."),

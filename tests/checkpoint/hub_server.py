@@ -30,7 +30,7 @@ class Request(NamedTuple):
 
 @dataclass
 class Repository:
-    """commits: sha -> path -> content. revisions: branch or tag -> sha. token: what a private one asks for."""
+    """commits: sha -> path -> content. revisions: branch or tag -> sha. token: required by a private repository."""
 
     commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
     revisions: dict[str, str] = field(default_factory=dict)
@@ -79,7 +79,7 @@ class Hub:
         return cuts.pop(0) if cuts else None
 
     def sent(self) -> set[str]:
-        """The files whose content was asked for."""
+        """The files whose content was requested."""
         paths = [request.path for request in self.requests if request.method == "GET"]
         parts = [path.partition(mark)[2] for path in paths for mark in ("/resolve/", "/storage/") if mark in path]
         return {unquote(part.partition("/")[2]) for part in parts}

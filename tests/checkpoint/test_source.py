@@ -11,7 +11,7 @@ from onward.errors import SourceError
 
 @pytest.fixture
 def asked(monkeypatch):
-    """What the hub is asked for; it has nothing."""
+    """The requests to the hub, which is empty."""
     names = []
 
     def download(repository, revision, progress):

@@ -43,7 +43,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def undisturbed(source: Path) -> bytes:
-    """What one process without Ray makes of it."""
+    """The output of one process without Ray."""
     out = source.with_name("undisturbed.jsonl")
     assert _run(source, out).returncode == 2, "some lines fail"
     return out.read_bytes()

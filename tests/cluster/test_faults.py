@@ -149,7 +149,7 @@ def test_replicas_that_leave_hand_over(port: int) -> None:
     expected = undisturbed(port, STORY)
 
     def replace_all(stream: Stream) -> None:
-        """Deploy anew with another setting: every replica is replaced, one after the other."""
+        """Deploy again with another setting: all replicas are replaced, one after the other."""
         options = DeployOptions(**{**vars(OPTIONS), "settings": {"limits": {"prompts": 255}}})
         thread = threading.Thread(
             target=lambda: serve.run(replicas_of(options), name="onward", route_prefix=None, blocking=False)

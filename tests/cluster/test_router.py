@@ -21,7 +21,7 @@ DEPLOYMENT = DeploymentID(name="Replica", app_name="onward")
 
 
 class FakeReplica:
-    """What the router asks of Ray's `RunningReplica`."""
+    """The attributes of Ray's `RunningReplica` that the router uses."""
 
     max_ongoing_requests = 4096
 

@@ -68,7 +68,7 @@ def test_commands_share_a_cluster_with_others(address: str) -> None:
 
 
 def _ours() -> int:
-    """How many applications there are beside that of somebody else's."""
+    """The number of applications, not counting the other user's."""
     return len(serve.status().applications.keys() - {"other"})
 
 

@@ -17,7 +17,7 @@ def kind_of(key: str) -> Kind:
     return Kind[key.upper()]
 
 
-# What happens to one of five replicas before the next reading.
+# Events of one of five replicas before the next reading.
 EVENT = st.tuples(st.integers(0, 4), st.sampled_from(["work", "die", "slow", "back"]), st.integers(1, 100))
 
 

@@ -113,7 +113,7 @@ def test_blocks_are_of_a_known_kind(page):
         assert block.language in LANGUAGES, f"{name_of(page)}:{block.line}"
         if block.language == "json":
             json.loads(block.text)
-        # What looks like code is marked as code, so that it runs.
+        # Blocks that look like code must be marked as code, so that they run.
         if block.language in ("", "text"):
             assert not block.text.startswith(("import ", "from ", "onward ", "$ ", "lm")), (
                 f"{name_of(page)}:{block.line}"

@@ -22,7 +22,7 @@ BURST, BURST_SECONDS = 0.5, 10.0
 
 
 def trace(rate: float, seconds: float, seed: int = 0) -> list[Arrival]:
-    """Requests of so many seconds, at `rate` a second in the mean."""
+    """Requests during a number of seconds, with a mean of `rate` per second."""
     generator = random.Random(seed)
     return sorted(_arrivals(rate, seconds, generator), key=lambda arrival: arrival.at)
 

@@ -40,7 +40,7 @@ MB = 2**20
 
 @dataclass(frozen=True)
 class Attack:
-    """clients: how many send it at once. model: whose chat template matters."""
+    """clients: the number of clients that send it at once. model: the model with the relevant chat template."""
 
     name: str
     path: str
@@ -109,7 +109,7 @@ def deep(depth: int, opened: str = "[", closed: str = "]") -> str:
 
 
 def nested(depth: int) -> Any:
-    """An object in an object, so many times."""
+    """Nested objects, `depth` levels deep."""
     value: Any = {}
     for _ in range(depth):
         value = {"a": value}
@@ -492,7 +492,7 @@ def _replaced(head: bytes) -> Sender:
 
 
 def _with_head(*lines: str) -> Sender:
-    """A POST whose length is said by these lines instead."""
+    """A POST with these lines instead of its Content-Length."""
 
     def make(target: Target, path: str, body: bytes) -> bytes:
         first = [f"POST {path} HTTP/1.1", f"Host: 127.0.0.1:{target.port}"]

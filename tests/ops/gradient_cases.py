@@ -127,7 +127,7 @@ def _eight_bits(t: Any) -> dict[str, Any]:
 
 
 def _with_values(t: Any) -> Any:
-    """The formula's weights are those that eight bits of the float32 ones stand for."""
+    """The weights of the formula are the float32 weights, quantized to eight bits and back."""
     return {**t, **{name: weights.dequantize().double() for name, weights in _eight_bits(t).items()}}
 
 

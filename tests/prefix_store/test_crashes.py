@@ -41,7 +41,7 @@ def is_whole(disk: SimulatedDisk, name: str) -> bool:
 
 
 def blocks_found(disk: SimulatedDisk) -> tuple[int, int]:
-    """What a new store finds after a power loss; it fails if anything is wrong."""
+    """The contents that a new store finds after a power loss; fails if anything is wrong."""
     store = opened("/simulated", system=disk)
     try:
         found = read_right(store, "root", TEXT), read_right(store, "root", OTHER)
@@ -64,7 +64,7 @@ def test_after_a_power_loss_every_file_is_whole_or_not_there(max_bytes: int) -> 
             names = [name for name in files if key_of(name)]
             assert all(is_whole(left, name) for name in names), f"after {calls} calls"
             found = blocks_found(left)
-            if max_bytes > 2**20:  # what was flushed is found
+            if max_bytes > 2**20:  # flushed blocks are found
                 flushed = max((number for count, number in flushes if count <= calls), default=0)
                 assert found >= durable[flushed], f"after {calls} calls"
     assert states > 500

@@ -57,7 +57,7 @@ def text_at(client: openai.OpenAI, id: str | None) -> bytes:
 
 
 def by_command(lm: onward.LanguageModel, source: bytes, created: int, folder: Path) -> bytes:
-    """What `onward batch` writes for a file with this time."""
+    """The output of `onward batch` for a file with this modification time."""
     folder.mkdir()
     (folder / "in.jsonl").write_bytes(source)
     os.utime(folder / "in.jsonl", (created, created))

@@ -183,7 +183,7 @@ def test_keys_are_of_one_server(start: Start, lm: onward.LanguageModel) -> None:
 
 # ── the date ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
-# A date that is another one each time it is asked for, unless the time is the request's own.
+# A date that changes with each call, unless the time comes from the request.
 DATED = "{{ strftime_now('%A %d %B %Y %X.%f %Z') }} {{ messages[-1].content }}"
 
 

@@ -29,7 +29,7 @@ TARGET = DraftTarget(vocab_size=100, device=CPU, rows=4, max_len=100, positions=
 
 
 def proposed(drafter, ids, wanted=4, prompt=0):
-    """What a drafter proposes after `ids`, of which the first `prompt` are the prompt."""
+    """A drafter's proposal after `ids`, of which the first `prompt` are the prompt."""
     return list(drafter.start(TARGET).propose([DraftRow(ids[:prompt], ids[prompt:], wanted)])[0])
 
 
@@ -381,5 +381,5 @@ def test_coupled_draws_agree_as_often_as_is_promised():
         distance = float((target.softmax(-1) - draft.softmax(-1)).abs().sum() / 2)
         one, other = (sampler(logits.expand(draws, -1), positions) for logits in (target, draft))
         agreed = float((one == other).double().mean())
-        deviation = 5 * (0.25 / draws) ** 0.5  # five standard deviations of a share of so many
+        deviation = 5 * (0.25 / draws) ** 0.5  # five standard deviations of a share of this sample
         assert (1 - distance) / (1 + distance) - deviation < agreed < 1 - distance + deviation

@@ -32,7 +32,7 @@ def begin(lookup):
 
 
 def continuation(lookup, ids, wanted=200):
-    """What a new request that has no text of its own to copy from is proposed."""
+    """The proposal for a new request that has no earlier text to copy from."""
     return lookup.propose([DraftRow([], ids, wanted)])[0]
 
 

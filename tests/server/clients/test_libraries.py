@@ -36,7 +36,7 @@ PYTHON = {  # the program, and the module that it needs
 
 
 def report_of(*command: str | Path) -> dict[str, Any]:
-    """What a program reports (programs/contract.py)."""
+    """The report of a program (programs/contract.py)."""
     done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=SECONDS, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     report = json.loads(done.stdout.splitlines()[-1])

@@ -1,10 +1,10 @@
-# Two commands matter: `make demo` and `make test`. Each builds .venv if it must, and starts at once if not.
+# The main commands are `make demo` and `make test`. Each creates .venv if necessary; otherwise it starts immediately.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --constraint constraints.txt
 PROGRESS := $(PYTHON) native/progress.py
-# Builds of PyTorch without gigabytes of CUDA.
+# The index of PyTorch's builds without CUDA, which takes gigabytes.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 PROMTOOL := $(or $(shell command -v promtool),build/prometheus/usr/bin/promtool)
 SCHEMA := $(BIN)/check-jsonschema --quiet --default-filetype yaml --builtin-schema
@@ -18,7 +18,7 @@ PEERS := llama.cpp llama-server transformers openvino onnxruntime
 .PHONY: arm cross help demo docs test test-full lint types contracts structure generated unit soak fuzz clients agents eval-test test-cluster browser page sanitize bench peers compare demo-model clean \
 	wheel wheel-test workflows lint-deploy
 
-help: ## what there is
+help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
 
 demo: $(VENV)/.installed ## install, and stream a story from the bundled model
@@ -27,7 +27,7 @@ demo: $(VENV)/.installed ## install, and stream a story from the bundled model
 	@$(BIN)/onward generate "Once upon a time" --max-new-tokens 400 --temperature 0.5 --seed 10
 	@echo
 
-# Types and contracts are checked beside the tests, which wait for processes and clocks here and there.
+# Types and contracts are checked in parallel with the tests, which sometimes wait for processes and clocks.
 test: $(VENV)/.installed-dev ## everything that must pass: lint, types, import contracts, tests
 	@$(MAKE) --no-print-directory --jobs 2 lint types contracts unit
 
@@ -41,26 +41,26 @@ types: $(VENV)/.installed-dev
 contracts: structure generated $(VENV)/.installed-dev
 	@$(BIN)/lint-imports
 
-generated: $(VENV)/.installed-dev ## that generated files match the declarations that they are made from
+generated: $(VENV)/.installed-dev ## check that generated files match their declarations
 	@$(BIN)/python .ci/generate.py
 
-structure: $(VENV)/.installed-dev ## lines, files, layers and import circles of src/onward, held to their limits
+structure: $(VENV)/.installed-dev ## check the limits of src/onward: lines, files, layers and import cycles
 	@$(BIN)/python .ci/structure.py
 
-# A process a core, and one thread in each: the suite takes half the time of one process.
+# One process per core, with one thread each: on two cores, half the time of one process.
 unit: $(VENV)/.installed-dev
 	@OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto --maxprocesses 8 --dist worksteal
 
-test-full: lint types contracts $(VENV)/.installed-dev ## the same with every case and all examples: nightly, and before a release
+test-full: lint types contracts $(VENV)/.installed-dev ## the same with all cases and examples: nightly, and before a release
 	@ONWARD_TESTS=full OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto --maxprocesses 8 --dist worksteal
 
-# The unit tests serve 8 and 24 schedules, and 2,500 requests.
+# The unit tests run 8 and 24 schedules, and 2,500 requests.
 soak: $(VENV)/.installed-dev ## the engine for an hour: thousands of random schedules, 100,000 requests
 	@ONWARD_SCHEDULES=1000 OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto --maxprocesses 8 --dist worksteal \
 		--override-ini timeout=3600 tests/engine/test_any_schedule.py
 	@ONWARD_REQUESTS=100000 $(BIN)/pytest -s tests/engine/test_leaks.py
 
-# The unit tests draw the same few hundred in every run, and `make test-full` the same 10,000.
+# The unit tests draw the same few hundred bodies in every run, and `make test-full` the same 10,000.
 fuzz: $(VENV)/.installed-dev ## all hostile requests, and 10,000 bodies that no run has drawn before
 	@ONWARD_TESTS=full HYPOTHESIS_PROFILE=explore OMP_NUM_THREADS=1 $(BIN)/pytest -rP tests/hostile
 
@@ -70,13 +70,13 @@ clients: $(VENV)/.installed-dev $(VENV)/.installed-clients build/clients/openai2
 agents: $(VENV)/.installed-dev $(CLIENTS)/command_lines/node_modules ## Codex and Claude Code against the server; 660 MB of npm packages
 	@$(BIN)/pytest -rs $(CLIENTS)/test_agents.py
 
-eval-test: $(VENV)/.installed-dev $(VENV)/.installed-eval $(VENV)/.installed-trl ## the numbers of lm-evaluation-harness, beside its own class; TRL
+eval-test: $(VENV)/.installed-dev $(VENV)/.installed-eval $(VENV)/.installed-trl ## lm-evaluation-harness, compared with its own class; TRL
 	@$(BIN)/pytest tests/integrations tests/docs/test_evaluating_page.py
 
 test-cluster: $(VENV)/.installed-dev $(VENV)/.installed-cluster ## replicas on Ray, killed and stopped in the middle of texts
 	@$(BIN)/pytest tests/cluster
 
-# Debian's Chromium comes by apt-get where this is root; elsewhere it has to be there.
+# As root, apt-get installs Debian's Chromium; otherwise it must be installed already.
 browser:
 	@mkdir -p build; [ -n "$(BROWSER)" ] || { [ "$$(id -u)" = 0 ] && apt-get -qq update && DEBIAN_FRONTEND=noninteractive \
 		apt-get -qq install -y --no-install-recommends chromium; } >build/chromium.log 2>&1 || true
@@ -85,9 +85,9 @@ browser:
 page: browser $(VENV)/.installed-dev $(VENV)/.installed-browser ## the page of `onward serve` in a Chromium
 	@$(BIN)/pytest tests/server/test_page.py
 
-# The sanitizers must be there before Python is, whose own leaks are not ours to look for. What they find they write
-# past sys.stderr: pytest may not capture that.
-sanitize: $(VENV)/.installed-dev ## the kernel tests over AddressSanitizer and UBSan builds; wants g++
+# The sanitizers' runtimes must be loaded before Python. Leaks aren't checked, because Python itself has some. Reports
+# don't go through sys.stderr, so pytest must not capture file descriptors.
+sanitize: $(VENV)/.installed-dev ## the kernel tests with AddressSanitizer and UBSan builds; needs g++
 	@$(BIN)/cmake -S native -B build/sanitize -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
 		-DCMAKE_CXX_COMPILER=g++ -DONWARD_SANITIZE=ON -DONWARD_PORTABLE_PLATFORM=ON --log-level=WARNING
 	@$(PROGRESS) "building build/sanitize" $(BIN)/cmake --build build/sanitize --parallel $$(nproc)
@@ -95,22 +95,22 @@ sanitize: $(VENV)/.installed-dev ## the kernel tests over AddressSanitizer and U
 		LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
 		$(BIN)/python -m pytest --capture=sys --numprocesses auto --maxprocesses 8 --dist worksteal tests/native
 
-arm: $(VENV)/.installed-dev ## the kernels for 64-bit ARM under qemu, and a wheel with them; wants g++ and apt-get
+arm: $(VENV)/.installed-dev ## the kernels for 64-bit ARM under qemu, and a wheel with them; needs g++ and apt-get
 	@PYTHON=$(PYTHON) BIN=$(BIN) .ci/arm
 
-# PyTorch has no builds for Macs with processors of Intel.
+# PyTorch has no builds for Macs with Intel processors.
 cross: $(VENV)/.installed-dev $(VENV)/.installed-cross ## compile the kernels for macOS on Apple silicon; nothing runs
 	@$(BIN)/cmake -S native -B build/cross -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja --log-level=WARNING \
 		--toolchain $(CURDIR)/native/zig.cmake -DONWARD_TARGET=aarch64-macos -DONWARD_PYTHON=$(CURDIR)/$(BIN)/python
 	@$(PROGRESS) "compiling for macOS" $(BIN)/cmake --build build/cross --parallel $$(nproc)
 
-docs: $(VENV)/.installed-docs ## the site of docs/ and README.md into build/site; a link that leads nowhere fails it
+docs: $(VENV)/.installed-docs ## build the site of docs/ and README.md into build/site; fails if a link is broken
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "build/site/index.html"
 
-# The wheel is built from the sdist, in an environment of its own, so that the sdist is known to be whole. auditwheel names
-# the oldest glibc that the wheel runs with; tests/packaging wants exactly one wheel in dist/.
-wheel: $(VENV)/.installed-release ## dist/: the sdist, and from it the wheel of this platform; wants g++ and the network
+# The wheel is built from the sdist, in a separate environment, to check that the sdist is complete. auditwheel adds the
+# oldest glibc that the wheel runs with to its name; tests/packaging expects exactly one wheel in dist/.
+wheel: $(VENV)/.installed-release ## dist/: the sdist and the wheel for this platform, built from it; needs g++ and a network
 	@rm -rf dist build/dist
 	@PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/python -m build --quiet --outdir build/dist .
 	@mkdir dist && cp build/dist/*.tar.gz dist
@@ -120,10 +120,10 @@ wheel: $(VENV)/.installed-release ## dist/: the sdist, and from it the wheel of 
 	then cp build/dist/*.whl dist; echo "no manylinux tag: $$(tail -n 1 build/dist/auditwheel.log)"; fi
 	@ls dist/*
 
-wheel-test: wheel $(VENV)/.installed-dev ## that wheel in a fresh environment outside the clone does the main job
+wheel-test: wheel $(VENV)/.installed-dev ## install that wheel into a fresh environment outside the clone, and generate with it
 	@$(BIN)/pytest tests/packaging/wheel.py
 
-workflows: $(VENV)/.installed-release ## lint what GitHub and others read: workflows, forms, CITATION.cff
+workflows: $(VENV)/.installed-release ## lint the files for GitHub and others: workflows, forms, CITATION.cff
 	@$(SCHEMA) vendor.github-workflows .github/workflows/*.yml
 	@$(SCHEMA) vendor.github-issue-forms .github/ISSUE_TEMPLATE/bug.yml .github/ISSUE_TEMPLATE/feature.yml
 	@$(SCHEMA) vendor.github-issue-config .github/ISSUE_TEMPLATE/config.yml
@@ -139,7 +139,7 @@ $(PROMTOOL):
 	@mkdir -p build && cd build && { apt-get download prometheus || { apt-get update && apt-get download prometheus; }; \
 		dpkg --extract prometheus_*.deb prometheus; } >promtool.log 2>&1 || true
 
-# The unit names the programs of an installed server: for the check they are those of .venv.
+# The unit names the programs of an installed server; the check replaces them by those of .venv.
 lint-deploy: $(VENV)/.installed-release $(PROMTOOL) ## lint deploy/: Dockerfile, compose, systemd unit, Prometheus
 	@$(BIN)/hadolint deploy/Dockerfile
 	@$(SCHEMA) vendor.compose-spec deploy/compose.yaml
@@ -153,33 +153,33 @@ lint-deploy: $(VENV)/.installed-release $(PROMTOOL) ## lint deploy/: Dockerfile,
 			{ cat build/exposure.txt; exit 1; }; } && tail -n 1 build/exposure.txt; \
 		else echo "systemd-analyze did not run: it is not here"; fi
 
-bench: $(VENV)/.installed-dev ## decode and prefill beside transformers, and the machine's limit
+bench: $(VENV)/.installed-dev ## decode and prefill next to transformers, and the machine's limit
 	@$(BIN)/python -m benchmarks.decode
 
-peers: ## install what `make compare` compares with: ten minutes and 3 GB
+peers: ## install the peers for `make compare`: ten minutes and 3 GB
 	@$(MAKE) --keep-going --no-print-directory $(PEERS:%=.benchmarks/peers/%/.installed)
 
-compare: $(VENV)/.installed-dev ## Onward beside its peers at every precision (benchmarks/README.md); ARGS="--quick" …
+compare: $(VENV)/.installed-dev ## Onward next to its peers at every precision (benchmarks/README.md); ARGS="--quick" …
 	@$(BIN)/python -m benchmarks.compare $(ARGS)
 
 demo-model: $(VENV)/.installed-dev ## rebuild corpus, tokenizer and both bundled models (about two hours)
 	@$(BIN)/python -m training
 
-clean: ## remove what the targets above made
+clean: ## remove the outputs of the targets above
 	rm -rf $(VENV) build dist $(CLIENTS)/node_modules $(CLIENTS)/command_lines/node_modules .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
 
 $(VENV)/bin/python:
 	@$(PROGRESS) "creating the environment $(VENV)" $(PYTHON) -m venv $(VENV)
 
-# torch comes first and by itself, since only it is looked up in the index of PyTorch. Without pip's isolation the build
-# tools stay where they are, so build/ is used again and a change in native/ compiles what it concerns.
+# torch is installed first and separately, because only torch comes from PyTorch's index. Without build isolation, the
+# paths of the build tools don't change, so build/ is reused and a change in native/ compiles only the affected files.
 $(VENV)/.installed: $(INSTALLED_FROM) | $(VENV)/bin/python
 	@$(PROGRESS) "installing PyTorch for CPUs" $(PIP) --verbose --no-deps --extra-index-url $(TORCH_INDEX) torch
 	@$(PROGRESS) "installing build tools" $(PIP) --verbose scikit-build-core cmake ninja
 	@$(PROGRESS) "installing Onward and its packages" $(PIP) --verbose --no-build-isolation --editable .
 	@touch $@
 
-# An extra's own packages: the package itself is there, and its kernels would be compiled again.
+# Only the packages of an extra: Onward itself is installed already, and its kernels would be compiled again.
 $(VENV)/.installed-%: $(VENV)/.installed
 	@mkdir -p build && $(BIN)/python -c 'import sys, tomllib; \
 		extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; \
@@ -187,7 +187,7 @@ $(VENV)/.installed-%: $(VENV)/.installed
 	@$(PROGRESS) "installing the extra $*" $(PIP) --verbose --requirement build/$*.txt
 	@touch $@
 
-# The file lists all of the environment. Bytecode is written when a module is first imported: most never are.
+# The file lists the whole environment. Bytecode isn't compiled on install, because most modules are never imported.
 build/clients/openai2/.installed: $(CLIENTS)/openai2.txt
 	@mkdir -p build
 	@$(PROGRESS) "creating the environment $(@D)" $(PYTHON) -m venv --clear $(@D)
@@ -201,8 +201,8 @@ build/clients/openai2/.installed: $(CLIENTS)/openai2.txt
 			npm ci --no-audit --no-fund --prefix $* && touch $@; \
 		else echo "npm is not here: the clients of $*/package.json are skipped"; fi
 
-# Each file lists all of an environment, so pip has nothing to choose: openvino's would else bring a torchvision that
-# does not fit torch's CPU build. llama.cpp is compiled for this processor, which wants a C++ compiler.
+# Each file lists a whole environment, so pip doesn't resolve anything: openvino would otherwise install a torchvision
+# that doesn't match torch's CPU build. llama.cpp is compiled for this processor, which needs a C++ compiler.
 .benchmarks/peers/%/.installed: benchmarks/compare/peers/%.txt
 	@echo "installing $* into $(@D) …"
 	@$(PYTHON) -m venv --clear $(@D)

@@ -1,4 +1,4 @@
-"""Write the files that are made from declarations, or fail where one differs. `make contracts` runs it.
+"""Write the files that are generated from declarations, or fail if a file differs. `make contracts` runs it.
 
 python .ci/generate.py            compare
 python .ci/generate.py --write    write
@@ -93,7 +93,7 @@ KEYWORDS = "The options of `{}` as keyword arguments, for editors and type check
 
 
 def stub() -> str:
-    """What type checkers read of the package: its table of public names as imports."""
+    """The stub of the package for type checkers: its table of public names as imports."""
     lines = ["# Written by .ci/generate.py from the tables in __init__.py.", ""]
     lines += [f"from onward import {name} as {name}" for name in onward._SUBMODULES]
     for module, names in onward._MODULES.items():
@@ -105,7 +105,7 @@ def stub() -> str:
 
 
 def keywords(*kinds: tuple[str, str, str, Mapping[str, Option]], imports: Mapping[str, Set[str]] | None = None) -> str:
-    """A module of `TypedDict`s: name, base, docstring and options of each."""
+    """A module of `TypedDict`s, each with a name, a base, a docstring and options."""
     used: dict[str, set[str]] = defaultdict(set, {module: set(names) for module, names in (imports or {}).items()})
     blocks = []
     for name, base, doc, options in kinds:
@@ -124,7 +124,7 @@ def keywords(*kinds: tuple[str, str, str, Mapping[str, Option]], imports: Mappin
 
 
 def annotation(hint: Any, used: dict[str, set[str]]) -> str:
-    """A type as source; what the source has to import is added to `used`."""
+    """The source of a type; adds the names that the source must import to `used`."""
     if hint is NoneType or hint is None:
         return "None"
     if isinstance(hint, EllipsisType):
@@ -153,7 +153,7 @@ def _quoted(value: object) -> str:
 
 
 def flags(*kinds: tuple[str, str, Mapping[str, Option]]) -> str:
-    """A module of dataclasses of flags: name, docstring and options of each."""
+    """A module of dataclasses of flags, each with a name, a docstring and options."""
     blocks = []
     for name, doc, options in kinds:
         lines = [line for option in options.values() if option.flag != "" for line in flag(option)]
@@ -168,7 +168,7 @@ def flags(*kinds: tuple[str, str, Mapping[str, Option]]) -> str:
 
 
 def flag(option: Option) -> Iterator[str]:
-    """The lines of an option's field in a dataclass of flags."""
+    """The source lines of an option's field in a dataclass of flags."""
     if option.metavar == "FILE":
         kind = "Path"
     elif option.kind is not None:

@@ -1,7 +1,7 @@
-"""Print the size and shape of src/onward and fail where a limit is exceeded. `make structure` runs it.
+"""Print the size and structure of src/onward, and fail if a limit is exceeded. `make structure` runs it.
 
-python .ci/structure.py                     the figures
-python .ci/structure.py --old-names FILE    also fail if a class of a table (kind, file, old, new) is left
+python .ci/structure.py                     print the figures
+python .ci/structure.py --old-names FILE    also fail if an old class name of a table (kind, file, old, new) remains
 """
 
 import argparse
@@ -21,7 +21,7 @@ KEPT_NAMES = {"Choice"}
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--old-names", type=Path, metavar="FILE", help="a table of names that may not be left")
+    parser.add_argument("--old-names", type=Path, metavar="FILE", help="a table of names that must not remain")
     options = parser.parse_args()
     sources = {str(path.relative_to(PACKAGE)): path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
     trees = {name: ast.parse(source) for name, source in sources.items()}
@@ -50,7 +50,7 @@ def main() -> int:
 
 
 def imports(tree: ast.Module, sources: dict[str, str]) -> Iterator[str]:
-    """The files of the package that a file imports anywhere: at its top, in functions, and for type checkers alone."""
+    """The files of the package that a file imports anywhere: at its top, in functions, and only for type checkers."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "onward":
             names = [f"{node.module}.{alias.name}" for alias in node.names]
@@ -94,7 +94,7 @@ def cycles(graph: dict[str, set[str]]) -> Iterator[list[str]]:
 
 
 def old_names(table: Path, trees: dict[str, ast.Module]) -> Iterator[str]:
-    """Definitions at the top of a file that have a name of the table's old column."""
+    """Top-level definitions whose name is in the table's column of old names."""
     rows = list(csv.DictReader(table.open(), delimiter="\t"))
     old = {row["old"] for row in rows if row["kind"] == "class"} - KEPT_NAMES
     for file, tree in trees.items():

@@ -1,11 +1,11 @@
-"""Eight rows with eight adapters beside eight rows without, on the same weights, in one run.
+"""Decoding of eight rows with eight adapters, compared with eight rows without, on the same weights in one run.
 
     python -m benchmarks.adapters [--precisions int8 bf16] [--rank N] [--rounds N]
 
 Random weights and adapters in the shape of Qwen3-0.6B, made in memory; an adapter changes every matrix of every layer.
-The two take turns within every round, after fresh prompts of 32, and the read bandwidth is measured between them.
-Beside them stand rows that all have one adapter, and a prompt of 512 with an adapter and without. Medians over all
-steps of all rounds; the ratio is the median of those of each round. The last line is one JSON object.
+The two alternate in every round, after fresh prompts of 32 tokens, and the read bandwidth is measured between them.
+Also measured: rows that all have the same adapter, and a prompt of 512 tokens with and without an adapter. Figures are
+medians over all steps of all rounds; a ratio is the median of the rounds' ratios. The last line is one JSON object.
 """
 
 import argparse
@@ -30,7 +30,7 @@ ROWS, PROMPT, LONG, NEW_TOKENS = 8, 32, 512, 32
 
 
 def random_adapter(lm: onward.LanguageModel, rank: int, seed: int) -> Adapter:
-    """An adapter of every linear layer but the head."""
+    """An adapter for every linear layer except the head."""
     draws = torch.Generator().manual_seed(seed)
     updates = {}
     parts = pytree.tree_leaves(lm.model.params, is_leaf=is_marked)

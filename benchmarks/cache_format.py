@@ -1,17 +1,17 @@
-"""A KV cache in 8 bits beside one in the model's dtype: seconds of a token after a long prompt, and divergence.
+"""A KV cache in 8 bits compared with one in the model's dtype: time per token after a long prompt, and divergence.
 
     python -m benchmarks.cache_format [--positions 4000] [--quantize int8] [--rounds 10] [--threads N]
     python -m benchmarks.cache_format --peers [--quantize int8] [--rounds 10]      (after make peers)
     python -m benchmarks.cache_format --divergence
 
-Speed: random weights in the shape of Qwen3-0.6B, batch 1, greedy. Both models are in one process and take turns; the
-first of a round changes from round to round. The keys and values of the prompt are random rows and not its own: so
-16,000 positions take seconds, not minutes. They come from the prefix cache, so that tokens are timed alone.
+Speed: random weights in the shape of Qwen3-0.6B, batch 1, greedy. Both models are in one process and alternate; the
+order changes from round to round. The keys and values of the prompt are random rows instead of computed ones, so that
+16,000 positions take seconds, not minutes. They come from the prefix cache, so that only tokens are timed.
 
-Peers: llama.cpp with a cache in Q8_0 and OpenVINO with one in u8, on the same weights after a prompt of 4,000; all take
-turns (benchmarks/README.md).
+Peers: llama.cpp with a cache in Q8_0 and OpenVINO with one in u8, on the same weights after a prompt of 4,000 tokens,
+in turns (benchmarks/README.md).
 
-Divergence: the KL divergence of the next token, in nats, from that with a float cache. Models: the demo model on
+Divergence: the KL divergence of the next token, in nats, compared with a float cache. Models: the demo model on
 held-out text, and a random Qwen2 model whose keys have large biases in two rotary pairs of each head and a large gain
 in some features, with queries that are small there (as they must be in a trained model). Random weights bound the
 error of the arithmetic only. The last line is one JSON object.
@@ -72,7 +72,7 @@ def speed(positions: int, quantize: str | None, rounds: int) -> dict[str, float]
 
 
 def with_random_prompts(model: Model) -> Model:
-    """The model, but several tokens at once get random keys and values, and logits of 0. One token is as before."""
+    """The model, except that a call with several tokens writes random keys and values, and returns logits of 0."""
     architecture = architecture_of(model)
     assert architecture is not None
     draws, shapes = torch.Generator().manual_seed(0), tuple(architecture.cached)

@@ -1,11 +1,11 @@
-"""What error feedback on the model's own text gains (GPTQ): errors of outputs, KL divergence, perplexity, time.
+"""The gain from error feedback (GPTQ) on the model's own text: errors of outputs, KL divergence, perplexity, time.
 
     python -m benchmarks.calibration [--large | --only-large]
 
-Errors of outputs are relative RMS over inputs of four kinds, of random matrices rounded to nearest and with feedback.
-KL divergence (in thousandths of a nat a token) and perplexity are of the demo model over training/heldout.txt, which it
-never saw; it is quantized for texts that it writes itself. --large also quantizes random weights in the shape of
-Qwen3-0.6B. The last line is one JSON object.
+Errors of outputs are relative RMS errors over inputs of four kinds, for random matrices rounded to nearest and with
+feedback. KL divergence (in thousandths of a nat per token) and perplexity are those of the demo model on
+training/heldout.txt, which it wasn't trained on; it is calibrated on texts that it writes itself. --large also
+quantizes random weights in the shape of Qwen3-0.6B. The last line is one JSON object.
 """
 
 import argparse
@@ -76,7 +76,7 @@ def errors_by_matrix() -> dict[str, dict[str, dict[str, float]]]:
 
 
 class Measure:
-    """KL divergence and perplexity over the held-out documents, against the model in bf16."""
+    """KL divergence from the model in bf16, and perplexity, over the held-out documents."""
 
     def __init__(self, lm: onward.LanguageModel) -> None:
         texts = [text for text in HELDOUT.read_text(encoding="utf-8").split(f"{END_OF_TEXT}\n") if text]

@@ -108,7 +108,7 @@ SHAPES = {
 
 
 class _RandomTensors:
-    """Hands an architecture's `read` a random tensor for every name it asks for, and keeps them."""
+    """Gives an architecture's `read` a random tensor for every name that it requests, and stores the tensors."""
 
     def __init__(self) -> None:
         self.made: dict[str, torch.Tensor] = {}
@@ -134,7 +134,7 @@ def random_checkpoint(name: str = "qwen3-0.6b", config: dict = QWEN3_0_6B) -> Pa
 
 
 def checkpoint_with_tokenizer(name: str = "qwen3-0.6b", config: dict = QWEN3_0_6B) -> Path:
-    """The same checkpoint (links to its files) with a tokenizer of single bytes: some converters insist on one."""
+    """The same checkpoint (links to its files) with a byte tokenizer, which some converters require."""
     source = random_checkpoint(name, config)
     folder = source.with_name(f"{name}-with-tokenizer")
     if not (folder / "tokenizer.json").is_file():

@@ -1,10 +1,10 @@
-"""What replicas on Ray cost: streams through the ingress, and through `onward serve` alone.
+"""The cost of replicas on Ray: streams through the ingress, compared with `onward serve` alone.
 
-    python -m benchmarks.cluster                              # the demo model, where all is overhead
+    python -m benchmarks.cluster                              # the demo model, which is nearly all overhead
     python -m benchmarks.cluster --source my-model --ids      # random weights write ids without text
 
-One replica of one thread each, as `onward serve` and `onward deploy` start it. The clients are a process of their own;
-all contenders are up, and take turns. The time to the first token is that of a client alone.
+Each has one replica with one thread, as `onward serve` and `onward deploy` start it. The clients run in a separate
+process; all contenders are running, and take turns. The time to the first token is that of a single client.
 """
 
 import argparse

@@ -1,10 +1,10 @@
-"""Decode and prefill beside transformers, on the same weights, in one run.
+"""Decode and prefill, compared with transformers on the same weights in one run.
 
     python -m benchmarks.decode [--shape NAME] [--rounds N] [--threads N] [--skip-start]
 
-Random bf16 weights in the shape of Qwen3-0.6B or Gemma 3 1B; batch 1; greedy; a fresh prompt each time. The two take
-turns within every round and the read bandwidth of the machine is measured between them, so that a busy neighbour
-slows all three alike. Medians over all rounds. The last line is one JSON object.
+Random bf16 weights in the shape of Qwen3-0.6B or Gemma 3 1B; batch 1; greedy; a fresh prompt each time. The two
+alternate in every round, and the read bandwidth of the machine is measured between them, so that a busy machine slows
+all three alike. Medians over all rounds. The last line is one JSON object.
 """
 
 import argparse
@@ -35,7 +35,7 @@ NEW_TOKENS = 24
 
 @dataclass
 class Samples:
-    """Seconds of one contestant, by prompt length."""
+    """Times of one contestant in seconds, by prompt length."""
 
     prefill: dict[int, list[float]] = field(default_factory=lambda: {n: [] for n in PROMPTS})
     token: dict[int, list[float]] = field(default_factory=lambda: {n: [] for n in PROMPTS})
@@ -46,7 +46,7 @@ Contestant = Callable[[list[int]], tuple[float, list[float]]]
 
 
 class _Clock(BaseStreamer):
-    """Notes when `generate` hands out each token."""
+    """Records the time at which `generate` returns each token."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -108,7 +108,7 @@ def measure(contestants: dict[str, Contestant], rounds: int, vocab_size: int) ->
 
 
 def seconds_to_load(folder: str) -> dict[str, float]:
-    """Loading with a warm page cache, each the median of three in fresh processes."""
+    """The time to load with a warm page cache: medians of three fresh processes each."""
     code = {
         "onward": "import time, onward; t = time.perf_counter(); onward.load({0!r}); print(time.perf_counter() - t)",
         "transformers": "import time, torch, transformers; transformers.logging.disable_progress_bar(); "
@@ -148,7 +148,7 @@ def _median_wall(command: list[str]) -> float:
 def report(
     shape: str, samples: dict[str, Samples], bandwidth: list[float], extra: dict[str, dict[str, float]]
 ) -> dict[str, Any]:
-    """Print the table; returns what the JSON line holds."""
+    """Print the table; returns the contents of the JSON line."""
     limit = statistics.median(bandwidth)
     per_token = weight_bytes_per_token(SHAPES[shape])
     result: dict[str, Any] = {"machine": description(), "shape": shape, "read_bandwidth_gb_s": round(limit / 1e9, 1)}

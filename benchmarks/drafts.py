@@ -1,15 +1,15 @@
-"""Drafting with a model for one request and for eight at once in an engine, in this source tree and another one.
+"""A draft model in an engine, for one request and for eight at once, in this source tree and another one.
 
     python -m benchmarks.drafts OLD [--old-native DIR] [--pairs 10] [--threads N] [--new 96] [--cpu-time]
 
-OLD is a checkout; its native libraries are those of this tree, or in --old-native. Each tree runs in a process of its
-own; the two take turns, and the first of a pair changes from pair to pair. Ratios are old over new, pair by pair: above
-1 the new tree is faster.
+OLD is a checkout; its native libraries are those of this tree, or in --old-native. Each tree runs in a separate
+process; the two alternate, and the order changes from pair to pair. Ratios are old over new, pair by pair: above 1 the
+new tree is faster.
 
-The target has Qwen3-0.6B's layers, 8 of them, random in int8, and 8,192 ids; the draft model is its first layer. What
-the other layers add is scaled by 0.05, so that the two agree on three quarters of the tokens. Requests sample at
-temperature 0.8. Figures are ms per token of all requests together, without a draft, with drafts of 4, and with drafts
-whose length adapts. --cpu-time takes them from the processor time of the process, for a busy machine.
+The target has 8 layers of Qwen3-0.6B's shape, random in int8, and 8,192 ids; the draft model is its first layer. The
+outputs of the other layers are scaled by 0.05, so that the two models agree on three quarters of the tokens. Requests
+sample at temperature 0.8. Figures are ms per token over all requests, without a draft, with drafts of 4 tokens, and
+with drafts of adaptive length. --cpu-time measures the processor time of the process, for a busy machine.
 """
 
 import argparse

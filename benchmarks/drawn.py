@@ -1,4 +1,4 @@
-"""Models of random weights that are drawn in memory: no files, and never more than a layer in floats."""
+"""Models with random weights, made in memory: no files, and never more than one layer in floats."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from onward.quantization import quantize_params
 
 
 class _Noise:
-    """Random weights, all cut from one pool: drawing billions would take a minute."""
+    """Random weights, all slices of one pool, because drawing billions of numbers would take a minute."""
 
     def __init__(self) -> None:
         self._pool = torch.randn(1 << 26, generator=torch.Generator().manual_seed(0)).mul_(0.02).to(torch.bfloat16)
@@ -28,7 +28,7 @@ class _Noise:
 
 
 def random_model(precision: str, config: dict) -> Model:
-    """A model of random weights of this config in bf16, int8 or int4, packed layer by layer."""
+    """A model with random weights for this config in bf16, int8 or int4, packed layer by layer."""
     architecture = read_config(config)
 
     def convert(part: Any) -> Any:

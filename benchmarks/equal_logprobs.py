@@ -1,13 +1,13 @@
-"""How many logprobs of generated tokens differ between `generate` and `lm.logprobs`: none, over many configurations.
+"""Check over many configurations that `generate` and `lm.logprobs` give equal logprobs of generated tokens.
 
     python -m benchmarks.equal_logprobs --tokens 10000000 [--seed 0] [--threads 1] [--state FILE]
 
-The demo model in float32 and bfloat16, which are trained from time to time. Each round samples texts in one of
-several ways (a batch of a random size, an engine, drafts, a prompt that the prefix cache has, long prompts with
-logprobs), and computes their logprobs again with `lm.logprobs`, in another order, packed in groups of random sizes,
-with or without autograd: those of the model, and in some rounds those of the sampling. --state: a file of the counts,
-which a later run continues; rounds are drawn from their numbers and the seed. The last line is one JSON object; the
-command fails if any logprob differs.
+The demo model in float32 and bfloat16; both are trained from time to time. Each round samples texts in one of several
+ways (a batch of a random size, an engine, drafts, a cached prompt, long prompts with logprobs). It then computes their
+logprobs again with `lm.logprobs`, in another order, packed in groups of random sizes, with or without autograd: those
+of the model, and in some rounds those of the sampling. --state: a file with the counts, which a later run continues;
+rounds are drawn from their numbers and the seed. The last line is one JSON object; the command fails if any logprob
+differs.
 """
 
 import argparse
@@ -45,7 +45,7 @@ class Compared:
         self.optimizer = torch.optim.AdamW(self.lm.parameters(), lr=1e-4)
 
     def sampled(self, draws: random.Random) -> tuple[str, list[onward.Completion]]:
-        """The way that a round samples, and its texts."""
+        """The sampling method of a round, and its texts."""
         way = draws.choice(["batch", "batch", "engine", "drafts", "prefix", "prompts"])
         rows = draws.choice([1, 8, 96, 256, 512])
         options: dict[str, Any] = {
@@ -71,7 +71,7 @@ class Compared:
         return way, self.lm.generate(prompts, per_prompt=seeds, **options)
 
     def again(self, texts: list[Any], draws: random.Random, **options: Any) -> list[torch.Tensor]:
-        """Their logprobs by `lm.logprobs`, in groups."""
+        """The logprobs of the texts from `lm.logprobs`, computed in groups."""
         most, found, group = draws.choice([1, 500, MOST_IDS, MOST_IDS]), list[torch.Tensor](), list[Any]()
         with torch.set_grad_enabled(draws.random() < 0.5):
             for text in [*texts, None]:

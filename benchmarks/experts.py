@@ -1,10 +1,11 @@
-"""A model with experts: decoding beside the machine's read bandwidth, and the prefill of 512.
+"""A model with experts: decoding compared with the machine's read bandwidth, and a prefill of 512 tokens.
 
     python -m benchmarks.experts [--precisions bf16 int8 int4] [--rounds N]
 
-Random weights, made in memory: 28 layers of hidden 1024 with the attention of Qwen3-0.6B and 64 experts of 384, of
-which a token goes through 8. The bandwidth is measured between the prompts. The limit is the bandwidth over the bytes
-that a token reads: of the experts those that it chose. Medians over all rounds. The last line is one JSON object.
+Random weights, made in memory: 28 layers of hidden size 1024 with the attention of Qwen3-0.6B and 64 experts of width
+384, of which each token uses 8. The bandwidth is measured between the prompts. The limit is the bandwidth divided by
+the bytes that a token reads, including only the chosen experts. Medians over all rounds. The last line is one JSON
+object.
 """
 
 import argparse

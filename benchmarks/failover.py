@@ -1,15 +1,15 @@
-"""Streams whose replica is lost, at every token of a text: is the text the undisturbed one? How long is the gap?
+"""Streams whose replica is lost, at every token of a text: does the text change, and how long is the gap?
 
     python -m benchmarks.failover --faults idle opening prefill stream start   # how soon a death is noticed
 
     python -m benchmarks.failover                                   # the demo model
     python -m benchmarks.failover --source my-model --quantize int8 --ids --tokens 12
 
-`onward deploy` with three replicas of one thread each. A text is read undisturbed. Then, before the first event
-of it and behind each (behind some, in a text of more than 16), the replica that serves it is killed (SIGKILL), stopped
-(SIGSTOP), or killed while all are being replaced, up to 2 s after that began; and the text is compared, ids and
-logprobs. A gap is the longest time between two events from then on. The text should take longer than the fault: 2 s for
-the last kind. It exits with 1 where a text differs.
+`onward deploy` runs three replicas of one thread each. A text is first read without a fault. Then, before its first
+event and after each event (after some, if the text has more than 16), the replica that serves it is killed (SIGKILL),
+stopped (SIGSTOP), or killed while all replicas are being replaced, up to 2 s after the replacement began. The ids and
+logprobs of the text are compared. A gap is the longest time between two events after the fault. The text should take
+longer than the fault: 2 s for the last kind. The exit code is 1 if a text differs.
 
 The other faults kill the replica that has the beginning of the prompt in its cache, `--rounds` times each, while four
 other streams run: "idle" before the request is sent, while its channel is open and unused; "opening" as the request is
@@ -78,7 +78,7 @@ def main() -> None:
 
 
 def measured(url: str, options: DeployOptions, body: dict[str, Any], faults: list[str]) -> dict[str, Any]:
-    """Of each fault the texts that differ, and the gaps in milliseconds."""
+    """The texts that differ and the gaps in milliseconds, for each fault."""
     wait_for_replicas(REPLICAS)
     expected = Reading(url, body)
     undisturbed = [Reading(url, body) for _ in range(5)]
@@ -110,7 +110,7 @@ def measured(url: str, options: DeployOptions, body: dict[str, Any], faults: lis
 
 
 def killed(url: str, body: dict[str, Any], state: str, rounds: int) -> dict[str, Any]:
-    """Kill the replica that serves a body while it is in a state; see the module."""
+    """Kill the replica that serves a body while it is in a given state; see the module's docstring."""
     gaps, differ, loads = [], 0, []
     for turn in range(rounds):
         wait_for_replicas(REPLICAS)
@@ -157,11 +157,11 @@ def _summary(gaps: list[float], differ: int) -> dict[str, Any]:
 class Reading:
     """A stream, read to its end.
 
-    at: the events after which `act` is called with the process that serves it.
-    told: tokens with their logprobs, ids, and the end.
-    times: of the events. gap: seconds between two of them, from `act` on, at most.
-    pid: of the replica that began it.
-    acted: whether `act` was called: events that hold several tokens may be fewer than `at`.
+    at: the number of events after which `act` is called with the id of the process that serves the stream.
+    told: the tokens with their logprobs, the ids, and the end.
+    times: the times of the events. gap: the longest time between two events after `act`, in seconds.
+    pid: the process of the replica that started the stream.
+    acted: whether `act` was called; it isn't if events have several tokens and are fewer than `at`.
     """
 
     def __init__(self, url: str, body: dict[str, Any], at: int | None = None, act: Act | None = None) -> None:
@@ -189,7 +189,7 @@ class Reading:
         self.gap = max((later - earlier for earlier, later in itertools.pairwise(times)), default=0.0)
 
     def _note(self, event: dict[str, Any]) -> None:
-        """Tokens one by one, however the events cut them."""
+        """The tokens one by one, independent of their division into events."""
         (choice,) = event.get("choices") or [event]
         logprobs = choice.get("logprobs") or {"token_logprobs": [], "tokens": []}
         tokens, ids, ends = self.told
@@ -199,7 +199,7 @@ class Reading:
 
 
 class _Replacement:
-    """All replicas are replaced by new ones, and the replica that serves is killed some seconds later."""
+    """Replace all replicas by new ones, and kill the serving replica some seconds later."""
 
     def __init__(self, options: DeployOptions, after: float) -> None:
         settings = {"limits": {"prompts": 200 + next(_settings)}}
@@ -222,7 +222,7 @@ _settings = iter(range(10**9))
 
 
 def _stop(pid: int) -> None:
-    """Stop a process, and kill it when it has counted as lost, so that another can take its place."""
+    """Stop a process, and kill it once it counts as lost, so that another process can take its place."""
     os.kill(pid, signal.SIGSTOP)
     threading.Timer(SILENCE + 1.0, _end, [pid]).start()
 

@@ -1,10 +1,10 @@
-"""Onward beside llama.cpp on the same GGUF files, of Qwen3-0.6B's shape, in one run.
+"""Onward compared with llama.cpp on the same GGUF files in the shape of Qwen3-0.6B, in one run.
 
     make .benchmarks/peers/llama.cpp/.installed
     python -m benchmarks.gguf_models [--recipes Q4_K_M Q8_0 Q4_0 Q6_K] [--rounds 5] [--json PATH]
 
-Decoding after 32 and 512 tokens, prefill of 512, and the time from process start to the first token; both take turns,
-and the read bandwidth is measured between. The last line is one JSON object.
+Measures decoding after 32 and 512 tokens, a prefill of 512 tokens, and the time from process start to the first token.
+The two alternate, and the read bandwidth is measured between them. The last line is one JSON object.
 """
 
 import argparse
@@ -40,7 +40,7 @@ def main() -> None:
 
 
 def measured(recipe: str, plan: Plan) -> dict[str, Any]:
-    """Rates in tokens a second, ratios to llama.cpp's better way, and Onward's share of the bandwidth in decoding."""
+    """Tokens per second, ratios to the faster variant of llama.cpp, and Onward's share of the bandwidth in decoding."""
     contenders = []
     for contender in gguf_contenders(recipe):
         try:

@@ -1,11 +1,11 @@
-"""What reinforcement learning gains: examples/grpo.py over several seeds, against a threshold fixed beforehand.
+"""The gain from reinforcement learning: examples/grpo.py over several seeds, compared with a threshold set in advance.
 
     python -m benchmarks.grpo [--seeds 0 1 2] [--steps 60] [--threads N] [--state FILE] [--picture FILE.svg]
 
 Each seed trains a fresh copy of the demo model. Before and after, the model is measured on held-out prompts, always
 with the same random numbers. It passes if the lower end of the 95 % interval of the mean gain (Student's t over the
-seeds) is above THRESHOLD. --state: a file of the seeds that are done, which a later run continues. --picture: the share
-of right texts in each step. The last line is one JSON object.
+seeds) is above THRESHOLD. --state: a file with the finished seeds, which a later run continues. --picture: the share of
+correct texts in each step. The last line is one JSON object.
 """
 
 import argparse
@@ -24,7 +24,7 @@ import onward
 from benchmarks.machine import description
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "grpo.py"
-# Of held-out texts with the right number of sentences, as a share: fixed before the first run over three seeds.
+# The gain in the share of held-out texts with the right number of sentences; set before the first run over three seeds.
 THRESHOLD = 0.2
 # Student's t at 97.5 %, by degrees of freedom.
 _T = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
@@ -54,7 +54,7 @@ def interval(gains: Sequence[float]) -> tuple[float, float]:
 
 
 def picture(runs: Sequence[Sequence[float]], smoothed: int = 5) -> str:
-    """An SVG of the share of right texts by step, a line for each run: means over `smoothed` steps."""
+    """An SVG of the share of correct texts by step, with a line for each run: means over `smoothed` steps."""
     width, height, left, top = 640, 300, 48, 16
     steps = max(map(len, runs))
 

@@ -1,13 +1,14 @@
-"""Drafting with heads on the shape of Qwen3-0.6B: what a round costs beside plain decoding.
+"""Draft heads in the shape of Qwen3-0.6B: the cost of a round, compared with plain decoding.
 
     python -m benchmarks.heads [--precision int8] [--rounds N] [--threads N] [--cpu-time]
 
-Random weights, made in memory: an EAGLE-3 head of 32,000 ids over three layers, and an MTP layer like the model's last
-one with its lm_head. All contestants take turns within every round, over the same weights, in one process: the model
-without a head; with cached taps that nobody reads ("taps alone"); with drafts of a fixed length; and with drafts whose
-length adapts. Random heads guess next to nothing. A round's cost over that of a plain token is the number of tokens
-that it must yield to pay; the adaptive contestant shows what a useless head costs. Medians of ratios, round by
-round; the last line is one JSON object. --cpu-time takes the processor time of the process, for a busy machine.
+Random weights, made in memory: an EAGLE-3 head with 32,000 ids that reads three layers, and an MTP layer like the
+model's last layer, with the model's lm_head. All contestants alternate in every round, with the same weights, in one
+process: the model without a head; with cached taps that nothing reads ("taps alone"); with drafts of a fixed length;
+and with drafts of adaptive length. Random heads guess almost nothing right. The cost of a round divided by that of a
+plain token is the number of tokens that a round must yield to be faster; the adaptive contestant shows the cost of a
+useless head. Figures are medians of each round's ratios; the last line is one JSON object. --cpu-time measures the
+processor time of the process, for a busy machine.
 """
 
 import argparse

@@ -1,9 +1,9 @@
-"""One checkpoint by its family and via transformers, in turns: what transformers' forward costs over our kernels.
+"""One checkpoint as a built-in family and through transformers: the cost of transformers' forward with our kernels.
 
     python -m benchmarks.hosted [--precisions bf16 int8] [--rounds 5]
 
-Qwen3-0.6B's shape with random weights; single tokens after fresh prompts of 32. The ratio is the median of those of
-each round. The last line is one JSON object.
+Random weights in the shape of Qwen3-0.6B; single tokens after fresh prompts of 32 tokens, in turns. The ratio is the
+median of the rounds' ratios. The last line is one JSON object.
 """
 
 import argparse
@@ -56,7 +56,7 @@ def measured(quantize: str | None, rounds: int) -> dict[str, object]:
 
 
 def token_seconds(lm: onward.LanguageModel, ids: list[int]) -> float:
-    """The median of single tokens, without the first, at which a program may be made."""
+    """The median time of single tokens, without the first, which may create a program."""
     at = [time.perf_counter() for _ in lm.stream(ids, max_new_tokens=NEW, temperature=0, ignore_eos=True)]
     return statistics.median(later - earlier for earlier, later in itertools.pairwise(at[2:]))
 

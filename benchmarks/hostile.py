@@ -1,13 +1,13 @@
-"""How long other clients wait while one sends hostile requests, beside how long they wait when it does not.
+"""How long other clients wait while one client sends hostile requests, compared with an idle server.
 
     python -m benchmarks.hostile                     # all of the table in tests/hostile/attacks.py: half an hour
     python -m benchmarks.hostile --concurrent        # only those of several clients
     python -m benchmarks.hostile --only "8 MB" --json result.json
 
-The neighbours are a process with an API key of its own. They ask for /health, for /metrics and for a chat of four
-tokens, each 20 ms after the last answer, on a connection of its own. The server serves the demo model under several
-chat templates. Idle times are measured in the same run, before the attacks and after them. Exits with 1 if a limit is
-exceeded, or if the server does not hold.
+The other clients are a process with a separate API key. They request /health, /metrics and a chat of four tokens, each
+20 ms after the last answer, on separate connections. The server serves the demo model with several chat templates. Idle
+times are measured in the same run, before and after the attacks. The exit code is 1 if a limit is exceeded or the
+server fails.
 """
 
 import argparse
@@ -79,7 +79,7 @@ def _idle(standing: Standing) -> Waits:
 
 
 def _exceeded(waits: Waits, idle: Waits, *, keyed: bool) -> list[str]:
-    """The limits that p99 exceeds. Without keys the neighbour's chats are the attacker's own: one client's."""
+    """The limits that p99 exceeds. Without keys, chats aren't limited: they and the attacks belong to one client."""
     limits = {kind: idle.percentile(kind, 99) + PROBE_SECONDS for kind in ("health", "metrics")}
     limits |= {"chat": CHAT_SECONDS} if keyed else {}
     p99 = {kind: waits.percentile(kind, 99) for kind in limits}

@@ -1,10 +1,10 @@
-"""What HTTP costs: streams through the server beside the same requests straight from the engine.
+"""The cost of HTTP: streams through the server, compared with the same requests to the engine.
 
-    python -m benchmarks.http                     # the demo model, where all is overhead
+    python -m benchmarks.http                     # the demo model, which is nearly all overhead
     python -m benchmarks.http --source my-model --clients 32 --tokens 128
 
-The clients are a process of their own, which reads sockets and counts events. Rounds of both kinds take turns. What
-HTTP costs a token is the processor time of the thread that runs the server's loop, requests included.
+The clients run in a separate process, which reads sockets and counts events. Rounds of both kinds alternate. The cost
+of HTTP per token is the processor time of the thread that runs the server's loop, including requests.
 """
 
 import argparse

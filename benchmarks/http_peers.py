@@ -1,10 +1,10 @@
-"""`onward serve` beside llama.cpp's server: clients through HTTP, on the same GGUF file of Qwen3-0.6B's shape.
+"""`onward serve` compared with llama.cpp's server over HTTP, on the same GGUF file in the shape of Qwen3-0.6B.
 
     make .benchmarks/peers/llama-server/.installed
     python -m benchmarks.http_peers [--recipe Q8_0] [--clients 1 8 32] [--rounds 3]
 
-Every client sends 128 fresh ids, reads its stream to the end (64 new tokens, greedy), and sends the next. The two
-servers take turns, and the one whose turn it is not stands still. Tokens a second are those that all clients got.
+Every client sends 128 fresh ids, reads its stream to the end (64 new tokens, greedy), and sends the next request. The
+two servers alternate, and the other one is stopped meanwhile. Tokens per second are those of all clients together.
 """
 
 import argparse
@@ -77,7 +77,7 @@ class Running:
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """It runs within this block, and stands still outside of it."""
+        """Let the server run within this block; outside the block it is stopped."""
         os.kill(self.process.pid, signal.SIGCONT)
         try:
             yield
@@ -87,7 +87,7 @@ class Running:
 
 @contextmanager
 def server(name: str, command: list[str], port: int) -> Iterator[Running]:
-    """A server's process, from the moment that it answers at its port."""
+    """A server's process, as soon as it answers on its port."""
     log = HOME / "logs" / f"{name}-http.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as out:
@@ -121,7 +121,7 @@ def free_port() -> int:
 
 
 async def rate(port: int, clients: int, requests: int, seed: int) -> float:
-    """Tokens a second of a round."""
+    """Tokens per second of a round."""
     began = time.perf_counter()
     await asyncio.gather(*(client(port, requests, f"{seed} {number}") for number in range(clients)))
     return clients * requests * NEW / (time.perf_counter() - began)

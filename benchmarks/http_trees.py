@@ -1,11 +1,11 @@
-"""The servers of two source trees beside each other: first token and tokens per second of many streams.
+"""The servers of two source trees compared: time to the first token and tokens per second of many streams.
 
     python -m benchmarks.http_trees OLD [--old-native DIR] [--pairs 10] [--clients 32] [--tokens 128]
 
 OLD is a checkout. Its native libraries come from --old-native, or are those of this tree. Each tree runs `onward serve
-demo` in a process of its own; one client process for each opens all streams at once. The two take turns, and the first
-of a pair changes from pair to pair. Ratios are new over old of tokens per second, and old over new of the time to the
-first token, pair by pair: above 1 the new tree is better. The last line is one JSON object.
+demo` in a separate process, and a client process for each opens all streams at once. The two alternate, and the order
+changes from pair to pair. Ratios are new over old for tokens per second, and old over new for the time to the first
+token, pair by pair: above 1 the new tree is better. The last line is one JSON object.
 """
 
 import argparse

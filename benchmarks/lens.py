@@ -41,7 +41,7 @@ def text(x: float, y: float, content: str, size: int = 12, anchor: str = "middle
 
 
 def table(lens: Lens) -> list[str]:
-    """A cell for each layer and position: its likeliest token, darker with its probability."""
+    """A cell for each layer and position, with its most likely token; a darker cell means a higher probability."""
     parts = [text(LEFT + at * CELL + CELL / 2, TOP - 12, lens._cell(token)) for at, token in enumerate(lens.token_ids)]
     for number, name in enumerate(reversed(lens.taps)):
         y = TOP + number * ROW

@@ -1,21 +1,21 @@
-"""Long prompts that arrive beside decoding texts: the gaps between their tokens, in this source tree and another one.
+"""Long prompts that arrive while texts decode: the gaps between tokens, in this source tree and another one.
 
     python -m benchmarks.long_prompts [OLD] [--old-native DIR] [--case int8] [--rows 8] [--prompts 1] [--prompt 4000]
         [--new 384] [--steps default,60] [--rounds 3] [--threads N] [--cpu-time]
 
-OLD is a checkout; its native libraries are those of this tree, or in --old-native. Each tree runs in a process of its
-own, with an engine for each setting of `max_step_ms` in --steps; all take turns, and the first of a round changes. A
-round: `--rows` texts decode; when one of them has 96 tokens, the prompts arrive. The first round of each engine isn't
-counted: it makes programs, and touches the memory of the cache. Cases: `int8`, `int4` and `bf16` are random weights in
-the shape of Qwen3-0.6B; `demo` is the bundled model.
+OLD is a checkout; its native libraries are those of this tree, or in --old-native. Each tree runs in a separate
+process, with an engine for each setting of `max_step_ms` in --steps; all alternate, and the order changes from round to
+round. In a round `--rows` texts decode; when one of them has 96 tokens, the prompts arrive. The first round of each
+engine isn't counted: it creates programs, and touches the memory of the cache. Cases: `int8`, `int4` and `bf16` are
+random weights in the shape of Qwen3-0.6B; `demo` is the bundled model.
 
 Figures: `before` is the median gap between two tokens of a text before the prompts arrive. `p50`, `p99` and `max` are
-gaps while prompts are processed, and `growth` is p99 over before. `first` is the time to the prompts' first tokens,
-the mean of all, and `alone` the same while nothing decodes. `tokens/s` are those of the whole round, prompts and new
-tokens. Medians of all rounds; the last line is one JSON object.
+gaps while prompts are processed, and `growth` is p99 over before. `first` is the mean time to the first token of the
+prompts, and `alone` the same while nothing decodes. `tokens/s` counts all tokens of a round, those of prompts and new
+ones. Figures are medians over all rounds; the last line is one JSON object.
 
---cpu-time measures the processor time of the engine's thread instead, also in the engine, for a busy machine; give
---threads 1.
+--cpu-time measures the processor time of the engine's thread instead, also within the engine, for a busy machine; use
+it with --threads 1.
 """
 
 import argparse

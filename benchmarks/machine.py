@@ -1,4 +1,4 @@
-"""The machine a benchmark ran on, and the limit that decoding has on it: reading memory."""
+"""The machine of a benchmark, and its limit for decoding: the memory's read bandwidth."""
 
 import importlib.metadata
 import os
@@ -11,7 +11,7 @@ import torch
 
 
 def read_bandwidth(buffer: torch.Tensor, repeats: int = 3) -> float:
-    """Bytes a second at which torch's threads read a buffer too large for the caches; median of `repeats` sums."""
+    """Bytes per second at which torch's threads read a buffer too large for the caches; median of `repeats` sums."""
     words = buffer.view(torch.int64)
     seconds = []
     for _ in range(repeats):

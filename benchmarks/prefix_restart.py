@@ -1,4 +1,4 @@
-"""The prefix cache on disk: the first token after a restart, and what writing behind costs.
+"""The prefix cache on disk: the time to the first token after a restart, and the cost of writing in the background.
 
     python -m benchmarks.prefix_restart [--positions 4000 16000] [--rounds 6] [--quantize FORMAT] [--threads N]
 
@@ -47,7 +47,7 @@ def load(positions: int, folder: str | None, arguments: argparse.Namespace) -> o
 
 
 def child(positions: int, folder: str, arguments: argparse.Namespace) -> None:
-    """Print the seconds of loading and of the first token, and how many positions were cached; write; and die."""
+    """Print the seconds of loading and of the first token, and the number of cached positions; write, and be killed."""
     began = time.perf_counter()
     lm = load(positions, folder, arguments)
     loaded = time.perf_counter() - began
@@ -123,7 +123,7 @@ def restarted(positions: int, folder: str, arguments: argparse.Namespace) -> lis
 
 
 def decoding(folder: str, arguments: argparse.Namespace) -> dict[str, float]:
-    """Milliseconds of a token without and with the disk, and the median of the ratios, round by round."""
+    """Milliseconds per token without and with the disk, and the median of the rounds' ratios."""
     lms = [load(PROMPT, place, arguments) for place in (None, folder)]
     seconds: list[list[float]] = [[], []]
     for lm in lms:

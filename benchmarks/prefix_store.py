@@ -1,7 +1,7 @@
 """Measure the prefix cache on disk: writing, reading back, and opening its index.
 
-python -m benchmarks.prefix_store                        blocks of the shape of a 0.6B model, 16,000 tokens
-python -m benchmarks.prefix_store --tokens 4000 --cold   reads once more after the page cache was dropped (root only)
+python -m benchmarks.prefix_store                        blocks of a model with the shape of Qwen3-0.6B, 16,000 tokens
+python -m benchmarks.prefix_store --tokens 4000 --cold   also reads after dropping the page cache (root only)
 """
 
 import argparse
@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def prefix(folder: Path, blocks: int, runs: int, cold: bool) -> dict[str, float]:
-    """Write and read a prefix of so many blocks."""
+    """Write and read a prefix of `blocks` blocks."""
     ids = list(range(blocks * BLOCK))
     source = torch.randint(256, (NBYTES + blocks * 4096,), dtype=torch.uint8)
     views = [memoryview(source.numpy())[at * 4096 :][:NBYTES] for at in range(blocks)]
@@ -123,7 +123,7 @@ def index(folder: Path, blocks: int, runs: int) -> dict[str, float]:
 
 
 def checksums(runs: int) -> dict[str, float]:
-    """The speed of the checksum over a block, and of the system's copy."""
+    """The speed of a block's checksum, and of a memory copy."""
     import zlib
 
     source = bytearray(os.urandom(NBYTES))

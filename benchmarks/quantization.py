@@ -1,12 +1,12 @@
-"""What 8 and 4 bits cost: weight errors beside plain absmax and llama.cpp's, perplexity, agreement, time.
+"""The cost of 8 and 4 bits: weight errors compared with plain absmax and llama.cpp, perplexity, agreement, time.
 
     python -m benchmarks.quantization [--large] [--speed | --only-speed]
 
-Errors are relative RMS over a matrix, of random matrices and of the demo model's own, by kind. llama.cpp's numbers
-come from its own quantizer, the package `gguf` (pip install -e '.[bench]'). Perplexity is of the demo model over
-training/heldout.txt; agreement is the share of 1,000 greedy tokens of the bf16 model that the quantized one would
-have chosen too after the same tokens. --large also quantizes random weights in the shape of Qwen3-0.6B into a folder
-and loads it; --speed decodes with them and reads prompts, the formats in turns and the read bandwidth of the machine
+Errors are relative RMS errors of a matrix, for random matrices and those of the demo model, by kind. llama.cpp's
+numbers come from its own quantizer, the package `gguf` (pip install -e '.[bench]'). Perplexity is that of the demo
+model on training/heldout.txt; agreement is the share of 1,000 greedy tokens of the bf16 model that the quantized model
+also chooses after the same tokens. --large also quantizes random weights in the shape of Qwen3-0.6B into a folder and
+loads it; --speed measures their decoding and prefill, the formats in turns, with the read bandwidth of the machine
 between them. The last line is one JSON object.
 """
 
@@ -119,7 +119,7 @@ def weight_errors() -> dict[str, dict[str, float]]:
 
 
 def perplexity(lm: onward.LanguageModel, documents: list[list[int]]) -> float:
-    """Of all tokens of all documents but the first of each, as far as the context goes."""
+    """The perplexity of all documents, without the first token of each, up to the context's length."""
     nats, tokens = 0.0, 0
     for document in documents:
         ids = document[: (lm.model.max_seq_len or len(document)) + 1]
@@ -143,7 +143,7 @@ def greedy_texts(lm: onward.LanguageModel, documents: list[list[int]]) -> list[t
 
 
 def agreement(lm: onward.LanguageModel, texts: list[tuple[list[int], list[int]]]) -> float:
-    """The share of tokens that are the model's choice too, after the same tokens."""
+    """The share of tokens that the model also chooses after the same tokens."""
     same = 0
     for prompt, chosen in texts:
         choices = lm.logits([*prompt, *chosen][:-1])[len(prompt) - 1 :].argmax(-1)
@@ -152,7 +152,7 @@ def agreement(lm: onward.LanguageModel, texts: list[tuple[list[int], list[int]]]
 
 
 def quality() -> dict[str, Any]:
-    """Perplexity and agreement of the demo model, each format against bf16."""
+    """Perplexity and agreement of the demo model in each format, compared with bf16."""
     lm = onward.load("demo", dtype="bfloat16")
     texts = [text for text in HELDOUT.read_text(encoding="utf-8").split(f"{END_OF_TEXT}\n") if text]
     documents = [lm.encode(text + END_OF_TEXT) for text in texts]

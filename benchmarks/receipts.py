@@ -1,18 +1,18 @@
-"""The speed of verification beside decoding, and a count of wrong verdicts over many random requests.
+"""The speed of verification compared with decoding, and the number of wrong verdicts over many random requests.
 
     python -m benchmarks.receipts [--precision bf16] [--prompt 32] [--new 512] [--pairs 5] [--threads N] [--cpu-time]
     python -m benchmarks.receipts --tokens 1000000 [--seed 0]
 
 Speed: random weights in the shape of Qwen3-0.6B, batch 1, no cached prefix. Each pair generates a text and replays it
-as `lm.verify` does: prompt and text in one prefill, with the draw of every position, and with logprobs in their own
-rows. Ratios are the decoding time of the text, without its prompt, over the whole replay, pair by pair; medians.
-The prefill of the same ids with logits after the last one alone is the limit of a replay.
---cpu-time takes the processor time of the process, for a busy machine.
+as `lm.verify` does: prompt and text in one prefill, with a draw at every position; separate rows include logprobs.
+Ratios are medians over pairs of the decoding time of the text, without its prompt, divided by the time of the replay.
+The limit of a replay is the prefill of the same ids with logits only after the last one.
+--cpu-time measures the processor time of the process, for a busy machine.
 
 --tokens: the demo model generates texts with random options in two engines, each with a copy of the model, in batches
-with drafts, prefix hits and several samples. Every receipt passes through JSON and is verified by a third copy; then
-one value of each is altered and it is verified again. Prints how many verdicts are wrong: 0 and 0. A wrong one of the
-first kind is a text that is not verified, of the second an altered receipt that is.
+with drafts, prefix hits and several samples. Every receipt is converted to JSON and back, and verified by a third copy;
+then one value is altered and the receipt is verified again. Prints the numbers of wrong verdicts, which should be 0 and
+0: texts that are not verified, and altered receipts that are.
 """
 
 import argparse
@@ -111,7 +111,7 @@ def random_options(draws: random.Random) -> dict[str, Any]:
 
 
 def altered(receipt: Receipt, draws: random.Random) -> tuple[str, Receipt]:
-    """What was altered, and the other receipt."""
+    """The name of the altered field, and the altered receipt."""
     kind, ids, logprobs = draws.choice(["id", "end", "prompt", "logprob"]), receipt.token_ids, receipt.logprobs
     at = draws.randrange(len(ids)) if ids else 0
     if kind == "id" and ids:

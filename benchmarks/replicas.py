@@ -1,4 +1,4 @@
-"""The replicas of `onward deploy`, as whoever kills them sees them."""
+"""Helpers to find the processes of `onward deploy`'s replicas, in order to kill them."""
 
 import time
 from typing import Any
@@ -7,7 +7,7 @@ _PIDS: dict[str, int] = {}
 
 
 def pid_of(replica: str) -> int:
-    """The process of a replica, by its id in the header x-onward-replica; also of one that has ended since it was seen.
+    """The process of a replica, by its id in the header x-onward-replica; the replica may have ended in the meantime.
 
     Raises:
         KeyError: there is no such replica.
@@ -28,10 +28,10 @@ def _details() -> list[dict[str, Any]]:
 
 
 def wait_for_replicas(count: int) -> None:
-    """Until so many are there, all of them alive: Ray notices within seconds that one is not.
+    """Wait until `count` replicas exist and all are alive: Ray takes seconds to notice a death.
 
     Raises:
-        RuntimeError: that takes more than two minutes.
+        RuntimeError: it takes more than two minutes.
     """
     end = time.monotonic() + 120
     while time.monotonic() < end:
@@ -44,7 +44,7 @@ def wait_for_replicas(count: int) -> None:
 
 
 def runs(pid: int | None) -> bool:
-    """Whether a process is there and neither stopped nor dead; None is one that has no number yet."""
+    """Whether a process exists and is neither stopped nor dead; None: a process that has no id yet."""
     try:
         with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
             return file.read().rpartition(")")[2].split()[0] not in "TtZX"

@@ -1,14 +1,14 @@
-"""What a draw costs: temperature, top-k, top-p and min-p over a vocabulary of 151,936, batch 1.
+"""The cost of a draw: temperature, top-k, top-p and min-p over a vocabulary of 151,936, batch 1.
 
     python -m benchmarks.sampling [--repeats N] [--vocab V] [--token-ms MS]
     python -m benchmarks.sampling --logprobs [--threads N]
 
-Logits are normal with several spreads, because the cost depends on how flat the distribution is: 0.5 gives a nucleus
-of most of the vocabulary, 8 one of a few ids. Before each draw the logits are written, as a model's head does. Greedy
-decoding (the argmax alone) is what a draw is compared with. Ends in one JSON line.
+Logits are normal with several standard deviations, because the cost depends on how flat the distribution is: with 0.5
+the nucleus is most of the vocabulary, with 8 a few ids. Before each draw the logits are written, as a model's head
+does. A draw is compared with greedy decoding (the argmax alone). The last line is one JSON object.
 
-With --logprobs instead: the time of `onward.sampling.logprobs`, and of `Sampler.scores` with top-p, for 1 to 2,048 rows
-of three vocabularies, with 2^15 to 2^23 logits computed at once, or all of them. The bits must be equal.
+--logprobs measures instead `onward.sampling.logprobs`, and `Sampler.scores` with top-p, for 1 to 2,048 rows of three
+vocabularies, with 2^15 to 2^23 logits computed at once, or all of them. The bits must be equal.
 """
 
 import json
@@ -44,12 +44,12 @@ def microseconds(sampler: Sampler, logits: torch.Tensor, repeats: int) -> float:
     return statistics.median(taken) * 1e6
 
 
-# Logits at once. 2^62: all of them.
+# Numbers of logits computed at once. 2^62: all of them.
 AT_ONCE = (2**15, 2**17, 2**18, 2**19, 2**20, 2**21, 2**22, 2**23, 2**62)
 
 
 def at_once(vocab: int, rows: int) -> dict[str, list[float]]:
-    """Nanoseconds per logit for each of `AT_ONCE`, the best of three, or of one that takes a second."""
+    """Nanoseconds per logit for each of `AT_ONCE`: the best of three runs, or a single run if it takes a second."""
     generator = torch.Generator().manual_seed(0)
     logits = 3 * torch.randn(rows, vocab, generator=generator)
     ids = torch.randint(0, vocab, (rows,), generator=generator)

@@ -1,10 +1,10 @@
-"""What a session saves in a chat, and what it costs to keep one in a file.
+"""The time that a session saves in a chat, and the cost of saving a session in a file.
 
     python -m benchmarks.sessions [--large] [--turns N] [--quantize FORMAT]
 
-Each turn adds 60 ids to the text and generates 24. It is answered by a session and by a fresh call, one after the
-other; their tokens are compared. Then the session is saved and loaded. --large: random weights in the shape of
-Qwen3-0.6B instead of the demo model. The last line is one JSON object.
+Each turn adds 60 ids to the text and generates 24, first with a session and then with a call without one; their tokens
+are compared. Then the session is saved and loaded. --large: random weights in the shape of Qwen3-0.6B instead of the
+demo model. The last line is one JSON object.
 """
 
 import argparse
@@ -36,7 +36,7 @@ def timed(call: Callable[[], object], repeats: int = 5) -> float:
 
 
 def chat(lm: onward.LanguageModel, turns: int) -> tuple[onward.Session, list[dict[str, float]]]:
-    """A session after so many turns, and for each turn what was processed and how long it took."""
+    """A session after `turns` turns, and for each turn the number of processed ids and the time."""
     options = {"max_new_tokens": ANSWERED, "temperature": 0.0, "ignore_eos": True}
     generator = torch.Generator().manual_seed(0)
     lm.prefix_memory = 0  # a fresh call is to process all of its prompt

@@ -1,10 +1,10 @@
-"""A model over two processes beside one: tokens a second and memory.
+"""A model in two processes compared with one process: tokens per second and memory.
 
     python -m benchmarks.shards [--large] [--quantize FORMAT] [--new TOKENS]
 
-One process has all cores. Two ranks are measured with a share of the cores each, and with all cores each. Rows decode
-greedily; the tokens of all ways are compared. --large: random weights in the shape of Qwen3-0.6B instead of the demo
-model. The last line is one JSON object.
+One process has all cores. Two ranks are measured with half of the cores each, and with all cores each. Rows decode
+greedily, and the tokens are compared. --large: random weights in the shape of Qwen3-0.6B instead of the demo model. The
+last line is one JSON object.
 """
 
 import argparse
@@ -29,7 +29,7 @@ PER_TOKEN = "tokens/s of {} rows"
 
 
 def resident_mb(pid: int | str) -> dict[str, float]:
-    """Megabytes of a process: its own, and pages of mapped files."""
+    """Megabytes of a process: private memory, and pages of mapped files."""
     status = Path(f"/proc/{pid}/status").read_text()
     return {
         kind: round(int(re.search(rf"Rss{kind.title()}:\s+(\d+)", status)[1]) / 1024, 1)  # type: ignore[index]
@@ -38,7 +38,7 @@ def resident_mb(pid: int | str) -> dict[str, float]:
 
 
 def decode(lm: onward.LanguageModel, rows: int, new: int) -> tuple[float, list[list[int]]]:
-    """Tokens a second of so many rows, the best of some rounds, and the ids."""
+    """Tokens per second of `rows` rows, the best of some rounds, and the ids."""
     prompts = [[(7 * row + at) % 200 + 20 for at in range(16)] for row in range(rows)]
     speeds = []
     for _ in range(ROUNDS):
@@ -48,7 +48,7 @@ def decode(lm: onward.LanguageModel, rows: int, new: int) -> tuple[float, list[l
 
 
 def prefill(lm: onward.LanguageModel) -> float:
-    """Tokens of a prompt a second, the best of some rounds."""
+    """Prompt tokens per second, the best of some rounds."""
     lm.prefix_memory = 0
     prompt = [at % 200 + 20 for at in range(PROMPT)]
     seconds = []
@@ -60,7 +60,7 @@ def prefill(lm: onward.LanguageModel) -> float:
 
 
 def measure(source: str, ranks: int, quantize: str | None, new: int) -> dict[str, Any]:
-    """What one way to run the model gives; for a process of its own."""
+    """Measure one way to run the model, in a separate process."""
     before = resident_mb("self")
     lm = onward.load(source, quantize=quantize, max_seq_len=512, pipeline=ranks)
     found: dict[str, Any] = {"resident MB": [{k: v - before[k] for k, v in resident_mb("self").items()}]}
@@ -74,7 +74,7 @@ def measure(source: str, ranks: int, quantize: str | None, new: int) -> dict[str
 
 
 def apart(threads: int, *arguments: str) -> dict[str, Any]:
-    """`measure` in a process whose kernels, and those of its ranks, run on so many threads."""
+    """`measure` in a process whose kernels, and those of its ranks, use `threads` threads."""
     command = [sys.executable, "-m", "benchmarks.shards", "--way", *arguments]
     environment = os.environ | {"ONWARD_NUM_THREADS": str(threads), "OMP_NUM_THREADS": str(threads)}
     out = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout

@@ -1,11 +1,11 @@
-"""Decoding with drafts beside plain decoding, in one run.
+"""Decoding with drafts compared with plain decoding, in one run.
 
     python -m benchmarks.speculation [--rounds N] [--threads N]
 
-Random weights in the shape of Qwen3-0.6B, int8, batch 1, fresh prompts; and the demo model with its draft. Plain and
-drafted requests take turns, medians over the rounds. A greedy text of a random model repeats single ids, and goes over
-to another one now and then: it stands for repetitive text, and how much of the drafts is accepted is reported. Sampled
-at temperature 1 its text is unpredictable. The last line is one JSON object.
+Random weights in the shape of Qwen3-0.6B, int8, batch 1, fresh prompts; and the demo model with its draft. Requests
+with and without drafts alternate; figures are medians over the rounds. A greedy text of a random model repeats a single
+id, and changes to another one now and then: it stands for repetitive text, and the share of accepted drafts is
+reported. A text sampled at temperature 1 is unpredictable. The last line is one JSON object.
 """
 
 import argparse
@@ -27,7 +27,7 @@ STORIES = {"max_new_tokens": 200, "ignore_eos": True}
 
 
 class Wrong:
-    """A drafter whose every id is wrong: of 152,000 one and the same."""
+    """A drafter whose ids are all wrong: always the same one of 152,000."""
 
     def start(self, target: DraftTarget) -> "Wrong":
         return self
@@ -43,7 +43,7 @@ def compare(
     speculators: dict[str, Speculator],
     rounds: int,
 ) -> dict[str, dict[str, float]]:
-    """Milliseconds a token after the first, for plain decoding and each speculator; and what drafting did."""
+    """Milliseconds per token after the first, for plain decoding and each speculator; and the counts of drafts."""
     contestants: dict[str, Speculator | None] = {"plain": None, **speculators}
     token_ms: dict[str, list[float]] = {name: [] for name in contestants}
     counts: dict[str, list[Any]] = {name: [] for name in contestants}
@@ -75,7 +75,7 @@ def compare(
 
 
 def rejected_round(lm: onward.LanguageModel, prompts: Callable[[], list[int]], rounds: int) -> dict[str, float]:
-    """A round with a draft of 4 that is wholly rejected, over a plain token: medians of both, taken in turns."""
+    """The time of a round whose 4 drafted ids are all rejected, over a plain token: medians, measured in turns."""
     speculator = Speculator(Wrong(), length=4)
     options = REPETITIVE | {"max_new_tokens": 48}
     plain, rejected = [], []

@@ -2,12 +2,12 @@
 
     python -m benchmarks.start [--rounds 7] [--only TEXT …]
 
-The programs take turns; figures are medians, after a round that warms the page cache and writes what is written once.
-Beside the time stands that of the processors, which says more on a machine that does other work.
-`onward generate` prints one token of the demo model, or of random weights in the shape of Qwen3-0.6B: from a folder in
-int8 and from one in bf16, as it is and quantized to int8, from the copy that the first round stores. llama.cpp takes
+The programs take turns; figures are medians, after a round that warms the page cache and writes files that are written
+only once. Processor time is reported in addition to elapsed time, because it means more on a busy machine. `onward
+generate` prints one token of the demo model, or of random weights in the shape of Qwen3-0.6B: from a folder in int8,
+from a folder in bf16, and from that folder quantized to int8 (the copy that the first round stores). llama.cpp takes
 part if `make peers` has installed it, through a worker that calls its C API. The interpreter and `import torch` are
-limits of the machine in the same run. The last line is one JSON object.
+the machine's limits in the same run. The last line is one JSON object.
 """
 
 import argparse
@@ -58,8 +58,8 @@ def programs() -> dict[str, tuple[list[str], dict[str, str]]]:
 
 
 def seconds(command: list[str], added: dict[str, str]) -> tuple[float, float]:
-    """Seconds until the first byte, and the processor seconds that all threads took until then. The program then runs
-    to its end, which writes what the next start reads."""
+    """Seconds until the first byte, and the processor seconds of all threads until then. The program then runs to its
+    end, and writes the files that the next start reads."""
     # With the compiled modules that an installation has.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"} | added
     began = time.perf_counter()

@@ -1,11 +1,11 @@
-"""What a JSON schema costs: one text of Qwen3-0.6B's shape in int8 with a schema, beside the same without.
+"""The cost of a JSON schema: one text in the shape of Qwen3-0.6B in int8, with a schema and without.
 
     python -m benchmarks.structured [--tokens 200] [--rounds 7]
 
-"text": a schema of one long string, in which nothing is forced: every token pays for its mask. "records": an array of
-objects with long keys, whose ids are forced and drafted. The vocabulary is trained on the sources of the installed
-packages, once, in two minutes, to the size of the model's. The three take turns; ratios are taken within a turn. The
-last line is one JSON object.
+"text": a schema of one long string, in which nothing is forced, so every token needs a mask. "records": an array of
+objects with long keys, whose ids are forced and drafted. A vocabulary of the model's size is trained once on the
+sources of the installed packages, in two minutes. The three alternate; ratios are taken within a turn. The last line is
+one JSON object.
 """
 
 import argparse

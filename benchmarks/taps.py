@@ -1,16 +1,16 @@
-"""Taps on the shape of Qwen3-0.6B: a token that reads nothing, reads a layer, is steered; and embeddings.
+"""Taps in the shape of Qwen3-0.6B: a token that reads nothing, reads a layer, or is steered; and embeddings.
 
     python -m benchmarks.taps [--precision int8] [--texts N] [--lengths LOW HIGH] [--rounds N] [--peer] [--cpu-time]
     python -m benchmarks.taps --positions 1000000 [--seed N]
 
-Random weights, made in memory. The contestants take turns within every round, on the same weights, in one process. A
-token that reads nothing runs the same program as without taps: its bytes are compared, not timed. Embeddings are of
-texts of 128 ids, or of lengths between two numbers, beside the prefill of as many such texts (one new token each) and,
-with --peer, sentence-transformers on the same weights in float32. Medians; the last line is one JSON object.
+Random weights, made in memory. The contestants alternate in every round, on the same weights, in one process. A token
+that reads nothing runs the same program as without taps: its bytes are compared, not timed. Texts to embed have 128
+ids, or a length between two numbers. Embedding is compared with the prefill of the same texts (one new token each) and,
+with --peer, with sentence-transformers on the same weights in float32. Medians; the last line is one JSON object.
 
 --positions compares bits instead: the rows that random schedules of the demo model capture (chunks, batches, cached
-prefixes, an engine with requests that generate beside them) with those of one plain forward over each text, until so
-many positions are compared.
+prefixes, an engine in which other requests generate) with those of one plain forward over each text, until this number
+of positions has been compared.
 """
 
 import argparse
@@ -105,7 +105,7 @@ def embeddings(
 
 
 def sentence_transformer() -> Any:
-    """The same weights in float32, which is its fastest on a CPU without BF16: the last id's values, normalized."""
+    """The same weights in float32, its fastest dtype on a CPU without BF16: the last id's values, normalized."""
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.sentence_transformer.modules import Normalize, Pooling, Transformer
 
@@ -116,7 +116,7 @@ def sentence_transformer() -> Any:
 
 
 def compared(count: int, seed: int) -> dict[str, Any]:
-    """Capture at least `count` positions under random schedules, and compare each with a plain forward's."""
+    """Capture at least `count` positions under random schedules, and compare each with that of a plain forward."""
     lm, draws = onward.load("demo"), random.Random(seed)
     taps = ["embedding", "layers.2", "norm"]
     plain = Run(lm.model)
@@ -129,7 +129,7 @@ def compared(count: int, seed: int) -> dict[str, Any]:
         return [*shared, *(draws.randrange(lm.model.vocab_size) for _ in range(1 + draws.randrange(400)))]
 
     def differing(ids: list[int], values: Mapping[str, torch.Tensor]) -> int:
-        """The number of positions whose rows at any tap have other bits than a plain forward's over the whole text."""
+        """The number of positions whose rows at any tap differ in a bit from those of a plain forward over the text."""
         tokens, offsets = torch.tensor([ids], dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
         batch = ForwardBatch(tokens, offsets, lm.model.new_cache(1, len(ids)), torch.zeros(1, 0).long(), tuple(taps))
         want = plain.step(batch).taps

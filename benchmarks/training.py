@@ -1,12 +1,12 @@
-"""A training step with Onward's forward, and one with plain torch over the same parameters, in turns.
+"""A training step with Onward's forward, compared with plain torch and the same parameters.
 
     python -m benchmarks.training [--shapes demo small] [--dtypes float32 bfloat16] [--pairs N] [--threads N]
 
-A step is a forward to logprobs and a backward; the optimizer's step and the repacking after it are measured apart. The
-plain model is written with F.linear, F.rms_norm and F.scaled_dot_product_attention, over the same float32 parameters,
-which it casts to the dtype of the model. "padded" is 8 texts of 256 ids; "packed" is 16 texts of 32 to 256 ids one
-after the other. CPU seconds of this process; the ratio is the median of those of each pair. The last line is one JSON
-object.
+A step is a forward to logprobs and a backward; the optimizer's step and the repacking after it are measured separately.
+The plain model is written with F.linear, F.rms_norm and F.scaled_dot_product_attention, with the same float32
+parameters, which it casts to the dtype of the model. "padded" is 8 texts of 256 ids; "packed" is 16 concatenated texts
+of 32 to 256 ids. The two alternate. Figures are CPU seconds of this process; a ratio is the median of the pairs'
+ratios. The last line is one JSON object.
 """
 
 import argparse

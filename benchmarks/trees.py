@@ -1,15 +1,15 @@
-"""Two source trees of Onward beside each other: prefill, decode, and the time of a step without the kernels.
+"""Two source trees of Onward compared: prefill, decode, and the time of a step without the kernels.
 
     python -m benchmarks.trees OLD [--old-native DIR] [--pairs 10] [--cases demo,bf16,int8] [--threads N]
 
 OLD is a checkout. Its native libraries come from --old-native, or from OLD/src/onward/native/lib, or are those of this
-tree. Each tree runs in a process of its own that loads every case once; then the two take turns, and the first of a
-pair changes from pair to pair. Ratios are old over new, pair by pair: above 1 the new tree is faster. Cases: `demo`
-is the bundled model, which is nearly all overhead; `bf16`, `int8` and `int4` are random weights in the shape of
-Qwen3-0.6B. The last line is one JSON object.
+tree. Each tree runs in a separate process that loads every case once; then the two alternate, and the order changes
+from pair to pair. Ratios are old over new, pair by pair: above 1 the new tree is faster. Cases: `demo` is the bundled
+model, which is nearly all overhead; `bf16`, `int8` and `int4` are random weights in the shape of Qwen3-0.6B. The last
+line is one JSON object.
 
-Figures: `prefill` is the time to the first token. `token` is the median time of each further one. `step` is the median
-of the same without the time inside `onward_program_run`, the call that runs a program's kernels: Python, and operators
+Figures: `prefill` is the time to the first token. `token` is the median time of each later token. `step` is the same
+without the time inside `onward_program_run`, the call that runs a program's kernels: it measures Python, and operators
 that run outside programs.
 """
 
@@ -96,7 +96,7 @@ class Worker:
         self._line()
 
     def turn(self, *message: Any) -> Any:
-        """The value that the worker answers a message with."""
+        """The worker's answer to a message."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(message) + "\n")
         self._process.stdin.flush()

@@ -1,10 +1,10 @@
-"""Sliding layers that keep their window beside the same that keep the whole text, in turns.
+"""Sliding layers that keep only their window, compared with layers that keep the whole text.
 
     python -m benchmarks.windows [--rounds 7]
 
-Gemma 3 1B's shape (22 of 26 layers see 512 positions) with random bf16 weights: single tokens after 512 and 4,000, the
-time of a prompt of 4,000, and how many texts a cache of 1 GB holds. Ratios are medians of those of each round. The last
-line is one JSON object.
+Random bf16 weights in the shape of Gemma 3 1B (22 of 26 layers see 512 positions): single tokens after 512 and 4,000
+tokens, a prompt of 4,000 tokens, and the number of texts that fit into a cache of 1 GB. The two alternate; ratios are
+medians of the rounds' ratios. The last line is one JSON object.
 """
 
 import argparse
@@ -45,7 +45,7 @@ def keeping_all(model: onward.Model) -> onward.Model:
 
 
 def texts(lms: dict[str, onward.LanguageModel]) -> dict[str, dict[int, int]]:
-    """How many texts of a length an engine serves at once in 1 GB."""
+    """The number of texts of a length that an engine serves at once with 1 GB."""
     slots = {name: engine_slots(lm.model, 4096, 10**9) for name, lm in lms.items()}
     return {
         name: {length: each.stats().total // each.cost(length) for length in (512, 1024, 4096, 8192, 32768)}
@@ -74,13 +74,13 @@ def measured(lms: dict[str, onward.LanguageModel], length: int, rounds: int) -> 
 
 
 def ratio(seconds: dict[str, list[float]]) -> float:
-    """The speed with windows over that without."""
+    """The speed with windows divided by the speed without."""
     pairs = zip(seconds["whole"], seconds["window"], strict=True)
     return round(statistics.median(whole / window for whole, window in pairs), 3)
 
 
 def prompt_and_token(lm: onward.LanguageModel, ids: list[int]) -> tuple[float, float]:
-    """Seconds to the first token, and the median of those after it, at the first of which a program may be made."""
+    """Seconds to the first token, and the median of the later tokens without the first, which may create a program."""
     began = time.perf_counter()
     at = [time.perf_counter() for _ in lm.stream(ids, max_new_tokens=NEW, temperature=0, ignore_eos=True)]
     return at[0] - began, statistics.median(later - earlier for earlier, later in itertools.pairwise(at[2:]))

@@ -1,4 +1,4 @@
-"""The accounts of `PagedCacheManager`: each block is free, cached or held, and nobody sees what another may write."""
+"""Checks of `PagedCacheManager`: each block is free, cached or referenced, and no slot writes to a visible block."""
 
 from collections import Counter
 from itertools import pairwise
@@ -7,7 +7,7 @@ from onward.cache.block_kinds import RecurrentStates, SlidingWindow
 
 
 def counts(slots):
-    """(free, cached, held) blocks."""
+    """The numbers of free, cached and referenced blocks."""
     stats = slots.stats()
     return stats.available - stats.cached, stats.cached, stats.total - stats.available
 
@@ -42,7 +42,7 @@ def blocks_of(slot, kind):
 
 
 def check_kind(kind, slots, nodes):
-    """Each block is free, cached or held, once; the oldest goes first; what can be found is known as a node's own."""
+    """Each block is free, cached or referenced exactly once; the oldest is evicted first; nodes own their blocks."""
     holders = Counter(block for slot in slots for block in blocks_of(slot, kind))
     assert kind.holders == [holders[block] for block in range(kind.count)], "holders are counted wrong"
     cached = [node.blocks[kind.number] for node in kind.cached]
@@ -61,7 +61,7 @@ def check_kind(kind, slots, nodes):
 
 
 def check_nodes(text, nodes, size):
-    """What can be found is ordered so that leaves are evicted first."""
+    """Cached blocks are ordered so that leaves are evicted first."""
     order = {node: place for place, node in enumerate(text.cached)}
     for node in nodes:
         parent, block = node.parent, node.blocks[0]
@@ -102,7 +102,7 @@ def check_windows(windows, slots):
 
 
 def check_private(slots, slot, computed):
-    """What a slot writes from a position on is its alone, and cannot be found."""
+    """The blocks that a slot writes from a position on are not shared, and not in the index."""
     text, first = slots._kinds[0], computed // slots.block
     for block in slot.blocks[first:]:
         assert text.holders[block] == 1, f"{slot} may write block {block}, which others hold"

@@ -1,4 +1,4 @@
-"""How surprising counts are under the probabilities they should have."""
+"""Chi-square test of counts against expected probabilities."""
 
 import torch
 from torch import Tensor

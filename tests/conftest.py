@@ -1,7 +1,7 @@
-"""Settings of the whole suite: nothing drawn by chance, nothing that depends on the number of cores.
+"""Settings of the whole suite: deterministic, and independent of the number of cores.
 
-ONWARD_TESTS=full runs every case of every test and all examples; by default pairs of values (`tests/selection.py`) and
-a quarter of the examples do.
+ONWARD_TESTS=full runs every case of every test and all examples; by default the cases cover all pairs of values
+(`tests/selection.py`), and a quarter of the examples run.
 """
 
 import ast
@@ -54,7 +54,7 @@ hypothesis.settings.load_profile(PROFILE)
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """What is imported and collected lives as long as the session: no collection of garbage walks it, now or later."""
+    """Imported modules and collected tests live as long as the session, so the garbage collector never visits them."""
     gc.disable()
     try:
         return (yield)

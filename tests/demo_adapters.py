@@ -1,4 +1,4 @@
-"""Random adapters of the demo model, in the folders that peft writes."""
+"""Random adapters of the demo model, in folders as peft writes them."""
 
 import json
 from pathlib import Path

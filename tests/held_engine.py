@@ -1,4 +1,4 @@
-"""An engine that waits while a test tells it what to do."""
+"""An engine that waits for instructions of a test."""
 
 import contextlib
 import threading

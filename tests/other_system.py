@@ -1,5 +1,5 @@
-"""A system without what only Linux has, simulated on Linux: import this module before `onward`, and after the packages
-that look at the real system. It hides /proc and /sys, and the names that Python has on Linux but not on macOS."""
+"""Simulates on Linux a system without Linux's own features. Import this module before `onward`, and after packages that
+read the real system. It hides /proc and /sys, and the names that Python has on Linux but not on macOS."""
 
 import builtins
 import io

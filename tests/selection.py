@@ -1,7 +1,7 @@
-"""Which cases of a parametrized test run by default: enough that every pair of values meets at least once.
+"""The cases of a parametrized test that run by default: enough that every pair of values meets at least once.
 
-Most faults need one or two values to come together, so a covering set of pairs finds nearly all that the whole product
-finds (Kuhn, Wallace and Gallo, "Software fault interactions and implications for software testing", IEEE TSE 30(6),
+Most faults depend on one or two values, so a set of cases that covers all pairs finds nearly all faults that the full
+product finds (Kuhn, Wallace, Gallo: Software fault interactions and implications for software testing, IEEE TSE 30(6),
 2004). The slowest tests run every nth of these cases (`stride`).
 `ONWARD_TESTS=full` runs the product; so does `make test-full`, nightly and before a release.
 """
@@ -45,7 +45,7 @@ def covering(cases: Sequence[Mapping[str, Any]], strength: int = 2) -> list[int]
 
 
 class _Numbers:
-    """A number for each object that is asked for, in order."""
+    """Assigns a number to each object, in the order of requests."""
 
     def __init__(self) -> None:
         self._numbers: dict[Hashable, int] = {}

@@ -1,5 +1,5 @@
-"""Onward without what only Linux has (tests/other_system.py). The kernels' own part is built with
-ONWARD_PORTABLE_PLATFORM by `make sanitize`."""
+"""Onward without features of Linux (tests/other_system.py). `make sanitize` builds the kernels with
+ONWARD_PORTABLE_PLATFORM."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""The corpus says what it means, the rebuild runs end to end, and the shipped demo model is sound."""
+"""The corpus is consistent, the rebuild runs end to end, and the shipped demo model is sound."""
 
 from __future__ import annotations
 

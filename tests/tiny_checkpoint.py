@@ -1,4 +1,4 @@
-"""Small checkpoint folders, and what it means to refuse one."""
+"""Small checkpoint folders, and a check that loading is refused."""
 
 import contextlib
 import functools
@@ -54,7 +54,7 @@ def change_json(file: Path, **fields: object) -> None:
 
 
 class _Drawn:
-    """Gives every tensor that is asked for, and remembers it."""
+    """Makes and records every requested tensor."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.tensors: dict[str, torch.Tensor] = {}

@@ -71,13 +71,13 @@ def build_corpus(settings: Settings, further: bool) -> None:
 
 
 def write_heldout(path: Path, heldout: Iterable[Document]) -> None:
-    """Documents one after another, each closed by <|endoftext|> on a line of its own."""
+    """The documents, concatenated, each ended by <|endoftext|> on a separate line."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(f"{document.text}{END_OF_TEXT}\n" for document in heldout), encoding="utf-8")
 
 
 def train_models(settings: Settings, further: bool, resume: bool) -> None:
-    """Train the draft, then the target; both folders exist from the first second on."""
+    """Train the draft, then the target; both folders are written early and usable from then on."""
     tokenizer = Tokenizer.from_file(str(settings.work / "tokenizer.json"))
     stored = torch.load(settings.work / "corpus.pt", weights_only=True)
     corpus = TokenizedCorpus(stored["ids"], stored["bounds"], stored["prompts"])

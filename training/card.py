@@ -30,13 +30,13 @@ from .settings import Schedule, Settings
 from .tool_calls import right_answers
 from .train import Progress
 
-# Float32 sums of a few hundred products in another order, over logits of magnitude up to about 30.
+# The bound for float32 sums of a few hundred products in another order, with logits of magnitude up to about 30.
 TRANSFORMERS_TOLERANCE = 1e-3
 
 
 @dataclass(frozen=True)
 class Trained:
-    """One model as shipped, and what its training spent."""
+    """One exported model, and the cost of its training."""
 
     name: str
     model: Transformer
@@ -90,7 +90,7 @@ def _checkpoint(settings: Settings, name: str) -> dict[str, Any]:
 
 
 def _checks(settings: Settings, ids: list[int]) -> list[str]:
-    """Hold both folders against transformers, and measure what rounding to bfloat16 cost."""
+    """Compare both folders with transformers, and measure the error of rounding to bfloat16."""
     lines = []
     for name, config in (("target", settings.target), ("draft", settings.draft)):
         folder = settings.output / name
@@ -113,7 +113,7 @@ def _checks(settings: Settings, ids: list[int]) -> list[str]:
 
 
 def _wrapped(text: str) -> str:
-    """A paragraph or a list item in lines of at most 100 columns."""
+    """Wrap a paragraph or a list item to lines of at most 100 columns."""
     indent = "  " if text.startswith("- ") else ""
     return textwrap.fill(text, 100, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
@@ -243,7 +243,7 @@ def _first_contact(settings: Settings, tokenizer: Tokenizer) -> list[str]:
 
 
 def tools_section(settings: Settings, tokenizer: Tokenizer) -> list[str]:
-    """How often answers are right where tools are offered, on conversations of the held-out seed."""
+    """The share of correct answers in conversations with tools, drawn with the held-out seed."""
     conversations = tool_chats(settings.heldout_seed, settings.tool_conversations)
     answers = right_answers(settings.output / "target", tokenizer, conversations)
     kinds = {
@@ -268,7 +268,7 @@ def tools_section(settings: Settings, tokenizer: Tokenizer) -> list[str]:
 
 
 def _cpu() -> str:
-    """The processor's name, from Linux's own list where there is one."""
+    """The processor's name, from /proc/cpuinfo if it exists."""
     path = Path("/proc/cpuinfo")
     if path.exists():
         for line in path.read_text(encoding="utf-8").splitlines():

@@ -1,7 +1,7 @@
 """Token ids of the corpus and the batches made from them.
 
-One document a row, rows of similar length in a batch: attention never crosses documents, every
-document starts at position 0 as it will in use, and little of a batch is padding.
+Each row is one document, and the rows of a batch have similar lengths: attention never crosses documents, every
+document starts at position 0 as in inference, and a batch has little padding.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from torch import Tensor
 from .corpus import Document
 from .tokenizer import END_OF_TEXT, IM_END, token_id
 
-# Few lengths, so that a compiled step is reused; the last one is the context.
+# Few different lengths, so that a compiled step is reused; the last one is the context.
 LENGTHS = (64, 160, 224, 256, 320, 448, 640, 1024)
 IGNORED = -100
-# So many stories begin with <|endoftext|>, the tokenizer's BOS, and no other document does: from nothing comes a story.
+# The share of stories that begin with <|endoftext|>, the BOS. No other document does: stories continue an empty prompt.
 BOS_SHARE = 0.5
 
 
 @dataclass(frozen=True)
 class TokenizedCorpus:
-    """Documents end to end: ids int16 [N], bounds int64 [documents + 1], prompts int64 [documents] in tokens."""
+    """Concatenated documents: ids int16 [N], bounds int64 [documents + 1], prompts int64 [documents] in tokens."""
 
     ids: Tensor
     bounds: Tensor
@@ -42,7 +42,7 @@ class TokenizedCorpus:
 
 
 def tokenize(tokenizer: Tokenizer, documents: Sequence[Document]) -> TokenizedCorpus:
-    """Encode every document, closed by <|endoftext|>. Its prompt is encoded apart from the rest, as in use."""
+    """Encode every document, ended by <|endoftext|>. Its prompt is encoded separately, as in inference."""
     end, rng = token_id(tokenizer, END_OF_TEXT), random.Random(len(documents))
     chunks, lengths, prompts = [], [0], []
     for start in range(0, len(documents), 1000):
@@ -59,9 +59,9 @@ def tokenize(tokenizer: Tokenizer, documents: Sequence[Document]) -> TokenizedCo
 
 
 class AnswerFinder:
-    """Tells which tokens of a document belong to short answers: those that must be looked up in the text.
+    """Finds the tokens of a document that belong to short answers, which must be looked up in the text.
 
-    They are a tenth of the tokens and the hardest part, so the loss should hear them louder.
+    They are a tenth of the tokens and the hardest part, so they get a higher weight in the loss.
     """
 
     LONGEST = 128  # two calls of tools
@@ -75,7 +75,7 @@ class AnswerFinder:
         self.braces = {index for text, index in vocabulary.items() if text.startswith('{"')}
 
     def flags(self, ids: Sequence[int]) -> list[bool]:
-        """True for every token of an answer, its closing token included; in a text without answers, for all."""
+        """True for every token of an answer, including its closing token; in a text without answers, for all tokens."""
         found = [False] * len(ids)
         braces = set() if self.chat_begin in ids[:2] else self.braces  # a chat's other turns may have JSON, too
         for i in range(len(ids)):
@@ -99,10 +99,10 @@ class AnswerFinder:
 def batches(
     corpus: TokenizedCorpus, tokens_per_step: int, seed: int, end_id: int, finder: AnswerFinder, text_share: float
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Endless (inputs [B, T], targets [B, T]) in a seeded order; every epoch is shuffled again.
+    """Yield (inputs [B, T], targets [B, T]) forever in a seeded order; every epoch is shuffled again.
 
-    Targets are the tokens of stories and of answers and, of all other text, a share of `text_share` drawn at random:
-    it weighs answers up without a second kind of loss. A document's prompt is never a target.
+    Targets are the tokens of stories and answers, and a random share `text_share` of the tokens of all other text. This
+    gives answers a higher weight without a second kind of loss. A document's prompt is never a target.
     """
     rng, thinning = random.Random(seed), random.Random(f"{seed} thinning")
     order = list(range(len(corpus)))

@@ -1,6 +1,6 @@
-"""Held-out loss by kind, agreement of the draft with the target, and the check against transformers.
+"""Held-out loss by kind, agreement of the draft with the target, and the comparison with transformers.
 
-Everything here runs on the exported folders, so what is measured is what is shipped.
+Everything here uses the exported folders, so the measured models are the shipped ones.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .tokenizer import token_id
 
 @dataclass(frozen=True)
 class KindScore:
-    """Scored tokens of one kind and their summed loss in nats."""
+    """The number of scored tokens of one kind, and the sum of their losses in nats."""
 
     documents: int = 0
     tokens: int = 0
@@ -46,7 +46,7 @@ class KindScore:
 
 
 def read_heldout(path: Path) -> list[tuple[str, str]]:
-    """The held-out documents with their kinds, which their shape tells."""
+    """The held-out documents with their kinds, which are recognized by their form."""
     texts = path.read_text(encoding="utf-8").split(f"{END_OF_TEXT}\n")
     return [(kind_of(text), text) for text in texts if text]
 
@@ -81,7 +81,7 @@ def load_exported(folder: Path, dtype: torch.dtype = torch.float32) -> Transform
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Scores of both models by kind, and how often their greedy choices are equal."""
+    """The scores of both models by kind, and the share of equal greedy choices."""
 
     target: dict[str, KindScore]
     draft: dict[str, KindScore]
@@ -94,7 +94,7 @@ class Evaluation:
 def evaluate(
     target: Transformer, draft: Transformer, tokenizer: Tokenizer, heldout: Sequence[tuple[str, str]]
 ) -> Evaluation:
-    """Score every document of at most the context, with <|endoftext|> as its last token.
+    """Score every document that fits the context, with <|endoftext|> as its last token.
 
     Agreement is the share of positions where both argmaxes are equal, given the true prefix: the
     acceptance of one greedy draft token. `accepted_in_a_row` is the mean run of equal choices that
@@ -131,10 +131,10 @@ def evaluate(
 
 
 def answer_spans(kind: str, text: str) -> list[tuple[str, int, int]]:
-    """(what, start, stop) in characters of every answer that its text fully decides.
+    """(what, start, stop) in characters for every answer that its text determines.
 
-    That leaves out small talk, and the first of a text's questions: whether answers are short or full
-    sentences is known only from then on.
+    This leaves out small talk, and the first question about a text: only its answer shows whether the answers are short
+    or full sentences.
     """
     found = [("JSON", match.start(1), match.end(1)) for match in re.finditer(r'\n(\{".*\})', text)]
     if kind == "qa":
@@ -163,7 +163,7 @@ def difference_from_transformers(folder: Path, ids: Sequence[int]) -> float:
 
 @torch.no_grad()
 def rounding_cost(trained: Transformer, folder: Path, ids: Sequence[int]) -> tuple[float, float]:
-    """What bfloat16 costs: the largest change of a logit, and the change of the mean loss in nats."""
+    """The error from bfloat16: the largest change of a logit, and the change of the mean loss in nats."""
     tokens = torch.tensor([list(ids)])
     before, after = trained(tokens)[0], load_exported(folder)(tokens)[0]
     targets = tokens[0, 1:]
@@ -174,7 +174,7 @@ def rounding_cost(trained: Transformer, folder: Path, ids: Sequence[int]) -> tup
 def generate(
     folder: Path, ids: Sequence[int], eos: Sequence[int], temperature: float, top_p: float, seed: int, most: int
 ) -> list[int]:
-    """New tokens as transformers draws them: a second opinion on the exported folder, and it has a cache."""
+    """New tokens sampled by transformers: an independent check of the exported folder, with a KV cache."""
     model = peer(folder)
     torch.manual_seed(seed)
     sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}

@@ -24,12 +24,12 @@ def export_model(model: Transformer, tokenizer: Tokenizer, folder: Path) -> None
     weights = {name: tensor.detach().to(torch.bfloat16).contiguous() for name, tensor in model.state_dict().items()}
     fresh = folder / "model.safetensors.new"
     save_file(weights, fresh, metadata={"format": "pt"})
-    fresh.chmod(0o644)  # safetensors writes for the owner alone; a shipped file is for everyone
+    fresh.chmod(0o644)  # safetensors makes the file readable only by the owner; a shipped file is for everyone
     fresh.replace(folder / "model.safetensors")
 
 
 def _config(config: ModelConfig, bos_id: int, eos_id: int) -> dict[str, object]:
-    """Qwen3's config.json. rope_theta stands twice: transformers 5 reads rope_parameters."""
+    """Qwen3's config.json. rope_theta is in it twice, because transformers 5 reads rope_parameters."""
     return {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
@@ -68,7 +68,7 @@ def _generation_config(bos_id: int, eos_ids: list[int]) -> dict[str, object]:
         "pad_token_id": bos_id,
         "do_sample": True,
         "temperature": 0.7,
-        "top_k": 0,  # absent, transformers would have 50
+        "top_k": 0,  # if absent, transformers uses 50
         "top_p": 0.9,
     }
 

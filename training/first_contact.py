@@ -1,4 +1,4 @@
-"""How often the first thing that somebody types is followed by a story, and by nothing of another kind of document."""
+"""The share of plain prompts that are continued with a story, without parts of other kinds of documents."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _STORY = re.compile(r"\b(lived|was|were|had|story|said)\b")
 
 
 def is_story(text: str) -> bool:
-    """Whether a continuation, its special tokens written out but for the one that ends it, is a piece of a story."""
+    """Whether a continuation is part of a story. Special tokens are written out, except the one that ends it."""
     return bool(_STORY.search(text)) and not _OTHER_KINDS.search(text)
 
 
@@ -41,7 +41,7 @@ def is_story(text: str) -> bool:
 def continuations(
     folder: Path, tokenizer: Tokenizer, opening: str, temperature: float, seed: int, count: int
 ) -> list[str]:
-    """`count` of them, drawn at once; one at temperature 0."""
+    """`count` continuations, sampled in one batch; one at temperature 0."""
     ends = [token_id(tokenizer, END_OF_TEXT), token_id(tokenizer, IM_END)]
     ids = torch.tensor([tokenizer.encode(opening).ids or ends[:1]])
     torch.manual_seed(seed)
@@ -65,7 +65,7 @@ def continuations(
 
 
 def stories(folder: Path, tokenizer: Tokenizer, seeds: int) -> dict[float, tuple[int, int]]:
-    """By temperature: how many continuations of all openings are stories, and how many there were."""
+    """By temperature: the number of continuations that are stories, and the number of all continuations."""
     counts = {}
     for temperature in (0.0, *TEMPERATURES):
         drawn = [

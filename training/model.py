@@ -1,6 +1,6 @@
 """The network that is trained: a compact transformer in Qwen3's layout, in plain torch.
 
-Parameter names are those of Hugging Face's `Qwen3ForCausalLM`, so a state dict is saved as it is.
+Parameter names are those of Hugging Face's `Qwen3ForCausalLM`, so a state dict is saved without changes.
 Shape legend: B rows, T tokens, D hidden size, H query heads, K key/value heads, C head_dim, V vocabulary.
 """
 

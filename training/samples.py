@@ -1,4 +1,4 @@
-"""Prompts whose answers are shown on the card as they come, greedy and sampled."""
+"""The prompts of the card's samples, whose answers are shown unedited, greedy and sampled."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ EXTRACTION: Final = "Rikala bought 37 pears at the market on Friday.\n\nExtract 
 
 
 def draw_samples(folder: Path, tokenizer: Tokenizer, most: int) -> list[str]:
-    """Markdown lines: completions, one chat, one question about a text, one extraction."""
+    """The Markdown lines of the samples: completions, one chat, one question about a text, one extraction."""
     lines: list[str] = []
     for prompt, temperature, seed in COMPLETIONS:
         how = "greedy" if temperature == 0 else f"temperature {temperature}, top_p {TOP_P}, seed {seed}"

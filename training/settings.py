@@ -1,4 +1,4 @@
-"""Every number of the training, in two presets: the shipped models, and a smoke run for tests."""
+"""All settings of the training, in two presets: the shipped models, and a smoke run for tests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 
 @dataclass(frozen=True)
 class Schedule:
-    """How one model is trained. Tokens count padding too, since padding costs the same time."""
+    """The training settings of one model. Token counts include padding, because padding takes the same time."""
 
     tokens: int
     tokens_per_step: int = 8192
@@ -70,7 +70,7 @@ def full() -> Settings:
 
 
 def continued(settings: Settings) -> Settings:
-    """A sixth of the tokens in smaller steps at a lower rate, for models that begin with weights that are there."""
+    """A sixth of the tokens in smaller steps at a lower rate, for models that start from existing weights."""
 
     def shorter(schedule: Schedule) -> Schedule:
         return replace(
@@ -86,7 +86,7 @@ def continued(settings: Settings) -> Settings:
 
 
 def smoke(output: Path) -> Settings:
-    """The same path end to end in seconds; the models it makes know next to nothing."""
+    """All stages in seconds; the resulting models have learned almost nothing."""
     settings = full()
     vocab_size = 512
     return replace(

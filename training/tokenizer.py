@@ -18,8 +18,8 @@ SPLIT = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
-# ChatML. Tools stand in the system turn, a line each; a call is written as Hermes and Qwen write it. Without tools the
-# text is what it was before there were any.
+# ChatML. Tools are in the system turn, one per line; a call is written as in Hermes and Qwen. Without tools, the text
+# is the same as with the template before tools were added.
 CHAT_TEMPLATE = (
     "{%- set offered = namespace(text='') -%}"
     "{%- for tool in tools or [] -%}"
@@ -53,7 +53,7 @@ def token_id(tokenizer: Tokenizer, token: str) -> int:
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Learn merges on texts. All 256 bytes are in the alphabet, so any text makes the round trip."""
+    """Learn merges from texts. All 256 bytes are in the alphabet, so any text round-trips."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -73,7 +73,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def _without_special_tokens(texts: Iterable[str]) -> Iterator[str]:
-    """Special tokens are whole: no merge should be spent on their letters."""
+    """Replace special tokens by line breaks, so that no merge is spent on their letters."""
     for text in texts:
         for token in SPECIAL_TOKENS:
             text = text.replace(token, "\n")

@@ -1,4 +1,4 @@
-"""How often the greedy answer to a conversation with tools is right: on conversations of a seed of their own."""
+"""The share of correct greedy answers in conversations with tools, drawn with a separate seed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from .evaluate import generate
 from .tokenizer import END_OF_TEXT, IM_END, token_id
 
-# Of an answer: two calls have some hundred tokens. Longer answers are stories, which call nothing.
+# The maximum of an answer: two calls have about a hundred tokens. Longer answers are stories, which have no calls.
 MOST = 110
 _ANSWER = re.compile(r"<\|im_start\|>assistant\n(.*?)<\|im_end\|>", re.DOTALL)
 _CALL = re.compile(r"<tool_call>\n(.*?)\n</tool_call>", re.DOTALL)
@@ -30,7 +30,7 @@ class Asked:
     wanted: str
 
     def is_right(self, answer: str) -> bool:
-        """Calls are compared as JSON, texts after results word for word; talk must have no call."""
+        """Calls are compared as JSON, and texts after results literally; talk must not contain a call."""
         if self.kind == "talk":
             return "<tool_call>" not in answer
         if self.kind == "result":
@@ -39,7 +39,7 @@ class Asked:
 
 
 def calls_of(answer: str) -> list[Any] | None:
-    """The calls of an answer as JSON; None where one is none."""
+    """The calls of an answer as JSON; None if a call is invalid."""
     try:
         return [json.loads(call) for call in _CALL.findall(answer)]
     except ValueError:
@@ -47,7 +47,7 @@ def calls_of(answer: str) -> list[Any] | None:
 
 
 def asked_in(conversation: str) -> Iterator[Asked]:
-    """Every answer of a conversation, with the text before it."""
+    """All answers of a conversation, each with the text before it."""
     for match in _ANSWER.finditer(conversation):
         prompt, wanted = conversation[: match.start(1)], match[1]
         calls = wanted.count("<tool_call>")
@@ -57,7 +57,7 @@ def asked_in(conversation: str) -> Iterator[Asked]:
 
 
 def right_answers(folder: Path, tokenizer: Tokenizer, conversations: Sequence[str]) -> dict[str, tuple[int, int]]:
-    """How many answers of each kind are right, of how many. Conversations near the context's end are left out."""
+    """The numbers of correct and of all answers, by kind. Conversations that nearly fill the context are skipped."""
     eos = [token_id(tokenizer, END_OF_TEXT), token_id(tokenizer, IM_END)]
     right, asked = Counter[str](), Counter[str]()
     for each in (one for text in conversations for one in asked_in(text)):

@@ -20,7 +20,7 @@ from .tokenizer import END_OF_TEXT, token_id
 
 @dataclass
 class Progress:
-    """What was spent so far, and whether it began with finished weights; survives a restart."""
+    """The cost so far, and whether the training started from finished weights; survives a restart."""
 
     further: bool = False
     step: int = 0
@@ -30,7 +30,7 @@ class Progress:
 
 
 class Trainer:
-    """One model in training. `average` is what gets exported."""
+    """One model in training. `average` is exported."""
 
     def __init__(self, name: str, config: ModelConfig, schedule: Schedule, settings: Settings) -> None:
         torch.manual_seed(schedule.seed)
@@ -52,13 +52,13 @@ class Trainer:
         return F.cross_entropy(logits.float(), targets[wanted])
 
     def learning_rate(self) -> float:
-        """Linear warm-up, then linear to zero at the last token."""
+        """Linear warm-up, then linear decay to zero at the last token."""
         warm = min(1.0, (self.progress.step + 1) / self.schedule.warmup_steps)
         left = max(0.0, 1.0 - self.progress.tokens / self.schedule.tokens)
         return self.schedule.peak_lr * warm * left
 
     def step(self, inputs: Tensor, targets: Tensor) -> float:
-        """One update; returns its loss in nats a token."""
+        """Run one update; returns its loss in nats per token."""
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate()
         loss = self._loss(inputs, targets)
@@ -78,7 +78,7 @@ class Trainer:
         torch._foreach_lerp_(list(self.average.parameters()), list(self.model.parameters()), 1.0 - keep)
 
     def save(self) -> None:
-        """Write a checkpoint beside the old one, then replace it: a crash leaves one of the two."""
+        """Write a checkpoint under a temporary name, then replace the old one: a crash leaves one of the two."""
         state = {
             "model": self.model.state_dict(),
             "average": self.average.state_dict(),
@@ -90,13 +90,13 @@ class Trainer:
         fresh.replace(self.checkpoint_path)
 
     def start_from(self, weights: Transformer) -> None:
-        """Begin with the weights of a finished model."""
+        """Start from the weights of a finished model."""
         self.model.load_state_dict(weights.state_dict())
         self.average.load_state_dict(weights.state_dict())
         self.progress.further = True
 
     def resume(self) -> bool:
-        """Go on from the checkpoint, if there is one."""
+        """Continue from the checkpoint, if there is one."""
         if not self.checkpoint_path.exists():
             return False
         state = torch.load(self.checkpoint_path, weights_only=True)
@@ -107,7 +107,7 @@ class Trainer:
         return True
 
     def run(self, corpus: TokenizedCorpus, tokenizer: Tokenizer, on_early: Callable[[Trainer], None]) -> None:
-        """Train to the schedule's last token; `on_early` is called once, when the model is usable."""
+        """Train to the last token of the schedule; `on_early` is called once, when the model is usable."""
         source = batches(
             corpus,
             self.schedule.tokens_per_step,

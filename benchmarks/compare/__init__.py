@@ -1,4 +1,4 @@
-"""Onward beside its peers: the same random weights, one machine, one run, turn about.
+"""Onward compared with its peers: the same random weights, one machine, one run, in turns.
 
 python -m benchmarks.compare --help
 

@@ -1,11 +1,11 @@
-"""Onward beside transformers, llama.cpp, OpenVINO and onnxruntime on the same random weights, in one run.
+"""Onward compared with transformers, llama.cpp, OpenVINO and onnxruntime on the same random weights, in one run.
 
     make peers                                  (installs them, each into an environment of its own)
     python -m benchmarks.compare [options]
 
-Qwen3-0.6B's shape or another one (--shape), batch 1, greedy, fresh prompts. The contenders of a precision take turns
-within every round, the others stopped meanwhile, and the read bandwidth of the machine is measured between rounds.
-Medians. The last line is one JSON object. See benchmarks/README.md.
+The shape of Qwen3-0.6B or another one (--shape), batch 1, greedy, fresh prompts. The contenders at a precision take
+turns in every round, while the others are stopped, and the read bandwidth of the machine is measured between rounds.
+Figures are medians. The last line is one JSON object. See benchmarks/README.md.
 """
 
 import argparse
@@ -79,11 +79,11 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--contenders", nargs="+", choices=names, default=names, help=f"{OURS} is always among them")
     parser.add_argument("--rounds", type=int, default=Plan.rounds)
     parser.add_argument("--threads", type=int, default=Plan.threads)
-    parser.add_argument("--quick", action="store_true", help="2 rounds of 8 tokens: does it work, not what is it")
+    parser.add_argument("--quick", action="store_true", help="2 rounds of 8 tokens, to check that everything works")
     parser.add_argument("--no-long", action="store_true", help="leave out decoding after 4,000 tokens")
-    parser.add_argument("--extras", nargs="*", choices=EXTRAS, default=list(EXTRAS), help="what else is measured")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the JSON there too")
-    parser.add_argument("--picture", type=Path, metavar="PATH", help="draw an SVG there")
+    parser.add_argument("--extras", nargs="*", choices=EXTRAS, default=list(EXTRAS), help="additional measurements")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="also write the JSON to this file")
+    parser.add_argument("--picture", type=Path, metavar="PATH", help="draw an SVG into this file")
     options = parser.parse_args()
     if options.shape != DEFAULT_SHAPE:
         options.extras = []
@@ -96,7 +96,7 @@ def _plan(options: argparse.Namespace) -> Plan:
 
 
 def _available(shape: str, precisions: Sequence[str], names: Sequence[str]) -> tuple[list[Contender], dict[str, str]]:
-    """Those that were asked for and have their models; and of the others the reason."""
+    """The requested contenders whose models exist, and for the others the reason why not."""
     chosen, missing = [], {}
     for contender in contenders_of(shape):
         if contender.precision not in precisions or contender.name not in (*names, OURS):
@@ -111,7 +111,7 @@ def _available(shape: str, precisions: Sequence[str], names: Sequence[str]) -> t
 
 
 def _extras(which: Sequence[str], chosen: Sequence[Contender], plan: Plan, result: dict) -> list[report.Check]:
-    """What is compared besides, where it was asked for; each leaves its figures in `result`."""
+    """Run the requested additional measurements; each adds its figures to `result`."""
     in_bf16 = [contender for contender in chosen if contender.precision == "bf16"]
     checks = []
     if "start" in which and in_bf16:

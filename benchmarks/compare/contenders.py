@@ -1,4 +1,4 @@
-"""Who is compared, in which environment, on which files."""
+"""The contenders of a comparison, with their environments and files."""
 
 import json
 import subprocess
@@ -53,7 +53,7 @@ class Contender:
         return self.environment is None or (HOME / "peers" / self.environment / ".installed").is_file()
 
     def model(self) -> Path:
-        """Its model's files, converted on first use. Raises NotAvailableError."""
+        """The files of the contender's model, converted on first use. Raises NotAvailableError."""
         if not self.installed:
             raise NotAvailableError("not installed (make peers)")
         if self.worker == "onward_drawn":
@@ -88,7 +88,7 @@ class Contender:
 
 
 def drawn_config(shape: str) -> Path:
-    """A file with the config of a model that is drawn."""
+    """A file with the config of a model with random weights."""
     path = HOME / "models" / f"{shape}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(SHAPES[shape], indent=2))
@@ -129,13 +129,13 @@ CONTENDERS = [
 
 
 def with_8_bit_caches(precision: str) -> list[Contender]:
-    """Those that can store keys and values in 8 bits, doing so: llama.cpp with flash attention, which that needs."""
+    """The contenders that can store keys and values in 8 bits; llama.cpp needs flash attention for it."""
     chosen = [each for each in CONTENDERS if each.precision == precision and not each.variant]
     return [replace(each, variant="8-bit cache") for each in chosen if each.name in (OURS, "llama.cpp", "openvino")]
 
 
 def contenders_of(shape: str) -> list[Contender]:
-    """Who is compared on a shape: of the others than the default, those whose files are made without the network."""
+    """The contenders for a shape; except for the default shape, those whose files are made without a network."""
     if shape == DEFAULT_SHAPE:
         return CONTENDERS
     ours = [Contender(OURS, precision, "onward_drawn", shape=shape) for precision in PRECISIONS]

@@ -1,4 +1,4 @@
-"""The measuring itself: everyone takes the same prompt in turn, and the bandwidth is read after Onward's."""
+"""The measurements: all contenders process the same prompt in turns, and the bandwidth is read after Onward's turn."""
 
 import statistics
 import sys
@@ -21,7 +21,7 @@ CAPACITY = 4608  # positions: the longest prompt and all that is decoded after i
 
 @dataclass(frozen=True)
 class Plan:
-    """How much of everything: `tokens` are decoded after each prompt, `rounds` times, after one that warms up."""
+    """The size of a run: `tokens` are decoded after each prompt, in `rounds` rounds after a warm-up round."""
 
     rounds: int = 5
     tokens: int = 24
@@ -49,7 +49,7 @@ class Samples:
         return [seconds for turn in self.token.get(length, []) for seconds in turn]
 
     def decode_rate(self, length: int) -> float | None:
-        """Tokens a second; None where it was not measured."""
+        """Tokens per second; None if it was not measured."""
         return 1 / statistics.median(self.tokens(length)) if self.tokens(length) else None
 
     def prefill_rate(self, length: int) -> float | None:
@@ -72,7 +72,7 @@ class Session:
 
 
 class Course(Turns):
-    """The turns of one session: what is asked of each, and what it took."""
+    """The turns of one session: the requests to each contender, and their times."""
 
     def __init__(self, plan: Plan, vocab_size: int = QWEN3_0_6B["vocab_size"], seed: int = 1) -> None:
         super().__init__(plan.threads, vocab_size, seed)
@@ -85,7 +85,7 @@ class Course(Turns):
         return self.result.samples[name].load
 
     def begin(self, name: str, ids: Sequence[int], keep: bool = True) -> None:
-        """Prefill; timed unless it only warms up."""
+        """Prefill, timed unless it is a warm-up."""
 
         def run(worker: Worker, samples: Samples) -> None:
             answer = worker.ask(do="begin", ids=ids)
@@ -116,7 +116,7 @@ class Course(Turns):
         self._with(name, run)
 
     def note_peak(self, length: int) -> None:
-        """The most that each has held so far, the longest prompt so far being `length`."""
+        """The peak memory of each contender so far, with prompts of up to `length` tokens."""
         for name in self.everyone():
 
             def run(worker: Worker, samples: Samples) -> None:
@@ -132,7 +132,7 @@ class Course(Turns):
 
 
 def measure_precision(contenders: Sequence[Contender], plan: Plan) -> Session:
-    """Decode after 32, 512 and 4,000 tokens and prefill, everyone in turns; all of one shape."""
+    """Decode after 32, 512 and 4,000 tokens and prefill, all contenders of one shape in turns."""
     course = Course(plan, SHAPES[contenders[0].shape]["vocab_size"])
     try:
         for contender in contenders:
@@ -172,7 +172,7 @@ def _short(course: Course) -> None:
 
 
 def _long(course: Course) -> None:
-    """One prefill for each, then all decode further in turns: the context grows by under a tenth."""
+    """One prefill for each, then all decode in turns; the context grows by less than a tenth."""
     progress(f"a prompt of {LONG}")
     prompt = course.prompt(LONG)
     for turn, length in enumerate(BETWEEN):
@@ -194,7 +194,7 @@ def _long(course: Course) -> None:
 
 
 def measure_batch(plan: Plan, rows: int = 8, length: int = 32) -> Session:
-    """Onward in int8: batch `rows` and batch 1 in turns."""
+    """Onward in int8: batches of `rows` and of 1 in turns."""
     course = Course(plan)
     name = f"{OURS} int8"
     try:
@@ -211,7 +211,7 @@ def measure_batch(plan: Plan, rows: int = 8, length: int = 32) -> Session:
 
 
 def measure_demo(contenders: Sequence[Contender], plan: Plan, length: int = 32) -> Session:
-    """The model that comes with Onward, in bf16: there all is overhead."""
+    """The bundled model in bf16, which is nearly all overhead."""
     from onward.checkpoint import find_folder
 
     course = Course(plan, vocab_size=2048)

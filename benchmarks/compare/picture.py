@@ -1,4 +1,4 @@
-"""The report as a picture: bars beside the limit. Plain SVG, written by hand, so that it needs nothing."""
+"""The report as a picture: bars and the limit. Plain SVG, so that it needs no packages."""
 
 from collections.abc import Iterator, Sequence
 from html import escape

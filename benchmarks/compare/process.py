@@ -1,4 +1,4 @@
-"""The parent's side of a worker: start it, ask it, keep it still while another is measured."""
+"""The parent's side of a worker: starts it, sends requests, and stops it while another one is measured."""
 
 import json
 import os
@@ -18,10 +18,10 @@ class WorkerError(RuntimeError):
 
 
 class Worker:
-    """A contender's process. Once it has answered it is stopped (SIGSTOP), and runs only inside `ask`.
+    """A contender's process. It is stopped (SIGSTOP) after an answer, and runs only inside `ask`.
 
-    So the threads of an idle contender, which may spin for a while or poll, take nothing from the one that is
-    measured, and each keeps the waiting policy of its own choice.
+    So the threads of an idle contender, which may spin or poll, take nothing from the one that is measured, and each
+    contender keeps its own waiting policy.
     """
 
     def __init__(self, name: str, command: list[str]) -> None:
@@ -41,7 +41,7 @@ class Worker:
             )
 
     def ask(self, **request: Any) -> dict[str, Any]:
-        """The answer to one request; everyone else stands still meanwhile."""
+        """The answer to one request; all other contenders are stopped meanwhile."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         os.kill(self._process.pid, signal.SIGCONT)
@@ -59,7 +59,7 @@ class Worker:
         return answer
 
     def quit(self) -> None:
-        """End it, however it stands."""
+        """End the process in any state."""
         self._process.kill()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):

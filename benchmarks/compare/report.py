@@ -1,4 +1,4 @@
-"""What the samples say: figures, ratios to the best peer, shares of the limit, and the targets they meet or miss."""
+"""The results of the samples: figures, ratios to the best peer, shares of the limit, and targets."""
 
 import statistics
 from collections.abc import Mapping
@@ -31,7 +31,7 @@ MEMORY_ALLOWANCE = 500e6
 
 @dataclass(frozen=True)
 class Check:
-    """One target of the comparison and what was measured for it."""
+    """One target of the comparison and its measured value."""
 
     what: str
     measured: float
@@ -69,10 +69,10 @@ class PrecisionReport:
         return statistics.median(self.session.readings())
 
     def best_peer(self, figure: str) -> tuple[str, float] | None:
-        """The one that Onward leads by the least, and by how much; None where either is missing.
+        """The peer with the smallest lead of Onward, and the lead; None if either is missing.
 
-        The ratio is the median over the turns of the ratio within a turn: what the bus or a neighbour does to one turn
-        it does to all who take it.
+        The ratio is the median over the turns of the ratio within a turn, because changes of the memory's speed affect
+        all contenders of a turn.
         """
         mine = self._turns(self.ours, figure)
         peers = [name for name in self.figures if name != self.ours]
@@ -84,7 +84,7 @@ class PrecisionReport:
         return min(ratios.items(), key=lambda item: item[1], default=None)
 
     def ratio(self, figure: str) -> float | None:
-        """Onward over the best peer; None where either is missing."""
+        """Onward over the best peer; None if either is missing."""
         best = self.best_peer(figure)
         return best[1] if best else None
 
@@ -145,7 +145,7 @@ class PrecisionReport:
         return Check(what, peak / 1e9, allowed / 1e9, at_least=False, unit="GB")
 
     def context_cost(self) -> dict[str, Any] | None:
-        """How much a token costs for each position before it, beside the time that reading their cache takes."""
+        """The time of a token per position before it, and the time to read the cache of a position."""
         samples = self.session.samples.get(self.ours, Samples())
         seconds = {
             # The middle of what was decoded after a prompt of this length.
@@ -252,7 +252,7 @@ def words(figure: str) -> str:
 
 
 def rounded(value: Any) -> Any:
-    """Numbers to four digits, all through a structure."""
+    """All numbers in a structure, rounded to four digits."""
     if isinstance(value, float):
         return float(f"{value:.4g}")
     if isinstance(value, Mapping):

@@ -9,7 +9,7 @@ from benchmarks.compare.process import Worker, WorkerError, worker_command
 
 
 class Turns:
-    """The workers that are measured against each other. One that fails is left out from then on.
+    """The workers that are compared. A worker that fails is left out from then on.
 
     failed: the reason, by name.
     """
@@ -34,17 +34,17 @@ class Turns:
         return seconds
 
     def prompt(self, length: int) -> list[int]:
-        """A fresh one: the peers keep caches of prompts that they have seen."""
+        """A fresh prompt, because the peers cache prompts."""
         return [self.random.randrange(self.vocab_size) for _ in range(length)]
 
     def everyone(self, turn: int = 0) -> list[str]:
-        """Names in an order that rotates with the turn, so that no one always comes after the same neighbour."""
+        """Names in an order that rotates with the turn, so that no contender always follows the same one."""
         names = list(self._workers)
         shift = turn % max(1, len(names))
         return names[shift:] + names[:shift]
 
     def attempt(self, name: str, run: Callable[[Worker], None]) -> None:
-        """Do something with a contender, unless it has failed."""
+        """Call a function with a contender, unless it has failed."""
         if name in self._workers:
             try:
                 run(self._workers[name])
@@ -54,7 +54,7 @@ class Turns:
                 self._workers.pop(name).quit()
 
     def read_bandwidth(self) -> float:
-        """Bytes a second, now."""
+        """The current read bandwidth in bytes per second."""
         (seconds,) = self._meter.ask(do="more", count=1)["seconds"]
         return 1e9 / seconds
 

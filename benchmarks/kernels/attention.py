@@ -1,11 +1,11 @@
-"""Attention over a cache beside torch's own, in the shape of a Qwen3-0.6B layer (16 heads on 8, head_dim 128).
+"""Attention over a cache compared with torch, in the shape of a Qwen3-0.6B layer (16 heads, 8 KV heads, head_dim 128).
 
     python -m benchmarks.kernels.attention [--repeats 9] [--dtype bfloat16]
 
-Decoding: one token over the caches of all 28 layers, one after the other, which no cache of the processor holds
-(and over one of them alone, which it may); the figures are microseconds a layer and the rate at which keys and
-values are read, beside a plain read of the same memory. Verification: 2, 4 and 8 tokens. Prefill: 512 tokens,
-causal. What is compared is run in turns, and medians are printed; the last line is JSON.
+Decoding: one token over the caches of all 28 layers, one after the other, which don't fit into a processor cache (and
+over one of them alone, which may fit). Figures are microseconds per layer and the rate at which keys and values are
+read, next to a plain read of the same memory. Verification: 2, 4 and 8 tokens. Prefill: 512 tokens, causal. The
+variants run in turns, and medians are printed; the last line is JSON.
 """
 
 import ctypes

@@ -1,4 +1,4 @@
-"""What the benchmarks of kernels share: their command line, what they report of the machine, and timing in turns."""
+"""Shared by the benchmarks of kernels: the command line, the report of the machine, and timing in turns."""
 
 import argparse
 import statistics
@@ -39,7 +39,7 @@ def repeated(run: Run, times: int) -> Run:
 
 
 def argument_parser(doc: str | None, repeats: int) -> argparse.ArgumentParser:
-    """With the option that all have: --repeats."""
+    """A parser with the option --repeats, which all benchmarks have."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=repeats)
     return parser

@@ -1,9 +1,9 @@
-"""Norms, rotary embedding, gated activations, argmax: beside what torch does for the same definition.
+"""Norms, rotary embedding, gated activations and argmax, compared with torch for the same definitions.
 
     python -m benchmarks.kernels.elementwise [--repeats 15] [--dtype bfloat16]
 
 In the shape of Qwen3-0.6B (hidden 1024, intermediate 3072, 16 heads of 128, vocabulary 151,936), for 1 token and
-for 512. Figures are microseconds a call, medians of runs taken in turns; the last line is JSON.
+for 512. Figures are microseconds per call, medians of alternating runs; the last line is JSON.
 """
 
 import ctypes

@@ -3,9 +3,9 @@
     python -m benchmarks.kernels.fused [--repeats 15] [--formats bf16,int8,int4] [--positions 32,512,4096]
         [--tokens 1] [--shape 0.6b|demo] [--against FOLDER] [--profile]
 
-Milliseconds a token after so many cached positions, and the rate at which the weights were read as a fraction of
-a plain read of the same memory, taken in turns with it. `--against` runs the libraries of another build in the
-same turns. `--profile` prints the time by kernel. The last line is JSON.
+Milliseconds per token after a number of cached positions, and the rate at which the weights are read as a fraction of
+that of a plain read of the same memory, measured in turns. `--against` runs the libraries of another build in the same
+turns. `--profile` prints the time by kernel. The last line is JSON.
 """
 
 import argparse

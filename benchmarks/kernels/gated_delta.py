@@ -2,10 +2,10 @@
 
     python -m benchmarks.kernels.gated_delta [--repeats 9] [--dtype bfloat16]
 
-Decoding: 16 tokens, a whole block, one after the other over the states of all 24 layers, which no cache of the
-processor holds; the figures are microseconds a token and layer, and the share of a plain read of the states in that
-time, beside the same recurrence in torch, which reads and writes the state. Verification: 4, 8 and 16 tokens. Prefill:
-512 tokens. What is compared is run in turns, and medians are printed; the last line is JSON.
+Decoding: 16 tokens, a whole block, one after the other over the states of all 24 layers, which don't fit into a
+processor cache. Figures are microseconds per token and layer, and the share of a plain read of the states in that time,
+next to the same recurrence in torch, which reads and writes the state. Verification: 4, 8 and 16 tokens. Prefill: 512
+tokens. The variants run in turns, and medians are printed; the last line is JSON.
 """
 
 import json

@@ -1,10 +1,10 @@
-"""How far packed `linear` is from the machine's limits, over the matrices of a Qwen3-0.6B-shaped model.
+"""Packed `linear` compared with the machine's limits, for the matrices of a model in the shape of Qwen3-0.6B.
 
     python -m benchmarks.kernels.linear [--repeats 9] [--formats bf16,int8,int4,iq4_nl] [--isas avx512vnni,avx2]
 
-One pass over all 113 matrices for each number of rows T, beside a plain read of the same memory; then one
-layer at T = 512 beside torch's bf16 `linear` and the peak of the arithmetic units. What is compared is run
-in turns, also the instruction sets, and medians are printed; the last line is JSON.
+One pass over all 113 matrices for each number of rows T, next to a plain read of the same memory; then one layer at
+T = 512 next to torch's bf16 `linear` and the peak of the arithmetic units. The variants and instruction sets run in
+turns, and medians are printed; the last line is JSON.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Onward's engine beside its peers' while requests come and go.
+"""Onward's engine compared with those of its peers, while requests come and go.
 
 python -m benchmarks.serve --help
 

@@ -1,18 +1,18 @@
-"""Onward's engine beside OpenVINO GenAI's and llama.cpp's while requests come and go, in one run.
+"""Onward's engine compared with OpenVINO GenAI's and llama.cpp's while requests come and go, in one run.
 
     make peers                                  (installs them, each into an environment of its own)
     python -m benchmarks.serve [options]
 
-Qwen3-0.6B's shape with random weights, greedy, fresh random prompts. The contenders take turns within every
-round, the others stopped meanwhile, and the machine's read bandwidth is measured between. See benchmarks/README.md.
+Random weights in the shape of Qwen3-0.6B, greedy, fresh random prompts. The contenders take turns in every round, while
+the others are stopped, and the machine's read bandwidth is measured between turns. See benchmarks/README.md.
 
 parts:
   closed    N clients in a closed loop, prompts of 128, 64 new tokens: output tokens/s
   decode    N rows together, prompts aside: tokens/s; and the prefill's
   arrivals  requests of all sizes at random times: time to first token, gaps between tokens
-  long      a prompt of 4,000 among 8 rows that decode: the gaps between their tokens
-  prefix    a prefix of 2,000 that has been seen before: time to first token
-  paging    one text at a time: blocks beside a dense cache, the engine beside generate
+  long      a prompt of 4,000 tokens while 8 rows decode: the gaps between their tokens
+  prefix    a cached prefix of 2,000 tokens: time to first token
+  paging    one text at a time: a paged and a dense cache, the engine and generate
 """
 
 import argparse
@@ -68,7 +68,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--clients", nargs="+", type=int, metavar="N", help="of the closed loop; rows of decode")
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--threads", type=int)
-    parser.add_argument("--quick", action="store_true", help="one round of little: does it work, not what is it")
+    parser.add_argument("--quick", action="store_true", help="one small round, to check that everything works")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write JSON lines there: the run, then each table")
     parser.add_argument("--markdown", type=Path, metavar="PATH", help="write a page for benchmarks/results there")
     return parser.parse_args()
@@ -81,7 +81,7 @@ def _plan(options: argparse.Namespace) -> Plan:
 
 
 def _available(precision: str, names: list[str], missing: dict[str, str]) -> list[Contender]:
-    """The peers that have their models; of the others the reason goes into `missing`."""
+    """The peers whose models exist; adds the reasons for the others to `missing`."""
     available = []
     for peer in peers_of(precision, names):
         try:
@@ -94,7 +94,7 @@ def _available(precision: str, names: list[str], missing: dict[str, str]) -> lis
 
 
 def _note(path: Path | None, line: dict[str, Any], mode: str) -> None:
-    """Each line as soon as it is known: a run of hours may be interrupted."""
+    """Write each line as soon as it is known, because a run of hours may be interrupted."""
     if path:
         with path.open(mode) as file:
             file.write(json.dumps(line) + "\n")

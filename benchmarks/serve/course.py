@@ -1,4 +1,4 @@
-"""Who is measured in a part and how much of it."""
+"""The contenders of a part, and its size."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -18,7 +18,7 @@ _WORKERS = {ENGINE: "onward", SHORT_STEPS: "onward", GENERATE: "onward_generate"
 
 @dataclass(frozen=True)
 class Plan:
-    """How much of everything.
+    """The size of a run.
 
     clients: numbers of clients of the closed loop, and of rows that decode together.
     each: requests of each client.
@@ -36,7 +36,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Part:
-    """One thing that is measured.
+    """One part of the benchmark.
 
     positions: the longest request, prompt and answer. sequences: how many there are at a time.
     ways: how Onward takes part, the one that is held against the peers first.
@@ -62,7 +62,7 @@ class Course(Turns):
         self.sheet = Sheet(part.name, part.title, precision, part.columns(plan), ours, failed=self.failed)
 
     def run(self, name: str, requests: Sequence[Request], keep: bool = True) -> list[Record] | None:
-        """What a contender made of the requests; None if it failed. keep: everyone gets the same ones."""
+        """The records of a contender for the requests; None if it failed. keep: all get the same requests."""
         answers: list[list[Record]] = []
 
         def ask(worker: Worker) -> None:
@@ -94,7 +94,7 @@ class Course(Turns):
 
 
 def measure(part: Part, precision: str, plan: Plan, peers: Sequence[Contender]) -> Sheet:
-    """A part at a precision, everyone in turns."""
+    """A part at a precision, all contenders in turns."""
     progress(f"{part.name}, {precision}")
     course = Course(part, precision, plan)
     try:
@@ -118,7 +118,7 @@ def measure(part: Part, precision: str, plan: Plan, peers: Sequence[Contender]) 
 
 
 def peers_of(precision: str, names: Sequence[str] = PEERS) -> list[Contender]:
-    """Those of the comparison that take several texts at a time, in their usual way."""
+    """The contenders of `compare` that process several texts at a time, with their usual settings."""
     return [peer for peer in CONTENDERS if peer.precision == precision and peer.name in names and not peer.variant]
 
 

@@ -1,4 +1,4 @@
-"""What records say: throughput, the time to the first token, the gaps between tokens."""
+"""Figures from records: throughput, the time to the first token, the gaps between tokens."""
 
 import itertools
 import statistics
@@ -8,7 +8,7 @@ from benchmarks.serve.workload import Record
 
 
 def throughput(records: Sequence[Record]) -> float:
-    """Output tokens a second, from the first request to the last token."""
+    """Output tokens per second, from the first request to the last token."""
     began, ended = min(record.sent for record in records), max(record.tokens[-1] for record in records)
     return sum(len(record.tokens) for record in records) / (ended - began)
 
@@ -37,7 +37,7 @@ def gaps(record: Record, begin: float = 0.0, end: float = float("inf")) -> list[
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """The least value that at least this share of the values do not exceed."""
+    """The smallest value that at least this share of the values don't exceed."""
     ordered = sorted(values)
     return ordered[max(0, -int(-share * len(ordered) // 1) - 1)]
 

@@ -1,4 +1,4 @@
-"""The parts of the benchmark: what is sent, and what is made of the times."""
+"""The parts of the benchmark: their requests, and the figures from their times."""
 
 import itertools
 
@@ -32,7 +32,7 @@ CONTEXTS, OVERHEAD = (32, 512, 4000), 1.02
 
 
 def _warm_up(course: Course, *lengths: int, rows: int = 1) -> None:
-    """What is done for the first time takes longer: programs are traced, memory is touched."""
+    """Warm up: the first requests take longer, because programs are traced and memory is touched."""
     for name in course.everyone():
         for length in lengths or (PROMPT,):
             course.run(name, [Request(course.prompt(length), 4) for _ in range(rows)], keep=False)
@@ -57,7 +57,7 @@ def _closed(course: Course) -> None:
 
 
 def _clients(course: Course, clients: int, tokens: int) -> list[Request]:
-    """What so many clients ask for in a closed loop, each several times."""
+    """The requests of several clients in a closed loop."""
     count = clients * course.plan.each
     return closed_loop([course.prompt(PROMPT) for _ in range(count)], [tokens] * count, clients)
 
@@ -93,7 +93,7 @@ def _decode_columns(plan: Plan) -> list[Column]:
 
 
 def _arrivals(course: Course) -> None:
-    """First how many requests a second each can answer; then all get what the best peer can answer, and less."""
+    """Measure the requests per second of each contender; then send a share of the best peer's rate to all."""
     plan = course.plan
     _warm_up(course, 16, 128, 1024, rows=4)
     capacities = {}

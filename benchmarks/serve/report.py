@@ -38,7 +38,7 @@ def sheet_lines(sheet: Sheet) -> Iterator[str]:
 
 
 def _who(sheet: Sheet) -> str:
-    """Onward, or the word for what stands in for its engine."""
+    """Onward, or the name of the substitute for its engine."""
     return "Onward" if sheet.champion == sheet.ours[0] else sheet.champion.split()[-1]
 
 
@@ -61,7 +61,7 @@ def summary_lines(sheets: Sequence[Sheet]) -> Iterator[str]:
 
 
 def markdown(run: Mapping[str, Any], sheets: Sequence[Sheet]) -> str:
-    """A page: when, on what and how; the tables; the targets; the JSON lines."""
+    """A page: date, machine and command; the tables; the targets; the JSON lines."""
     machine, rounds = run["machine"], run["plan"]["rounds"]
     tables = "\n\n".join("\n".join(line.rstrip() for line in sheet_lines(sheet)) for sheet in sheets)
     return f"""# Serving, {run["date"]}

@@ -51,11 +51,11 @@ class Sheet:
     checks: list[Check] = field(default_factory=list)
 
     def values(self, name: str, column: str) -> list[float]:
-        """One a turn; none where it was not measured."""
+        """One value per turn; none if it was not measured."""
         return self.turns.get(name, {}).get(column, [])
 
     def value(self, name: str, column: str) -> float | None:
-        """The median over the turns; None where it was not measured."""
+        """The median over the turns; None if it was not measured."""
         values = self.values(name, column)
         return statistics.median(values) if values else None
 
@@ -64,11 +64,11 @@ class Sheet:
 
     @property
     def champion(self) -> str:
-        """Onward's contender that is held against the peers: its engine, or what stands in for it."""
+        """Onward's contender that is compared with the peers: its engine, or a substitute."""
         return next((name for name in self.ours if name in self.turns), self.ours[0])
 
     def best_peer(self, column: Column) -> tuple[str, float] | None:
-        """The one that Onward leads by the least, and by how much; None where either is missing."""
+        """The peer with the smallest lead of Onward, and the lead; None if either is missing."""
         mine = self.values(self.champion, column.name)
         leads = {}
         for name in self.turns:
@@ -79,7 +79,7 @@ class Sheet:
         return min(leads.items(), key=lambda item: item[1], default=None)
 
     def check(self, what: str, measured: float | None, wanted: float, at_least: bool = True, unit: str = "x") -> None:
-        """Note a target of this part, unless what it is about was not measured."""
+        """Add a target of this part, if its value was measured."""
         if measured is not None:
             self.checks.append(Check(f"{self.precision} {self.part}, {what}", measured, wanted, at_least, unit))
 

@@ -1,4 +1,4 @@
-"""What clients send, and when: lists of requests that each contender answers in its own process."""
+"""The requests of clients and their times: lists that each contender answers in its own process."""
 
 import itertools
 import random

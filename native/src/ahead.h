@@ -1,17 +1,17 @@
-// What idle threads do for the next kernel: they bring what it will read into their caches.
+// Idle threads prefetch the memory that the next kernel will read.
 //
-// A decoded token passes once over the weights at the pace of memory, and between two matrices there is
-// work for one thread only (norms, heads, activations) in which the bus would rest. A program knows what
-// comes next, and says so; a thread that waits for work then asks for the beginning of its share of it.
+// Decoding a token reads all weights once, at memory bandwidth. Between two matrices only one thread has
+// work (norms, heads, activations), and the memory bus would be idle. A program knows its next kernel and
+// announces it. A thread that waits for work then prefetches the beginning of its share.
 #pragma once
 #include <atomic>
 #include <cstdint>
 
 namespace onward {
 
-// What a kernel is going to read: runs of units, which it shares out between the threads as
-// parallel_for does chunks. The runs lie one after the other, or `abreast`: thread i has the same
-// units of each.
+// The memory that a kernel is going to read: runs of units, divided between the threads as parallel_for
+// divides chunks. The runs are concatenated or, if `abreast`, parallel: thread i has the same units of
+// each run.
 struct Reads {
   static constexpr int kRuns = 3;
   static constexpr int kBlocks = 8;
@@ -20,14 +20,14 @@ struct Reads {
   };
   int64_t abreast = 0;
   Run runs[kRuns] = {};
-  // Where units lie in blocks, byte i of one is at blocks[i / block_bytes] + i % block_bytes from its
-  // address. This is a copy of what a table says: the table may be freed before the last look at it.
-  int64_t block_bytes = 0;  // 0: units lie in one piece
+  // If units are split into blocks, byte i of a unit is blocks[i / block_bytes] + i % block_bytes after its
+  // address. These are copies of the entries of a block table, which may be freed before the last prefetch.
+  int64_t block_bytes = 0;  // 0: units are contiguous
   int64_t blocks[kBlocks] = {};
 };
 
-// The latest Reads, for all threads to see. One may see parts of two: then it prefetches what it
-// should not, which harms nothing.
+// The latest Reads, visible to all threads. A thread may see parts of two of them: it then prefetches the
+// wrong lines, which is harmless.
 class Board {
  public:
   void post(const Reads& reads) {
@@ -47,11 +47,11 @@ class Board {
   std::atomic<int64_t> words_[kWords] = {};
 };
 
-// One thread's way through its share.
+// The position of one thread in its share.
 class Ahead {
  public:
-  // Asks for the next lines of the share of thread `me` of `threads`. False when none are left. (GCC 12
-  // drops calls that only prefetch unless they must be inlined.)
+  // Prefetches the next lines of the share of thread `me` of `threads`. Returns false if none are left.
+  // (GCC 12 drops calls that only prefetch unless they must be inlined.)
   __attribute__((always_inline)) inline bool step(const Board& board, int me, int threads) {
     if (board.edition() != edition_) begin(board, me, threads);
     if (left_ <= 0) return false;
@@ -71,8 +71,8 @@ class Ahead {
   }
 
  private:
-  static constexpr int64_t kStep = 1024;       // bytes between two looks for work
-  static constexpr int64_t kMost = 256 << 10;  // a part of the second level cache
+  static constexpr int64_t kStep = 1024;       // bytes between two checks for work
+  static constexpr int64_t kMost = 256 << 10;  // a part of the second-level cache
 
   const Reads::Run& run() const { return reads_.runs[at_]; }
 
@@ -89,7 +89,7 @@ class Ahead {
     if (!reads_.abreast) skip_runs();
   }
 
-  // Where the runs follow each other, unit_ and end_ count from the beginning of the current one.
+  // In concatenated runs, unit_ and end_ are relative to the beginning of the current run.
   void skip_runs() {
     while (left_ > 0 && unit_ >= run().units) {
       unit_ -= run().units;
@@ -111,7 +111,7 @@ class Ahead {
   void stop() { left_ = 0, at_ = 0; }
 
   uint32_t edition_ = 0;
-  int64_t left_ = 0;  // bytes that may still be asked for
+  int64_t left_ = 0;  // bytes that may still be prefetched
   Reads reads_;
   int at_ = 0;  // run
   int64_t unit_ = 0, end_ = 0, offset_ = 0;

@@ -1,4 +1,4 @@
-// What every kernel file shares: the export macro, element types, status codes.
+// Shared by all kernel files: the export macro, element types, status codes.
 #pragma once
 #include <cstdint>
 #include <type_traits>
@@ -10,8 +10,8 @@ namespace onward {
 // Codes of element types in the C interface.
 enum DType : int32_t { kF32 = 0, kBf16 = 1, kF16 = 2 };
 
-// What a kernel returns. Arguments are checked in Python, where a message can name them; the codes
-// here are the last line of defence.
+// The result of a kernel. Python checks the arguments, because its error messages can name them. These
+// codes are the last line of defense.
 enum Status : int32_t { kOk = 0, kBadArgument = 1, kOutOfMemory = 2 };
 
 // Storage types: distinct from each other and from integers, so that overloads can tell them apart.

@@ -9,8 +9,8 @@
 namespace onward {
 namespace {
 
-// A row is searched in pieces, each in blocks: the largest of a block is found with vectors, its place
-// only where it beats all blocks before.
+// A row is searched in pieces, and a piece in blocks. Vectors find the largest element of a block; its
+// index is looked up only if it beats all previous blocks.
 constexpr int64_t kPiece = 1 << 14;
 constexpr int64_t kBlock = 256;
 
@@ -19,7 +19,7 @@ struct Best {
   int64_t index;  // -1: nothing yet
 };
 
-// NaN beats numbers, so that a broken row can be seen; nothing beats the first of equals.
+// NaN beats every number, so that a broken row is noticed. Among equal elements the first wins.
 bool beats(float challenger, const Best& best) {
   if (best.index < 0) return true;
   if (std::isnan(best.value)) return false;
@@ -59,7 +59,7 @@ Best search(const T* x, int64_t begin, int64_t end) {
 }  // namespace
 }  // namespace onward
 
-// out[r] = the lowest index of a largest x[r, c]; of a NaN, where there is one. columns > 0.
+// out[r] = the lowest index of the largest x[r, c], or of the first NaN in the row. columns > 0.
 ONWARD_API int32_t onward_argmax(int64_t rows, int64_t columns, const void* x, int32_t dtype,
                                  int64_t stride, int64_t* out) {
   using namespace onward;

@@ -1,10 +1,10 @@
-// The instruction sets that were built, which of them this processor can run, and which one this library is.
+// The instruction sets that were built, those that this processor can run, and the one of this library.
 #include "api.h"
 #include "platform.h"
 
 ONWARD_API const char* onward_isa_name() { return ONWARD_ISA_NAME; }
 
-// The names of all, best first.
+// The names of all instruction sets, best first.
 ONWARD_API const char* onward_isas() {
 #define ONWARD_ISA(name, check) name " "
   return
@@ -13,7 +13,7 @@ ONWARD_API const char* onward_isas() {
 #undef ONWARD_ISA
 }
 
-// A bit for each of onward_isas, the lowest for the first: whether this processor can run it.
+// One bit for each of onward_isas, the lowest for the first: whether this processor can run it.
 ONWARD_API int32_t onward_usable_isas() {
   ONWARD_ASK_PROCESSOR();
 #define HAS(feature) ONWARD_PROCESSOR_HAS(feature)

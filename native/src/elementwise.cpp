@@ -36,8 +36,8 @@ struct Operands {
   int64_t a_stride, b_stride, out_stride;
 };
 
-// out[r, c] = F(a[r, c], b[r, c]). Cut by elements and not by rows, so that one long row is shared as
-// well; the cuts are multiples of 16, and an element's bits do not depend on its lane anyway.
+// out[r, c] = F(a[r, c], b[r, c]). Chunks are ranges of elements and not of rows, so that one long row is
+// divided too. They begin at multiples of 16, but an element's bits don't depend on its lane anyway.
 template <class F>
 int32_t combine(const Operands& o, int32_t dtype) {
   if (o.rows < 0 || o.columns < 0) return kBadArgument;
@@ -66,8 +66,8 @@ int32_t combine(const Operands& o, int32_t dtype) {
 }  // namespace
 }  // namespace onward
 
-// All: [rows, columns] of one dtype, rows `…_stride` elements apart, columns contiguous. out may be an
-// input itself, with the same stride.
+// All operands are [rows, columns] of one dtype, with rows `…_stride` elements apart and contiguous columns.
+// out may be one of the inputs, with the same stride.
 
 // out = silu(gate) * up.
 ONWARD_API int32_t onward_swiglu(int64_t rows, int64_t columns, int32_t dtype, const void* gate,
@@ -79,7 +79,7 @@ ONWARD_API int32_t onward_swiglu(int64_t rows, int64_t columns, int32_t dtype, c
 }
 ONWARD_INSTRUCTION(onward_swiglu);
 
-// out = gelu(gate) * up; with `approximate` the tanh form of gelu, else the exact one.
+// out = gelu(gate) * up. gelu is the tanh form if `approximate` is not 0, else the exact form.
 ONWARD_API int32_t onward_geglu(int64_t rows, int64_t columns, int32_t dtype, int32_t approximate,
                                 const void* gate, int64_t gate_stride, const void* up,
                                 int64_t up_stride, void* out, int64_t out_stride) {

@@ -1,4 +1,4 @@
-// Rows of a table by their number: the embedding.
+// Gathers rows of a table by index: the embedding.
 #include <cstring>
 
 #include "api.h"
@@ -11,8 +11,8 @@ constexpr int64_t kBytesPerChunk = 1 << 16;
 }
 }  // namespace onward
 
-// out[i] = table[ids[i]], rows of `columns` elements, strides in elements. ids are int32 or, with
-// `wide_ids`, int64. Nothing is written if an id is not in 0 … rows - 1.
+// out[i] = table[ids[i]]. Rows have `columns` elements; strides are in elements. ids are int32, or int64 with
+// `wide_ids`. Nothing is written if an id is not in 0 … rows - 1.
 ONWARD_API int32_t onward_gather_rows(int64_t count, int64_t columns, int32_t dtype,
                                       const void* table, int64_t rows, int64_t table_stride,
                                       const void* ids, int32_t wide_ids, void* out,

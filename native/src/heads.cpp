@@ -1,5 +1,5 @@
-// What stands between the projections and attention, in one pass over the heads of each token: their
-// norm, their rotation, and their place in the cache.
+// The steps between the projections and attention, in one pass over the heads of each token: the norm, the
+// rotary embedding, and the write to the cache.
 #include <atomic>
 #include <cstring>
 
@@ -14,19 +14,19 @@
 struct OnwardHeads {
   int64_t heads;
   const void* x;           // [B, heads, T, D]
-  int64_t x_strides[3];    // of rows, heads, queries; in elements. Features are contiguous.
+  int64_t x_strides[3];    // strides of rows, heads, queries, in elements. Features are contiguous.
   const void* norm_weight; // [D] of dtype, or null: no norm
   float eps, weight_offset;
   int32_t after_cast;      // see onward_rms_norm
-  int32_t rotate;          // 0: not; 1: pairs (i, pairs + i); 2: pairs (2i, 2i + 1)
+  int32_t rotate;          // 0: no rotation; 1: pairs (i, pairs + i); 2: pairs (2i, 2i + 1)
   void* out;               // [B, heads, T, D], or a cache [B, heads, positions, D]
-  int64_t out_strides[3];  // of rows, heads, queries or positions
-  int32_t to_cache;        // 0: not; 1 + a format of rows: token t of row b goes to position offsets[b] + t
+  int64_t out_strides[3];  // strides of rows, heads, queries or positions
+  int32_t to_cache;        // 0: no cache; 1 + a format of rows: token t of row b goes to position offsets[b] + t
   int64_t positions;
   // int32 [B, positions / 64], or null: the cache is [N, heads, 64, D], and entry m of a row is the block of
   // its positions 64 m, …, 64 m + 63.
   const int32_t* table;
-  int64_t table_stride;    // of rows
+  int64_t table_stride;    // between rows
 };
 
 namespace onward {
@@ -34,13 +34,13 @@ namespace {
 
 constexpr int64_t kElementsPerChunk = 1 << 14;
 
-// The angles of one token; null: none.
+// The angles of one token, or null.
 struct Angles {
   const float *cos, *sin;
   int64_t pairs;
 };
 
-// Every step is rounded to T, as the kernels of the separate steps do. out may be x.
+// Rounds every step to T, as the kernels of the separate steps do. out may be x.
 template <class T>
 void run_head(const OnwardHeads& part, const T* x, int64_t dim, const Angles& angles, T* out) {
   if (part.norm_weight != nullptr) {
@@ -54,16 +54,16 @@ void run_head(const OnwardHeads& part, const T* x, int64_t dim, const Angles& an
   }
 }
 
-// The same, to a row of integers and their scale. row: room for the head before it is rounded.
+// The same, into a row of integers and their scale. row: working memory for the unquantized head.
 template <class T>
 void run_head(const OnwardHeads& part, const T* x, int64_t dim, const Angles& angles, T* row, I8* out) {
   run_head(part, x, dim, angles, row);
   attention::store_row(row, dim, out);
 }
 
-// A token's places lie apart, those of a cache in no cache of the processor: all are asked for, to be
-// written, while the token before is at work. (GCC 12 drops calls that only prefetch unless they must be
-// inlined.)
+// Prefetches the rows that a token's heads are written to. They are far apart in memory, and rows of the KV cache
+// are usually not in a processor cache. Called while the previous token is computed. (GCC 12 drops calls that
+// only prefetch unless they must be inlined.)
 template <class T>
 __attribute__((always_inline)) inline void claim_places(const OnwardHeads& part, const T* first,
                                                         int64_t width) {
@@ -73,16 +73,16 @@ __attribute__((always_inline)) inline void claim_places(const OnwardHeads& part,
   }
 }
 
-constexpr int64_t kBlock = 64;  // positions of a block of a table
+constexpr int64_t kBlock = 64;  // positions per block of a block table
 
-// The entry of a part's table for a position.
+// The entry of a part's block table for a position.
 int32_t block_of(const OnwardHeads& part, int64_t b, int64_t position) {
   return part.table[b * part.table_stride + position / kBlock];
 }
 
 bool has_integer_rows(const OnwardHeads& part) { return part.to_cache == 1 + attention::kInt8Rows; }
 
-// Where a token's first head goes. T: the element of `out`.
+// The destination of a token's first head. T: the element type of `out`.
 template <class T>
 T* place_of(const OnwardHeads& part, int64_t b, int64_t t, const int32_t* offsets) {
   int64_t row = b, place = part.to_cache ? offsets[b] + t : t;
@@ -118,10 +118,10 @@ bool valid(const OnwardHeads& part, int64_t batch, int64_t queries, bool angles,
 }  // namespace
 }  // namespace onward
 
-// For each part and token: out = rotate(rms_norm(x)), each step rounded to dtype, and each only where
-// the part asks for it. cos and sin: float [batch, queries, pairs] as for onward_rotate, with its
-// angle_strides (rows, queries); read only where a part rotates. offsets: [batch],
-// read only where a part goes to a cache; nothing is written if a row does not fit there.
+// For each part and token: out = rotate(rms_norm(x)). Each step is rounded to dtype, and is skipped unless the
+// part enables it. cos and sin: float [batch, queries, pairs] as for onward_rotate, with its angle_strides (rows,
+// queries); read only if a part rotates. offsets: [batch], read only if a part writes to a cache. Nothing is
+// written if a row does not fit into the cache.
 ONWARD_API int32_t onward_heads(const OnwardHeads* parts, int64_t count, int64_t batch,
                                 int64_t queries, int64_t dim, int32_t dtype, const float* cos,
                                 const float* sin, const int64_t* angle_strides, int64_t pairs,

@@ -1,4 +1,4 @@
-// Normalisation over the last axis of many rows.
+// Normalization over the last axis of many rows.
 #include "norm.h"
 
 #include "program.h"
@@ -9,7 +9,7 @@ namespace {
 
 constexpr int64_t kElementsPerChunk = 1 << 13;
 
-// What is added to a row before it is normalised, and where the sum goes: over the row itself, or not.
+// The residual that is added to each row before it is normalized, and the destination of the sum.
 struct Residual {
   const void* data;  // null: nothing is added
   int64_t stride;
@@ -17,8 +17,8 @@ struct Residual {
   int64_t sum_stride;
 };
 
-// The row to be normalised: x, or its sum with the residual, rounded to the row's type, for the norm sees
-// what later layers will read.
+// The row to normalize: x, or its sum with the residual. The sum is rounded to the row's type, because later
+// layers read the rounded sum.
 template <class T>
 const T* summed(const T* x, const Residual& residual, int64_t row, int64_t count) {
   if (residual.data == nullptr) return x;
@@ -31,7 +31,7 @@ const T* summed(const T* x, const Residual& residual, int64_t row, int64_t count
   return sum;
 }
 
-// body(row) for every row, in the type that dtype names.
+// Calls body(tag, row) for every row; the tag has the type that dtype names.
 template <class Body>
 int32_t over_rows(int64_t rows, int64_t columns, int32_t dtype, Body&& body) {
   if (rows < 0 || columns < 0) return kBadArgument;
@@ -46,10 +46,10 @@ int32_t over_rows(int64_t rows, int64_t columns, int32_t dtype, Body&& body) {
 }  // namespace
 }  // namespace onward
 
-// out[r] = x[r] / sqrt(mean(x[r]^2) + eps) * (weight + weight_offset). With a residual (else null) x is
-// x + residual, which is stored to sum. x, weight (or null), residual, sum and out are of one dtype;
-// rows are `…_stride` elements apart; out and sum may each be x. With `after_cast` the quotient is rounded
-// to the dtype before the weight multiplies it.
+// out[r] = x[r] / sqrt(mean(x[r]^2) + eps) * (weight + weight_offset). With a residual (else null), x + residual
+// is stored in sum and takes the place of x. x, weight (or null), residual, sum and out have one dtype; rows are
+// `…_stride` elements apart; out and sum may each be x. With `after_cast` the quotient is rounded to the dtype
+// before it is multiplied by the weight.
 ONWARD_API int32_t onward_rms_norm(int64_t rows, int64_t columns, int32_t dtype, const void* x,
                                    int64_t x_stride, const void* residual, int64_t residual_stride,
                                    void* sum, int64_t sum_stride, const void* weight,
@@ -66,8 +66,8 @@ ONWARD_API int32_t onward_rms_norm(int64_t rows, int64_t columns, int32_t dtype,
 }
 ONWARD_INSTRUCTION(onward_rms_norm);
 
-// out[r] = (x[r] - mean) / sqrt(variance + eps) * weight + bias, the variance that of the whole row
-// (divided by its length). weight and bias may be null; residual and sum as above; out may be x.
+// out[r] = (x[r] - mean) / sqrt(variance + eps) * weight + bias. The variance is the biased one (divided by the
+// length of the row). weight and bias may be null; residual and sum as above; out may be x.
 ONWARD_API int32_t onward_layer_norm(int64_t rows, int64_t columns, int32_t dtype, const void* x,
                                      int64_t x_stride, const void* residual,
                                      int64_t residual_stride, void* sum, int64_t sum_stride,

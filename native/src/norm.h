@@ -1,8 +1,8 @@
-// Root-mean-square and layer normalisation of one row, to be composed: the kernels in norm.cpp call
-// them over rows, a fused kernel over heads.
+// Root-mean-square and layer normalization of one row. norm.cpp calls them for rows, and the fused kernel in
+// heads.cpp for heads.
 //
-// Every sum over a row is taken in 64 lanes, element i in lane i % 64, which a fixed tree then adds:
-// neither the row's place in memory nor its neighbours matter.
+// Every sum over a row has 64 lanes: element i is added to lane i % 64, and a fixed tree adds the lanes. So
+// neither the row's place in memory nor other rows matter.
 #pragma once
 #include <cmath>
 
@@ -10,8 +10,8 @@
 
 namespace onward {
 
-// The sum over i < count of term(x[i]); the last elements come padded with zeros, `valid` of them
-// (16 or fewer) real.
+// The sum over i < count of term(x[i]). The last elements are padded with zeros; `valid` of them (16 or fewer)
+// are real.
 template <class T, class Term>
 inline float sum_row(const T* x, int64_t count, Term&& term) {
   f32x16 sum[4] = {zero_f32(), zero_f32(), zero_f32(), zero_f32()};
@@ -34,11 +34,11 @@ inline float inverse_rms(const T* x, int64_t count, float eps) {
   return 1.0f / std::sqrt(squares / float(count) + eps);
 }
 
-// How the weight enters: the families differ.
+// How the weight is applied, which differs between model families.
 struct RmsWeight {
-  const void* data;  // of the row's type, or null for none
+  const void* data;  // of the row's type, or null for no weight
   float offset;      // added to every weight: 1 for the families that store w - 1
-  bool after_cast;   // Llama, Qwen: round x / rms to the row's type first. Gemma: all in float32
+  bool after_cast;   // Llama, Qwen: round x / rms to the row's type first. Gemma: everything in float32
 };
 
 // out[i] = x[i] * factor * (weight[i] + offset). out may be x.
@@ -73,7 +73,7 @@ inline void layer_norm_row(const T* x, int64_t count, float eps, const T* weight
   const float mean =
       sum_row(x, count, [](f32x16 v, f32x16 sum, int64_t) { return add(v, sum); }) / float(count);
   const f32x16 center = splat(mean);
-  // Padding must not count as 0 - mean.
+  // Padding must not contribute 0 - mean.
   const float squares = sum_row(x, count, [&](f32x16 v, f32x16 sum, int64_t valid) {
     float lanes[16] = {};
     const f32x16 difference = sub(v, center);

@@ -39,7 +39,7 @@ void* allocate(int64_t bytes) {
 #if !defined(__x86_64__)
 bool processor_has([[maybe_unused]] const char* feature) {
 #if defined(__linux__) && defined(__aarch64__) && !defined(ONWARD_PORTABLE_PLATFORM)
-  // HWCAP_ASIMDDP and HWCAP2_I8MM of Linux.
+  // HWCAP_ASIMDDP and HWCAP2_I8MM on Linux.
   if (std::strcmp(feature, "dotprod") == 0) return (getauxval(AT_HWCAP) & 1ul << 20) != 0;
   if (std::strcmp(feature, "i8mm") == 0) return (getauxval(AT_HWCAP2) & 1ul << 13) != 0;
 #elif defined(__APPLE__) && !defined(ONWARD_PORTABLE_PLATFORM)

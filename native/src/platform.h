@@ -1,5 +1,5 @@
-// Everything that the kernels ask of a system: all calls that C++17 does not have stand in these two files. POSIX is
-// enough; what Linux or a processor does better is marked, and ONWARD_PORTABLE_PLATFORM leaves it out.
+// All system calls of the kernels, that is everything that is not in C++17, are in this file and platform.cpp. POSIX is
+// enough. Code for Linux or a processor is marked, and ONWARD_PORTABLE_PLATFORM leaves it out.
 #pragma once
 #include <pthread.h>
 
@@ -7,12 +7,12 @@
 
 namespace onward {
 
-int allowed_cores();            // that this process may run on
-int64_t now_in_nanoseconds();   // of a clock that never goes back
-void yield_core();              // to another thread that waits for one
-void* allocate(int64_t bytes);  // of whole pages of 4096 bytes, for std::free; null when there are none
+int allowed_cores();            // cores that this process may run on
+int64_t now_in_nanoseconds();   // monotonic clock
+void yield_core();              // lets another thread run on this core
+void* allocate(int64_t bytes);  // whole pages of 4096 bytes, to be freed with std::free; null if out of memory
 
-// Whether the processor has instructions, by the compiler's name of them, and the system saves their registers.
+// Whether the processor has a feature, by the compiler's name for it, and the system saves its registers.
 #if defined(__x86_64__)
 #define ONWARD_ASK_PROCESSOR() __builtin_cpu_init()
 #define ONWARD_PROCESSOR_HAS(feature) __builtin_cpu_supports(feature)
@@ -22,7 +22,7 @@ bool processor_has(const char* feature);
 #define ONWARD_PROCESSOR_HAS(feature) onward::processor_has(feature)
 #endif
 
-// A step of a loop that waits: lets the other thread of the core go ahead.
+// A pause in a spin loop, which lets the core's other hardware thread run.
 inline void relax() {
 #if defined(__x86_64__) && !defined(ONWARD_PORTABLE_PLATFORM)
   __builtin_ia32_pause();
@@ -59,7 +59,7 @@ class Condition {
 
 class Thread {
  public:
-  // Runs body(argument) on a new thread; false when the system has none left.
+  // Runs body(argument) on a new thread; false if the system cannot start one.
   bool start(void* (*body)(void*), void* argument) {
     return pthread_create(&thread_, nullptr, body, argument) == 0;
   }
@@ -69,7 +69,7 @@ class Thread {
   pthread_t thread_ = {};
 };
 
-// Calls `first` before the first call with this `once` returns, and never again.
+// Runs `first` exactly once: every call returns after it has finished.
 class Once {
  public:
   void call(void (*first)()) { pthread_once(&once_, first); }
@@ -78,7 +78,7 @@ class Once {
   pthread_once_t once_ = PTHREAD_ONCE_INIT;
 };
 
-// At every fork: `before` it, and after it `in_parent` and `in_child`.
+// At every fork, calls `before` before it, and `in_parent` and `in_child` after it.
 inline void at_forks(void (*before)(), void (*in_parent)(), void (*in_child)()) {
   pthread_atfork(before, in_parent, in_child);
 }

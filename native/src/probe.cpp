@@ -1,4 +1,4 @@
-// The machine's limits, for benchmarks to print beside their figures.
+// The limits of the machine, which benchmarks print next to their results.
 #include "simd.h"
 #include "team.h"
 
@@ -7,8 +7,8 @@ namespace {
 
 constexpr int kSums = 24;  // enough independent sums to hide the latency of every step
 
-// Takes a step on every sum, over and over; returns something that depends on all of them. The sums
-// start from different values, or the compiler would keep one for all.
+// Repeats a step on every sum; returns a value that depends on all sums. They start from different values,
+// because otherwise the compiler would compute only one of them.
 template <class Sum, class Step>
 float repeat(int64_t iterations, Step step) {
   Sum sum[kSums];
@@ -35,8 +35,8 @@ float repeat(int64_t iterations, Step step) {
 }  // namespace
 }  // namespace onward
 
-// Reads bytes (a multiple of 256) from 64-byte aligned data once, cut into pieces of `grain` bytes
-// between the threads. The result depends on all of them, so that none is left out.
+// Reads `bytes` (a multiple of 256) of 64-byte aligned data once. The threads share pieces of `grain` bytes. The
+// result depends on all bytes, so that no read is optimized away.
 ONWARD_API int64_t onward_probe_read(const void* data, int64_t bytes, int64_t grain) {
   using namespace onward;
   const auto* lines = static_cast<const uint8_t*>(data);
@@ -55,8 +55,8 @@ ONWARD_API int64_t onward_probe_read(const void* data, int64_t bytes, int64_t gr
   return total;
 }
 
-// Every thread takes `iterations` rounds of 24 independent 16-lane steps: kind 0 float fma (2
-// operations a lane), 1 bf16 pairs (4), 2 bytes (8). Returns the number of steps of all threads.
+// Every thread runs `iterations` rounds of 24 independent 16-lane steps. kind: 0 float fma (2 operations per
+// lane), 1 pairs of bf16 (4), 2 bytes (8). Returns the number of steps of all threads.
 ONWARD_API int64_t onward_probe_arithmetic(int32_t kind, int64_t iterations) {
   using namespace onward;
   volatile float sink = 0;

@@ -1,7 +1,7 @@
-// Runs a program: a flat list of kernel calls, from start to end in one call.
+// Runs a program, a flat list of kernel calls, in one call.
 //
-// Its code is a run of 64-bit words; an instruction is the address of its Instruction, the number of its
-// arguments, and the arguments in the kernel's own order.
+// The code is an array of 64-bit words. An instruction is the address of its Instruction, the number of its
+// arguments, and the arguments in the order of the kernel's parameters.
 #include "program.h"
 
 #include "platform.h"
@@ -13,12 +13,12 @@ Instruction* instructions = nullptr;
 
 namespace {
 
-// Whether the instruction at `at` has its arguments.
+// Whether the instruction at `at` has all its arguments.
 bool fits(const Instruction& instruction, const int64_t* code, int64_t at, int64_t words) {
   return code[at + 1] == instruction.arguments && at + 2 + code[at + 1] <= words;
 }
 
-// Tells the team what the first kernel from `at` on that reads much will read.
+// Announces to the team the memory that the next kernel with `reads` will read.
 class LookAhead {
  public:
   LookAhead(const int64_t* code, int64_t words) : code_(code), words_(words) {}
@@ -38,13 +38,13 @@ class LookAhead {
  private:
   const int64_t* code_;
   int64_t words_;
-  int64_t reader_ = -1;  // the last that was told of
+  int64_t reader_ = -1;  // the last announced instruction
 };
 
 }  // namespace
 }  // namespace onward
 
-// The first word of a call of the kernel `name`; 0 if programs cannot call it.
+// The first word of an instruction that calls the kernel `name`; 0 if programs cannot call it.
 ONWARD_API int64_t onward_program_instruction(const char* name) {
   for (const onward::Instruction* i = onward::instructions; i != nullptr; i = i->next) {
     if (std::strcmp(i->name, name) == 0) return int64_t(reinterpret_cast<intptr_t>(i));
@@ -52,8 +52,8 @@ ONWARD_API int64_t onward_program_instruction(const char* name) {
   return 0;
 }
 
-// Runs code[0 … words - 1]. Stops at the first instruction that fails: `failed` then holds its place in
-// code, else -1. With `nanoseconds` (else null) adds the time that instruction i took to nanoseconds[i].
+// Runs code[0 … words - 1]. Stops at the first instruction that fails and stores its index in code in `failed`,
+// else -1. If `nanoseconds` is not null, adds the time of instruction i to nanoseconds[i].
 ONWARD_API int32_t onward_program_run(const int64_t* code, int64_t words, int64_t* failed,
                                       int64_t* nanoseconds) {
   using namespace onward;

@@ -1,8 +1,7 @@
 // Programs: kernels as instructions of 64-bit words.
 //
-// After the definition of a kernel that a program may call stands ONWARD_INSTRUCTION(onward_…); its
-// arguments are then read from words: integers, addresses, and the bits of floats and doubles (in the
-// low bytes of a word).
+// ONWARD_INSTRUCTION(onward_…) after the definition of a kernel makes it callable from programs. Its arguments
+// are read from words: integers, addresses, and the bits of floats and doubles (in the low bytes of a word).
 #pragma once
 #include <cstring>
 #include <type_traits>
@@ -17,11 +16,11 @@ struct Instruction {
   const char* name;
   int64_t arguments;
   int32_t (*run)(const int64_t* words);
-  Reads (*reads)(const int64_t* words);  // null: nothing worth looking ahead to
+  Reads (*reads)(const int64_t* words);  // null: nothing worth prefetching
   Instruction* next;
 };
 
-// All that there are, in a list; written while the library is loaded.
+// The list of all instructions, built when the library is loaded.
 extern Instruction* instructions;
 
 template <class T>
@@ -67,7 +66,7 @@ struct Registered {
 };
 
 #define ONWARD_INSTRUCTION(name) static const onward::Registered<name> registered_##name(#name)
-// For a kernel that reads much: reads, with its arguments, says what.
+// For a kernel that reads a lot of memory: reads(arguments) returns the memory to prefetch.
 #define ONWARD_INSTRUCTION_READS(name, reads) \
   static const onward::Registered<name, reads> registered_##name(#name)
 

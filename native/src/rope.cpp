@@ -10,8 +10,8 @@ namespace {
 
 constexpr int64_t kElementsPerChunk = 1 << 13;
 
-// cos and sin of radians [pairs], [2 * pairs] each, for either feature of a pair: the first takes its sine negated.
-// Each is the nearest float or its neighbour, for angles up to 2^31.
+// cos and sin of radians [pairs], each [2 * pairs]: both halves hold the values of all pairs, and the first half of
+// sin is negated. Each value is the nearest float or its neighbor, for angles up to 2^31.
 void angles_of_both_halves(const float* radians, int64_t pairs, float* cos, float* sin) {
   for (int64_t i = 0; i < pairs; ++i) {
     const Turn turn = sine_and_cosine(double(radians[i]));
@@ -24,7 +24,7 @@ void angles_of_both_halves(const float* radians, int64_t pairs, float* cos, floa
 }  // namespace
 }  // namespace onward
 
-// cos and sin: float32 [batch, queries, pairs] each, with the same strides of rows and queries, pairs contiguous.
+// cos and sin: float32 [batch, queries, pairs], with the same strides of rows and queries; pairs are contiguous.
 // Features past 2 * pairs are copied. out may be x, with the same strides.
 ONWARD_API int32_t onward_rotate(int64_t batch, int64_t heads, int64_t queries, int64_t dim,
                                  int32_t dtype, const void* x, const int64_t* x_strides,
@@ -53,8 +53,8 @@ ONWARD_API int32_t onward_rotate(int64_t batch, int64_t heads, int64_t queries, 
 }
 ONWARD_INSTRUCTION(onward_rotate);
 
-// cos and sin of radians [rows, pairs] as onward.ops.rotate takes them, each [rows, 2 * pairs]: both halves of a row
-// hold them, the first half of sin negated.
+// cos and sin of radians [rows, pairs], each [rows, 2 * pairs], as onward.ops.rotate takes them: both halves of a row
+// hold the values of all pairs, and the first half of sin is negated.
 ONWARD_API int32_t onward_rotary_angles(int64_t rows, int64_t pairs, const float* radians, float* cos,
                                         float* sin) {
   using namespace onward;

@@ -1,5 +1,5 @@
-// Rotary position embedding (Su et al., arXiv 2104.09864) of one row, to be composed: the kernels in
-// rope.cpp call it over heads, a fused kernel between a norm and the cache.
+// Rotary position embedding (Su et al., arXiv 2104.09864) of one row. rope.cpp calls it for heads, and the fused
+// kernel in heads.cpp between a norm and the cache.
 #pragma once
 #include <cstring>
 
@@ -7,7 +7,7 @@
 
 namespace onward {
 
-// Pairs (i, pairs + i). Products and sums are rounded one by one, as the definition's are.
+// Pairs (i, pairs + i). Every product and sum is rounded, as in the definition.
 template <class T>
 inline void rotate_split(const T* x, const float* cos, const float* sin, int64_t pairs, T* out) {
   for (int64_t i = 0; i < pairs; i += 16) {
@@ -41,7 +41,7 @@ inline void rotate_interleaved(const T* x, const float* cos, const float* sin, i
   }
 }
 
-// Turns the first 2 * pairs features of a row by the given angles and copies the others. out may be x.
+// Rotates the first 2 * pairs features of a row and copies the others. out may be x.
 template <class T>
 inline void rotate_row(const T* x, int64_t dim, const float* cos, const float* sin, int64_t pairs,
                        bool interleaved, T* out) {

@@ -21,7 +21,7 @@ thread_local Buffers buffers;
 
 void* scratch(ScratchSlot slot, int64_t bytes) {
   if (bytes > buffers.bytes[slot]) {
-    // Grow by half as well, so that a slowly growing prompt does not allocate at every length.
+    // Allocate half as much again, so that a slowly growing prompt doesn't allocate at every length.
     const int64_t wanted = (bytes + bytes / 2 + 4095) / 4096 * 4096;
     std::free(buffers.data[slot]);
     buffers.bytes[slot] = 0;

@@ -11,16 +11,17 @@ namespace onward {
 namespace {
 
 constexpr int kMaxThreads = 256;
-// Longer than the gap between two kernels of a forward, shorter than anyone would notice as load.
+// How long an idle thread spins: longer than the gap between two kernels of a forward, and too short to be noticed as
+// load.
 constexpr int64_t kSpinNanoseconds = 50'000;
-// The same while a program runs, whose next loop is sure to come.
+// How long it spins while a program runs, because the program's next loop is certain to come.
 constexpr int64_t kProgramSpinNanoseconds = 5'000'000;
 
-// After so long a thread that is waited for has probably lost its core to another program: the waiting one offers its
-// own. Nothing else is to run on an idle machine, and yielding then costs half a microsecond of waiting.
+// After this time, another process has probably taken the core of the thread being waited for, so the waiting thread
+// yields its core. On an idle machine nothing else wants to run, and yielding costs half a microsecond.
 constexpr int64_t kPatienceNanoseconds = 100'000;
 
-// Spins until ready() or until `limit()` nanoseconds are over, calling idle() meanwhile; says whether
+// Spins until ready() returns true or limit() nanoseconds have passed, and calls idle() meanwhile. Returns whether
 // it became ready.
 template <class Limit, class Idle, class Ready>
 bool spin_until(Limit&& limit, Idle&& idle, Ready&& ready) {
@@ -39,13 +40,13 @@ bool spin_until(Limit&& limit, Idle&& idle, Ready&& ready) {
   return false;
 }
 
-// A loop is cut into chunks, and every thread owns a contiguous share of them, which it takes from the
-// front; whoever is done helps from the back of the others' shares. So a thread walks memory in one
-// stream, and a thread that is late or preempted delays no one by more than a chunk.
+// A loop is divided into chunks. Every thread owns a contiguous share of them and takes chunks from the front; a
+// thread that has finished takes chunks from the back of other shares. So a thread reads memory in one stream, and
+// a late or preempted thread delays the others by at most one chunk.
 //
-// A share is one word: the loop's generation, the next chunk and the end. A chunk is claimed by
-// changing that word, and only then is the loop's description read: a claimed chunk keeps its loop,
-// and so the description, alive. A thread that comes late finds empty shares or another generation.
+// A share is one word: the loop's generation, the next chunk and the end. A thread claims a chunk by changing that
+// word, and only then reads the loop's description: a loop with claimed chunks is not over, so its description is
+// still valid. A late thread finds empty shares or another generation.
 struct Share {
   static constexpr uint32_t kMaxChunks = 0xffff;
   alignas(64) std::atomic<uint64_t> word{0};
@@ -54,7 +55,7 @@ struct Share {
     return generation << 32 | next << 16 | end;
   }
 
-  // The claimed chunk, or -1 when none is left.
+  // Claims a chunk and returns its number, or -1 if none is left.
   int64_t claim(bool front) {
     uint64_t seen = word.load(std::memory_order_acquire);
     for (;;) {
@@ -93,7 +94,7 @@ class Team {
     size_.store(size, std::memory_order_relaxed);
   }
 
-  // See team.h. What was staged is posted once.
+  // See team.h. Staged reads are posted once.
   void stage(const Reads& reads) {
     staged_ = reads;
     is_staged_ = true;
@@ -106,14 +107,14 @@ class Team {
   void program_begins() { programs_.fetch_add(1); }
   void program_ends() {
     programs_.fetch_sub(1);
-    is_staged_ = false;  // what it named may be gone when the next loop begins
+    is_staged_ = false;  // the staged memory may be freed before the next loop begins
   }
 
   void hold() { turn_.lock(); }
   void release() { turn_.unlock(); }
 
  private:
-  // Hands out the chunks and calls the workers.
+  // Distributes the chunks and wakes the workers.
   void publish(uint32_t chunks) {
     unfinished_.store(chunks, std::memory_order_relaxed);
     const uint32_t generation = generation_.load(std::memory_order_relaxed) + 1;
@@ -130,8 +131,8 @@ class Team {
     }
   }
 
-  // Runs the chunks of thread `me`, then those that others have not come to. What is done is reported
-  // once, at the end: a counter that all threads touch after every chunk would pass from core to core.
+  // Runs the chunks of thread `me`, then chunks that other threads have not started. Reports the number of chunks
+  // once, at the end: if all threads updated a counter after every chunk, its cache line would move between cores.
   void work(int me) {
     const int threads = size();
     uint32_t done = 0;
@@ -189,7 +190,7 @@ class Team {
 
   void start_workers() {
     if (started_ >= 0) return;
-    // Waiting threads that outnumber the cores would spin in the way of those that work.
+    // With more threads than cores, spinning threads would take cores from working threads.
     const int cores = allowed_cores();
     spin_ = cores > 0 && size() > cores ? 0 : kSpinNanoseconds;
     for (started_ = 0; started_ < size() - 1; ++started_) {
@@ -199,7 +200,7 @@ class Team {
         static_cast<Worker*>(worker)->team->worker(static_cast<Worker*>(worker)->index);
         return nullptr;
       };
-      // No more threads to be had: those that are there do all the work.
+      // If no more threads can be started, those that exist do all the work.
       Worker& worker = workers_[started_];
       if (!worker.thread.start(entry, &worker)) break;
     }
@@ -222,13 +223,13 @@ class Team {
 
   struct Worker {
     Team* team;
-    int index;  // of its share
+    int index;  // index of its share
     Thread thread;
   };
 
   alignas(128) std::atomic<uint32_t> generation_{0};
   Board board_;
-  Ahead own_ahead_;  // of the caller whose turn it is
+  Ahead own_ahead_;  // of the calling thread
   std::atomic<int> programs_{0};
   alignas(128) std::atomic<uint32_t> unfinished_{0};
   std::atomic<bool> caller_sleeps_{false};
@@ -258,8 +259,8 @@ Once once;
 Team& team() {
   once.call([] {
     new (storage) Team(1);
-    // Fork between two loops. The child has none of the workers: it gets a fresh team of the same
-    // size, whose threads start with its first loop.
+    // Forks happen between loops. A child process has no workers: it gets a new team of the same size, whose
+    // threads start with its first loop.
     at_forks([] { team().hold(); }, [] { team().release(); }, [] { new (storage) Team(team().size()); });
   });
   return *reinterpret_cast<Team*>(storage);

@@ -1,4 +1,4 @@
-// The team of threads: persistent workers that share a loop with the thread that calls.
+// The team of threads: persistent workers that run loops together with the calling thread.
 #pragma once
 #include <cstdint>
 #include <type_traits>
@@ -9,11 +9,11 @@ namespace onward {
 
 using ChunkBody = void (*)(void* context, int64_t begin, int64_t end);
 
-// Runs body over [0, count) in chunks of `grain` (or a multiple of it, where there would be more than
-// 65535), on the caller and on the workers, and returns when all are done. Every thread starts on its
-// own contiguous share of the chunks, in order, and helps the others when it is done. So a kernel's
-// result may never depend on who ran a chunk, and chunks must write to disjoint places. A loop of one
-// chunk, or one inside another, runs inline; loops of several callers take turns.
+// Runs body over [0, count) in chunks of `grain` (or of a multiple of it, to have at most 65535 chunks), on the
+// calling thread and the workers, and returns when all chunks are done. Every thread starts with a contiguous share
+// of the chunks, in order, and then helps the others. So the result of a kernel must not depend on the thread that
+// runs a chunk, and chunks must write to disjoint memory. A loop of one chunk and a loop inside another run inline;
+// loops of several callers take turns.
 void parallel_for(int64_t count, int64_t grain, ChunkBody body, void* context);
 
 template <class Body>
@@ -27,14 +27,14 @@ inline void parallel_for(int64_t count, int64_t grain, Body&& body) {
       const_cast<void*>(static_cast<const void*>(&body)));
 }
 
-int num_threads();  // workers and the caller
+int num_threads();  // the workers and the calling thread
 
-// What this thread's next loop but one will read: idle threads look ahead to it (ahead.h) as soon as
-// the next loop has begun, or post_reads() is called.
+// Announces the memory that the loop after this thread's next loop will read. Idle threads prefetch it (ahead.h) as
+// soon as the next loop begins or post_reads() is called.
 void stage_reads(const Reads& reads);
 void post_reads();
 
-// A program in progress: workers stay awake between its loops, and look ahead no further than its end.
+// Exists while a program runs: workers stay awake between its loops, and prefetching ends with the program.
 struct AwakeTeam {
   AwakeTeam();
   ~AwakeTeam();

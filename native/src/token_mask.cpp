@@ -1,4 +1,4 @@
-// Logits without the ids that may not follow: what a mask of bits leaves, and whether it leaves any.
+// Applies a bit mask of the allowed ids to logits, and reports whether any id is left.
 #include <limits>
 
 #include "api.h"
@@ -8,14 +8,14 @@
 namespace onward {
 namespace {
 
-constexpr int64_t kPiece = 1 << 14;  // ids of one piece of work
+constexpr int64_t kPiece = 1 << 14;  // ids per unit of work
 
-// Sixteen bits of a row's words; none beyond its last word.
+// Sixteen bits of a row's words; 0 beyond its last word.
 inline uint32_t bits_at(const uint32_t* words, int64_t count, int64_t id) {
   return id / 32 < count ? words[id / 32] >> (id % 32) & 0xffff : 0;
 }
 
-// Whether any id is left: admitted, and not -inf already. NaN counts.
+// Whether any id is left: allowed by the mask, and not -inf. NaN counts.
 template <class T>
 bool apply_mask(const T* x, const uint32_t* words, int64_t count, int64_t begin, int64_t end, T* out) {
   const f32x16 nothing = splat(-std::numeric_limits<float>::infinity());
@@ -34,8 +34,8 @@ bool apply_mask(const T* x, const uint32_t* words, int64_t count, int64_t begin,
 }  // namespace
 }  // namespace onward
 
-// out[r, c] = x[r, c] where bit c of row r's words is set, else -inf. left[r]: whether a logit of the row is more than
-// -inf, or NaN. Rows have `count` words each; ids past them are not admitted.
+// out[r, c] = x[r, c] if bit c of row r's words is set, else -inf. left[r]: whether any remaining logit of the row is
+// above -inf or NaN. Rows have `count` words each; ids past them are not allowed.
 ONWARD_API int32_t onward_apply_token_mask(int64_t rows, int64_t columns, const void* x, int32_t dtype, int64_t stride,
                                 const uint32_t* words, int64_t count, void* out, uint8_t* left) {
   using namespace onward;
@@ -50,7 +50,7 @@ ONWARD_API int32_t onward_apply_token_mask(int64_t rows, int64_t columns, const 
         const int64_t last = columns - first < kPiece ? columns : first + kPiece;
         const bool any = apply_mask(static_cast<const T*>(x) + row * stride, words + row * count, count, first, last,
                                static_cast<T*>(out) + row * columns);
-        // Several threads may say so of one row; none takes it back.
+        // Several threads may set the flag of a row; none clears it.
         if (any) __atomic_store_n(left + row, uint8_t(1), __ATOMIC_RELAXED);
       }
     });

@@ -1,4 +1,4 @@
-"""Adapters as peft makes and saves them, on small random models of transformers."""
+"""Adapters that peft creates and saves, for small random models of transformers."""
 
 from pathlib import Path
 
@@ -89,7 +89,7 @@ def base(family: str = "llama", seed: int = 0, **fields):
 
 
 def adapted(model, form: str, seed: int = 1):
-    """The model with a random adapter beside its weights, as peft runs it."""
+    """The model with a random adapter that isn't merged, as peft runs it."""
     torch.manual_seed(seed)
     wrapped = get_peft_model(model, LoraConfig(**FORMS[form], init_lora_weights=False, task_type="CAUSAL_LM")).eval()
     for name, weight in wrapped.named_parameters():

@@ -1,4 +1,4 @@
-"""Adapters that requests name: each row of a batch with its own computes what it computes alone, and what peft does."""
+"""Adapters per request: a row of a batch with an adapter computes the same as alone, and the same as peft."""
 
 import copy
 import gc

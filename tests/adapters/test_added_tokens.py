@@ -1,4 +1,4 @@
-"""Adapters with tokens of their own, and every field of adapter_config.json."""
+"""Adapters that add tokens, and every field of adapter_config.json."""
 
 import dataclasses
 import json

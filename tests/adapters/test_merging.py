@@ -1,4 +1,4 @@
-"""A merged adapter is what peft computes with it beside the weights."""
+"""A merged adapter computes the same as the adapter in peft."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""A job over replicas that die: the output is that of a job whose replicas live, and no line counts twice."""
+"""A job whose replicas die has the same output as one whose replicas live, and no line counts twice."""
 
 import asyncio
 import json
@@ -94,7 +94,7 @@ def test_whatever_dies_the_file_is_that_of_one_undisturbed_replica(
     stops: list[int],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    """stops: a run before the last ends after so many chunks, as with a kill of the driver."""
+    """stops: runs before the last one end after this number of chunks, as if the driver were killed."""
     folder = tmp_path_factory.mktemp("job")
     source = write(folder / "in.jsonl", count, bad=range(0, count, 7), torn=range(3, count, 11))
     assert serve(source, folder / "still.jsonl", replicas=1).over == count

@@ -1,4 +1,4 @@
-"""Lines of every protocol: a result depends on the line and the model alone."""
+"""Lines of every protocol: a result depends only on the line and the model."""
 
 import asyncio
 import json

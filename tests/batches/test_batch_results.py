@@ -1,4 +1,4 @@
-"""The results of a batch on the disk: nothing that was written is lost, and nothing but results is overwritten."""
+"""The results of a batch on disk: no written result is lost, and nothing else is overwritten."""
 
 import json
 import os

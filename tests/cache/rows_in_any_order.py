@@ -1,4 +1,4 @@
-"""Calls of slots in any order: what machines of every kind of memory have in common."""
+"""Calls of slots in any order: shared code of the state machines for every kind of memory."""
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -76,7 +76,7 @@ class RowsInAnyOrder(RuleBasedStateMachine):
             store.right = right
 
     def restore(self, row):
-        """What the disk has of a new row's text, beyond what memory had."""
+        """The part of a new row's text that is on disk and not in memory."""
         before = counts(self.slots)[2]
         restoration = self.slots.restoration(row.slot)
         if restoration is None:
@@ -180,7 +180,7 @@ class RowsInAnyOrder(RuleBasedStateMachine):
     @precondition(lambda self: self.pins)
     @rule(data=st.data(), part=st.floats(0, 1) | st.just(1.0), own=st.lists(st.integers(0, 1), min_size=1, max_size=4))
     def next_turn_fails(self, data, part, own):
-        """A copy for a turn fails: nobody has more or less than before, unless the end of the pin has made room."""
+        """A copy for a turn fails: no slot has gained or lost a block, unless the end of the pin has made room."""
         pin, slots = data.draw(st.sampled_from(self.pins)), self.slots
         ids = [*pin.ids[: round(part * len(pin.ids))], *own]
         memory = data.draw(

@@ -1,4 +1,4 @@
-"""A store of prefixes in memory, whose writes and reads happen when a test says so."""
+"""An in-memory store of prefixes whose writes and reads happen when a test triggers them."""
 
 from typing import NamedTuple
 

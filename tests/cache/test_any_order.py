@@ -1,4 +1,4 @@
-"""Slots in any order of calls: what a row reads is what was written for its text, and every block is accounted for."""
+"""Slots with calls in any order: a row reads what was written for its text, and no block is lost."""
 
 import pytest
 from hypothesis import settings
@@ -147,7 +147,7 @@ class AnyOrder(RowsInAnyOrder):
     @precondition(lambda self: self.rows)
     @rule(data=st.data(), ids=TEXTS)
     def fail(self, data, ids):
-        """A copy fails: nobody has more or less than before."""
+        """A copy fails: no slot has gained or lost a block."""
         row, held, slots = self.pick(data), counts(self.slots)[2], list(self.slots._slots)
         positions = data.draw(st.integers(0, len(row.written)))
         self.memory.fails = True

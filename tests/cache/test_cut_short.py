@@ -1,4 +1,4 @@
-"""A copy that fails and an interrupt in the middle of any change leave all slots as before or after it."""
+"""A failing copy or an interrupt in the middle of any change leaves all slots in the state before or after it."""
 
 import signal
 import sys
@@ -66,7 +66,7 @@ class House:
                 assert memory.read(slot, reused) == text(ids)[:reused]
                 self.check_window(slot, ids[:reused])
                 slots.release(slot)
-        for slot in list(slots._slots):  # also one whose maker never learnt of it
+        for slot in list(slots._slots):  # also a slot that its caller never received
             slots.release(slot, TEXT[: min(slot.length, 4)] if slot in (self.one, self.two) else ())
             check_accounts(slots)
         slots.clear()
@@ -98,7 +98,7 @@ CHANGES = {
 
 
 def interrupted(call, line) -> tuple[bool, bool]:
-    """Run `call`, with SIGINT at the n-th line of the cache's code: whether it raised, whether there are so many."""
+    """Run `call` with SIGINT at a line of the cache's code: whether it raised, and whether that line exists."""
     lines = 0
 
     def trace(frame, event, argument):

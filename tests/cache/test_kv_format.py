@@ -1,4 +1,4 @@
-"""Element formats of a cache: 8 bits, and one that this file alone defines, without kernels."""
+"""Element formats of a cache: 8 bits, and a format without kernels that only this file defines."""
 
 from dataclasses import replace
 from functools import partial

@@ -1,4 +1,4 @@
-"""Slots by example: what is reused, what is copied, what is evicted, and what each of it costs."""
+"""Slots by example: reuse, copies, evictions, and the cost of each."""
 
 import os
 import threading
@@ -37,7 +37,7 @@ def note(slots, slot, ids):
 
 
 def cache(slots, ids):
-    """Let `ids` be found, held by nobody."""
+    """Put `ids` into the index, without references."""
     slots.release(filled(slots, ids), ids)
     check_accounts(slots)
 

@@ -1,4 +1,4 @@
-"""Slots with recurrent states in any order of calls: a row has the states after its text, and so has each node."""
+"""Recurrent states with calls in any order: rows and nodes have the states after their texts."""
 
 import pickle
 
@@ -125,7 +125,7 @@ class AnyOrderOfStates(RowsInAnyOrder):
                 row.ids.append(token)
             row.written.append(self.text(row.ids[: at + 1]))
             self.memory.write(row.slot, at, row.written[-1])
-        # What may be taken back is at most a page at once (`PagedCacheManager.room`).
+        # At most a page can be removed at once (`PagedCacheManager.room`).
         wrong = ["a draft"] * max(0, min(drafted, PAGE - piece, row.slot.length - first - piece))
         for at in range(len(wrong)):
             self.memory.write(row.slot, first + piece + at, "a draft")

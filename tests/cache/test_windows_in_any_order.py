@@ -1,4 +1,4 @@
-"""Slots with sliding layers in any order of calls: a row finds its window, and every block of both kinds is counted."""
+"""Sliding layers with calls in any order: a row finds its window, and no block of either kind is lost."""
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -73,7 +73,7 @@ class AnyOrderOfWindows(RowsInAnyOrder):
     @precondition(lambda self: self.rows)
     @rule(data=st.data())
     def fail(self, data):
-        """A copy fails: nobody has more or less than before."""
+        """A copy fails: no slot has gained or lost a block."""
         row, held, slots = self.pick(data), counts(self.slots)[2], list(self.slots._slots)
         positions = data.draw(st.integers(0, len(row.written)))
         memory = data.draw(st.sampled_from([self.memory, self.memory.windows]))

@@ -1,4 +1,4 @@
-"""A memory of blocks that remembers, for each position of each block, the text that was written there."""
+"""A double of block memory that records, for each position of each block, the text that was written."""
 
 import pickle
 

@@ -1,4 +1,4 @@
-"""Templates of the families as their documentation describes them, and models that answer with a given text."""
+"""Chat templates of the families, written from their documentation, and models that answer with a given text."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

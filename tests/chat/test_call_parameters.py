@@ -1,4 +1,4 @@
-"""Calls whose arguments stand each by itself: Qwen3-Coder's and GLM's."""
+"""Calls with separately marked arguments: Qwen3-Coder and GLM."""
 
 import json
 import re
@@ -41,7 +41,7 @@ TOOLS = {"weather": SCHEMA, "clock": {}}
 
 
 def call(format: str, arguments: dict[str, str], name: str = "weather") -> str:
-    """As the model writes it; values as they stand in its text."""
+    """The arguments as the model writes them, with the values unchanged."""
     if format == "qwen3-coder":
         parts = [f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments.items()]
         return f"<tool_call>\n<function={name}>\n{''.join(parts)}</function>\n</tool_call>"

@@ -92,7 +92,7 @@ def test_special_tokens_are_no_part_of_the_text_but_of_the_message() -> None:
 
 @pytest.mark.parametrize("stop", ["look", "I l", "wea", ": {", "Oslo?I", "Oslo?]"])
 def test_a_stop_string_ends_the_message_where_it_ends_the_text(stop: str) -> None:
-    """What is held back for a stop string goes through the parser too, with the marks in their places."""
+    """Text that is delayed for a stop string passes through the parser too, with the marks in their places."""
     chat = answering("mistral", TEXTS["mistral"], MarkTokenizer())
     whole = chat.chat(tools=TOOLS, stop=stop)
     unstopped = chat.chat(tools=TOOLS)
@@ -164,7 +164,7 @@ def test_a_thinking_template_and_one_that_has_thought() -> None:
     assert said(chat.chat(enable_thinking=False)).content == chat.chat(enable_thinking=False).text
 
 
-# ── the conversation goes on ──────────────────────────────────────────────────────────────────────────────────
+# ── continued conversations ──────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("format", TEXTS)

@@ -1,4 +1,4 @@
-"""Calls that have to come, come; and whatever a model would rather write, they parse."""
+"""Required calls are always made, and they parse whatever a model would rather write."""
 
 import json
 from typing import Any
@@ -62,7 +62,7 @@ def said(completion: onward.Completion) -> AssistantMessage:
 
 
 def admitted(request: Request, tokenizer: ByteTokenizer, text: str) -> str:
-    """What of a text the constraint admits; with a "$" where the text may end there."""
+    """The part of a text that the constraint admits, with a "$" if the text may end there."""
     constraint = request.options.new_constraint(tokenizer)
     assert constraint is not None
     taken: list[int] = []

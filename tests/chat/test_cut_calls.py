@@ -1,4 +1,4 @@
-"""Answers with calls that are cut anywhere: no part of a mark becomes content, nor part of an argument."""
+"""Answers with calls, cut at every position: no part of a mark becomes content or part of an argument."""
 
 import json
 from typing import Any
@@ -12,7 +12,7 @@ OBJECT = {"type": "object", "properties": {"city": {"type": "string"}, "days": {
 TOOLS: dict[str, Any] = {"weather": OBJECT, "clock": {"type": "object"}}
 CITY = "Oslo"
 JSON = '{"city": "Oslo", "days": 2}'
-# Two calls each, and what stands around them.
+# Two calls each, and the text around them.
 ANSWERS = {
     "hermes": (
         f'<think>\nHm.\n</think>\n\nI look.\n<tool_call>\n{{"name": "weather", "arguments": {JSON}}}\n</tool_call>\n'

@@ -1,4 +1,4 @@
-"""gpt-oss's answers: several messages, each with a channel and maybe a recipient."""
+"""Answers of gpt-oss: several messages, each with a channel and possibly a recipient."""
 
 from typing import Any
 
@@ -77,7 +77,7 @@ def gpt_oss(text: str, tokenizer: ByteTokenizer) -> Chat:
             "<|channel|>analysis to=python code<|message|>print(1)<|call|>",
             AssistantMessage(None, "print(1)"),
         ),
-        # What has no header is content, and so is a header that breaks off.
+        # Text without a header is content, and so is an incomplete header.
         ("It rains, to=you.\n", AssistantMessage("It rains, to=you.\n")),
         ("", AssistantMessage("")),
         ("<|channel|>fin", AssistantMessage("<|channel|>fin")),

@@ -1,4 +1,4 @@
-"""Marks of real tokenizers: special tokens, added tokens that are text, and marks that are several tokens."""
+"""Marks in real tokenizers: special tokens, added tokens that are text, and marks of several tokens."""
 
 import copy
 import json
@@ -90,7 +90,7 @@ def test_a_request_is_a_value(tokenizer: JsonTokenizer) -> None:
 
 
 def test_marks_stand_where_their_tokens_came() -> None:
-    """Also where text before them is held back: half a character, or the beginning of a stop string."""
+    """Also if the text before them is delayed: half a character, or the beginning of a stop string."""
     texts = {1: b"ab", 2: b"\xc3", 3: b"\xa9", 4: b"st"}
 
     def decode(ids: list[int]) -> str:

@@ -1,4 +1,4 @@
-"""The state machine: what families write becomes reasoning, content and calls, however the text is cut."""
+"""The state machine: the text of each family becomes reasoning, content and calls, however it is split."""
 
 import json
 
@@ -111,7 +111,7 @@ def test_what_a_family_writes(format: str, text: str, expected: AssistantMessage
     ],
 )
 def test_arguments_are_what_the_model_wrote(format: str, text: str, arguments: str) -> None:
-    """They are never parsed and written anew, so nothing in them is lost or changed."""
+    """Arguments are never parsed and serialized again, so nothing in them is lost or changed."""
     for parts in ([text % arguments], list(text % arguments)):
         assert parsed(format, parts)[1] == AssistantMessage(None, None, calls(arguments))
 
@@ -119,7 +119,7 @@ def test_arguments_are_what_the_model_wrote(format: str, text: str, arguments: s
 @pytest.mark.parametrize(
     ("format", "text", "expected"),
     [
-        # Before its name is known, what breaks off is content.
+        # An incomplete call is content until its name is known.
         ("hermes", "<tool_call>", AssistantMessage("<tool_call>")),
         ("hermes", '<tool_call>\n{"name": "wea', AssistantMessage('<tool_call>\n{"name": "wea')),
         ("hermes", "a <tool", AssistantMessage("a <tool")),

@@ -1,4 +1,4 @@
-"""The arguments of calls in the past, as clients send them and templates read them."""
+"""The arguments of calls in the conversation, as clients send them and templates read them."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""A reasoning budget changes nothing before its cut, forces the closing there, and then decoding continues as usual."""
+"""A reasoning budget changes nothing before its limit, forces the closing there, and decoding then continues."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""How many tokens of an answer are reasoning: those with its text, wherever the text is cut; marks do not count."""
+"""The number of reasoning tokens of an answer, wherever the text is cut; marks don't count."""
 
 import json
 
@@ -12,7 +12,7 @@ from onward.protocols import BodyReader
 from onward.testing import ByteTokenizer
 
 CHAT = "/v1/chat/completions"
-# The format, what stands before the reasoning, the reasoning, its closing mark, the rest.
+# The format, the text before the reasoning, the reasoning, its closing mark, the rest.
 ANSWERS = {
     "hermes": ("hermes", "<think>", "\nOslo é?\n🦊", "</think>", "\n\nI look."),
     "opened": ("hermes", "", "Oslo é?\n", "</think>", "\n\nI look."),

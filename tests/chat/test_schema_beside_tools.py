@@ -1,4 +1,4 @@
-"""A schema of the answer beside tools: the answer is calls, or JSON of the schema."""
+"""Tools together with a schema: the answer is calls, or JSON of the schema."""
 
 import json
 from typing import Any
@@ -73,7 +73,7 @@ def test_an_answer_is_calls_or_what_the_schema_says(format: str) -> None:
         assert not of(request, content(format, "I look."))
         assert not of(request, content(format, '{"name": "Oslo", "id": "x"}')) or schema == {"type": "object"}
         wrong = call.replace("Oslo", 'Oslo", "x": "y') if "{" in call else call.replace("city", "x")
-        # Without a mark a wrong call is an object, too.
+        # Without a mark, an invalid call is also a JSON object.
         assert not of(request, wrong) or (format, schema) == ("llama3", {"type": "object"})
         assert not of(request, f"I look. {call}"), "no text beside either"
         required = chat.request(tools=TOOLS, json_schema=schema, tool_choice="weather")

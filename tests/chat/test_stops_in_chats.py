@@ -1,4 +1,4 @@
-"""A chat's answer that a stop string or a limit cuts anywhere, in reasoning, content or a call: clients see one
+"""A chat's answer that a stop string or a limit ends anywhere, in reasoning, content or a call: clients see a
 consistent state."""
 
 import json

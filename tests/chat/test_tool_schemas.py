@@ -1,4 +1,4 @@
-"""Schemas of tools: malformed ones are named before any work, odd ones work, and large ones take no time."""
+"""Schemas of tools: malformed ones are named before any work, unusual ones work, and large ones are fast."""
 
 import json
 import time
@@ -198,7 +198,7 @@ def test_any_parameter_is_written_and_read_back_or_refused(format: str, paramete
     constraint = request.options.new_constraint(ByteTokenizer())
     assert constraint is not None
     if "{" in CALLS[format]:
-        return  # names stand in JSON, which llguidance writes
+        return  # names are in JSON, which llguidance generates
     text = written(format, "weather", parameter)
     assert admitted(request, ByteTokenizer(), text) == f"{text}$"
     (call,) = message(format, text, tools={"weather": parameters}).tool_calls

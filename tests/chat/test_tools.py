@@ -1,4 +1,4 @@
-"""Tools and choices as callers give them: checked, named in errors, and made of functions."""
+"""Tools and tool choices from callers: checked, named in errors, and made from functions."""
 
 import enum
 from typing import Annotated, Any, Literal

@@ -1,4 +1,4 @@
-"""Chat templates that write what those of the families write: turns, system prompts, what opens an answer."""
+"""Chat templates that render the same as those of the families: turns, system prompts, openings of answers."""
 
 GEMMA = """\
 {{ bos_token }}

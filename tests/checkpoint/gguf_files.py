@@ -1,4 +1,4 @@
-"""Small GGUF models, written by llama.cpp's own package, and the twins they come from."""
+"""Small GGUF models, written by llama.cpp's own package, and the checkpoints that they were made from."""
 
 import re
 from pathlib import Path
@@ -62,7 +62,7 @@ _DELTA_EXPERTS = {
 }
 _YARN = {"rope_type": "yarn", "rope_theta": 150000.0, "factor": 4.0, "original_max_position_embeddings": 16}
 _LOCAL = {"rope_type": "default", "rope_theta": 150000.0}
-# What is tested: a name -> GGUF's architecture, that of config.json, and fields that differ from `CONFIG`.
+# The test cases: a name -> GGUF's architecture, that of config.json, and fields that differ from `CONFIG`.
 MODELS: dict[str, tuple[str, str, dict]] = {
     "llama": ("llama", "Llama", {}),
     "mixtral": ("llama", "Mixtral", {"num_local_experts": 4, **_EXPERTS}),

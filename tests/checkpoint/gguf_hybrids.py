@@ -1,4 +1,4 @@
-"""Models with layers that keep states, as llama.cpp's converter writes them: for `gguf_files`."""
+"""Models with recurrent layers, as llama.cpp's converter writes them: for `gguf_files`."""
 
 import gguf
 import numpy as np

@@ -1,12 +1,12 @@
-"""A hub in a thread: the HTTP protocol of huggingface.co as far as `snapshot_download` speaks it.
+"""A hub in a thread: the part of huggingface.co's HTTP protocol that `snapshot_download` uses.
 
-    GET       /api/models/{repo}/revision/{revision}     what a branch, tag or commit is: its sha
+    GET       /api/models/{repo}/revision/{revision}     the sha of a branch, tag or commit
     GET       /api/models/{repo}/tree/{commit}           its files
     HEAD/GET  /{repo}/resolve/{revision}/{file}          one file
 
-Small files are served at once, with their git id as ETag. Safetensors stand for files in large storage: `resolve`
-answers 302 with X-Linked-ETag and X-Linked-Size and the address of another host ("localhost", where the hub is
-"127.0.0.1"), which serves them whole or from a given byte on. What goes wrong is told by X-Error-Code.
+Small files are served directly, with their git id as ETag. Safetensors stand for files in large storage: `resolve`
+answers 302 with X-Linked-ETag, X-Linked-Size and the address of another host ("localhost", while the hub is
+"127.0.0.1"), which serves them whole or from a given byte on. X-Error-Code names an error.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ class Request(NamedTuple):
 
 @dataclass
 class Repository:
-    """commits: sha -> path -> content. revisions: branch or tag -> sha. token: what a private one asks for."""
+    """commits: sha -> path -> content. revisions: branch or tag -> sha. token: required by a private repository."""
 
     commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
     revisions: dict[str, str] = field(default_factory=dict)
@@ -79,7 +79,7 @@ class Hub:
         return cuts.pop(0) if cuts else None
 
     def sent(self) -> set[str]:
-        """The files whose content was asked for."""
+        """The files whose content was requested."""
         paths = [request.path for request in self.requests if request.method == "GET"]
         parts = [path.partition(mark)[2] for path in paths for mark in ("/resolve/", "/storage/") if mark in path]
         return {unquote(part.partition("/")[2]) for part in parts}

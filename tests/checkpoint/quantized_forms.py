@@ -1,4 +1,4 @@
-"""Quantized checkpoints as other libraries write them, each beside its twin in floats."""
+"""Quantized checkpoints as other libraries write them, each with the same weights in floats."""
 
 import json
 

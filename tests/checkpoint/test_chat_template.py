@@ -1,4 +1,4 @@
-"""Chat templates: what `transformers` makes of them, in a sandbox, and a clear no to everything else."""
+"""Chat templates: the same text as in `transformers`, in a sandbox, and a clear error for everything else."""
 
 import contextlib
 import datetime

@@ -1,4 +1,4 @@
-"""A field that config.json leaves out means what it means to transformers: every family, every field."""
+"""A field that config.json leaves out has the same default as in transformers: every family, every field."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Fields of config.json of a wrong kind or out of any range: never a guess, never another library's error."""
+"""Fields of config.json with a wrong type or out of range: never a guess, never another library's error."""
 
 import pytest
 from hypothesis import given, settings

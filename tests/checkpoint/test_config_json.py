@@ -1,4 +1,4 @@
-"""config.json: read as it is meant, or refused in one line that says what was got and what is wanted."""
+"""config.json: read correctly, or refused in one line with the received and the accepted value."""
 
 import json
 

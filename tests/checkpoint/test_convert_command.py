@@ -1,4 +1,4 @@
-"""What is converted stands for the same numbers: here, in transformers, and in llama.cpp's own reader."""
+"""A converted model has the same numbers: in Onward, in transformers, and in llama.cpp's own reader."""
 
 import json
 from pathlib import Path

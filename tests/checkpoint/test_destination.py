@@ -1,4 +1,4 @@
-"""What is written appears whole or not at all, and what hinders it is one clear error."""
+"""Output appears completely or not at all, and a failure is one clear error."""
 
 import errno
 import os

@@ -1,4 +1,4 @@
-"""Folders as others leave them: no architectures, ids past the vocabulary, generation fields in config.json."""
+"""Folders from other tools: no architectures, ids past the vocabulary, generation fields in config.json."""
 
 import json
 

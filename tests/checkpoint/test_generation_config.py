@@ -1,4 +1,4 @@
-"""generation_config.json: the ids that end a text, and how its makers want it sampled."""
+"""generation_config.json: the ids that end a text, and the recommended sampling."""
 
 import warnings
 from pathlib import Path

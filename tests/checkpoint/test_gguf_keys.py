@@ -1,4 +1,4 @@
-"""Every key of a GGUF file's metadata is honoured, refused by name, or changes nothing."""
+"""Every key of a GGUF file's metadata is followed, refused by name, or has no effect."""
 
 from pathlib import Path
 
@@ -255,7 +255,7 @@ def test_suppressed_tokens_are_never_generated(tmp_path):
 
 
 def lists_of_docs(files) -> dict[str, list[str]]:
-    """What docs/gguf.md lists: the keys that some family honours, that never count, and that are refused unless off."""
+    """The lists in docs/gguf.md: keys that families read, keys without effect, and keys that are refused unless off."""
     read: set[str] = set()
     for checkpoint in files.values():
         metadata, tensors = checkpoint.files[0].metadata, checkpoint.tensors

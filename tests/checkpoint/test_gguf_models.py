@@ -1,4 +1,4 @@
-"""A GGUF model is the model that it was made from."""
+"""A GGUF model equals the model that it was made from."""
 
 import contextlib
 import json

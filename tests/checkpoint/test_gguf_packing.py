@@ -1,4 +1,4 @@
-"""Blocks become packed weights without loss, and their product is that of the values, in every form of the ops."""
+"""Blocks become packed weights without loss, with the product of the dequantized values in every form of the ops."""
 
 import gguf
 import numpy as np

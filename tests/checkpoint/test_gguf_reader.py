@@ -1,4 +1,4 @@
-"""GGUF files that are damaged or absurd are refused with one clear error, before memory is asked for."""
+"""Damaged or absurd GGUF files are refused with one clear error, before memory is allocated."""
 
 import contextlib
 import struct

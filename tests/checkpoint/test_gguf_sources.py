@@ -1,4 +1,4 @@
-"""Where a GGUF model may be: a file, a folder that holds one, split files, the hub."""
+"""Sources of GGUF models: a file, a folder with one file, split files, the hub."""
 
 import shutil
 

@@ -1,4 +1,4 @@
-"""A tokenizer out of a GGUF file makes the ids of the tokenizer.json that it was made from."""
+"""A tokenizer from a GGUF file gives the ids of the tokenizer.json that it was made from."""
 
 import json
 import random

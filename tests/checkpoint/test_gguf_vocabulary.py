@@ -1,4 +1,4 @@
-"""llama.cpp's rules of vocabularies: how texts are cut, what ends them, and what an odd file means."""
+"""llama.cpp's rules for vocabularies: how texts are split, which ids end them, and unusual files."""
 
 import json
 from pathlib import Path

@@ -340,7 +340,7 @@ def files_in(cache: Path) -> set[str]:
 
 
 def test_a_download_that_breaks_off_is_resumed_where_it_ended(published, hub, monkeypatch):
-    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 500)  # what arrived of an unfinished piece is lost
+    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 500)  # the received part of an incomplete piece is lost
     hub.cut("model.safetensors", at=[1000, 500])
     assert same_weights(onward.load(REPO), onward.load(published))
     ranges = [request.range for request in hub.requests if request.path.endswith("model.safetensors") and request.range]
@@ -385,7 +385,7 @@ def test_a_hub_that_dies_during_a_download(published, hub, monkeypatch):
     def die(handler, digest, file):
         hub.cut(file, at=[1000])
         serve(handler, digest, file)
-        hub._server.socket.close()  # nobody answers from now on
+        hub._server.socket.close()  # no server answers from now on
 
     monkeypatch.setattr(hub._server.RequestHandlerClass, "_storage", die)
     with refused(SourceError, REPO, "failed", "try again"):
@@ -451,7 +451,7 @@ for source in sys.argv[1:]:
 
 
 def find_in_a_process(*sources: str, **environment: str) -> list[str]:
-    """What `find_folder` gives or says for each source, in a process with this environment."""
+    """The result or error of `find_folder` for each source, in a process with this environment."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING"))}
     command = [sys.executable, "-c", FIND, *sources]
     result = subprocess.run(command, env=clean | environment, capture_output=True, text=True, check=True)

@@ -1,4 +1,4 @@
-"""`onward.load`: its arguments, and a checkpoint that becomes a language model."""
+"""`onward.load`: its arguments, and the language model that it returns."""
 
 import os
 import pathlib

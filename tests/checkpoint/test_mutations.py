@@ -1,4 +1,4 @@
-"""Small files of a checkpoint, changed at random: each is read, or refused by an error of ours in one line."""
+"""Small files of a checkpoint, changed at random: each is read, or refused by Onward's own error in one line."""
 
 import json
 import random
@@ -11,7 +11,7 @@ from onward.chat import ChatTemplate
 from onward.errors import OnwardError
 from tiny_checkpoint import make_checkpoint
 
-# What takes the place of a value, or comes between two pieces of text.
+# Replacements for a value, or insertions between two pieces of text.
 ODD_VALUES = [None, True, -1, 0, 2**31, 10**30, 1e308, 5e-324, "", "\ud800", "x" * 1000, [], {}, [[]], {"a": None}]
 ODD_TEXTS = [
     "(",

@@ -1,4 +1,4 @@
-"""Settings of quantized checkpoints: zero points of every width, rules by module, and tensors that change nothing."""
+"""Settings of quantized checkpoints: zero points of every width, rules by module, tensors without effect."""
 
 import pytest
 import torch
@@ -300,7 +300,7 @@ READERS = {
 
 @pytest.mark.parametrize("name", READERS)
 def test_every_setting_of_transformers_is_known(name):
-    """What `transformers` takes for a method is read, refused, or listed as changing nothing."""
+    """Every setting that `transformers` accepts for a method is read, refused, or listed as having no effect."""
     import inspect
 
     from transformers.utils import quantization_config

@@ -1,4 +1,4 @@
-"""Checkpoints that others quantized: every method's weights are those that its definition gives, number by number."""
+"""Checkpoints quantized by other tools: the weights of every method equal its definition, number by number."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Pages of a mapped checkpoint that were read for the last time leave memory: it holds the weights once."""
+"""Pages of a mapped checkpoint leave memory after their last read: memory has the weights once."""
 
 import re
 import sys

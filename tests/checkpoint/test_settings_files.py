@@ -1,4 +1,4 @@
-"""Folders that older libraries wrote: settings beside config.json, weights of other names, without an index."""
+"""Folders from older libraries: separate settings files, other names of weights, no index."""
 
 import json
 

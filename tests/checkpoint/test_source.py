@@ -1,4 +1,4 @@
-"""Which names may be hub ids, and what the error says of those that may not."""
+"""Names that can be hub ids, and the errors for those that can't."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from onward.errors import SourceError
 
 @pytest.fixture
 def asked(monkeypatch):
-    """What the hub is asked for; it has nothing."""
+    """The requests to the hub, which is empty."""
     names = []
 
     def download(repository, revision, progress):

@@ -1,4 +1,4 @@
-"""Experts that a file holds in one tensor: those of each name, in every layout, and what does not fit is said."""
+"""Experts in one tensor of a file: each expert's weights, in every layout, and errors for shapes that don't fit."""
 
 import json
 

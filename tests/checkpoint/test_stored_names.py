@@ -1,4 +1,4 @@
-"""Names of weights other than Hugging Face's: prefixes of wrappers and of base models, tied heads, and name maps."""
+"""Names of weights other than Hugging Face's: prefixes of wrappers and base models, tied heads, and name maps."""
 
 import pytest
 import torch

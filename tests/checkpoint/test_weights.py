@@ -1,4 +1,4 @@
-"""Safetensors to weights: every tensor accounted for, mapped and not copied, and nothing read that is damaged."""
+"""Weights from safetensors: every tensor is read or reported, mapped and not copied; damaged files are refused."""
 
 import json
 import struct
@@ -315,7 +315,7 @@ def test_a_file_larger_than_all_addresses_is_refused(folder, monkeypatch):
 
 @pytest.mark.parametrize("pad", range(8))
 def test_tensors_at_any_address_are_read_and_aligned(pad, folder):
-    """A header of any length is legal, so the numbers after it may stand anywhere."""
+    """A header of any length is legal, so tensors can be at any offset."""
     expected = onward.load(folder).logits([1, 2, 3])
     content = (folder / "model.safetensors").read_bytes()
     size = struct.unpack("<Q", content[:8])[0]

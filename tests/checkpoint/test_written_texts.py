@@ -1,4 +1,4 @@
-"""What a checkpoint says of texts is what its GGUF file says: ids, special ids, ends, templates and sampling."""
+"""A GGUF file has the text settings of the checkpoint: ids, special ids, ends, templates and sampling."""
 
 import json
 import random

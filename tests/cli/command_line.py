@@ -1,4 +1,4 @@
-"""What a command line is called with and gives back."""
+"""The arguments and the results of a command line."""
 
 import os
 import sys

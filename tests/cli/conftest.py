@@ -1,4 +1,4 @@
-"""The command line inside this process, with standard streams of its own; and one demo model for all tests."""
+"""The command line inside this process, with its own standard streams; and one demo model for all tests."""
 
 import io
 

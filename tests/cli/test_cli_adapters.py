@@ -1,4 +1,4 @@
-"""--adapter: loaded by a name, and used as the command says."""
+"""--adapter: loaded under a name, and used by each command."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""A batch in OpenAI's format: each line as it would be alone, and a run that is stopped goes on."""
+"""A batch in OpenAI's format: each line equals a request alone, and a stopped run continues."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""`onward bench` measures what it says it measures."""
+"""The figures of `onward bench` are what their names say."""
 
 import json
 

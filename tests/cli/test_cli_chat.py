@@ -1,4 +1,4 @@
-"""A chat: its commands, its context, and what an interrupt leaves."""
+"""A chat: its commands, its context, and its state after an interrupt."""
 
 import itertools
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ def ignore(piece: onward.Piece) -> None:
 
 
 def answers(lm: onward.LanguageModel, *questions: str, system: str | None = None) -> list[str]:
-    """What the model says to questions in turn."""
+    """The model's answers to successive questions."""
     messages = [] if system is None else [{"role": "system", "content": system}]
     said = []
     for question in questions:

@@ -1,4 +1,4 @@
-"""A chat is changed while it goes on: another answer, one less, other options, no thinking; and a recap of it."""
+"""Commands that change a running chat: retry, undo, other options, no thinking; and a recap."""
 
 import dataclasses
 from pathlib import Path
@@ -50,7 +50,7 @@ def test_a_retry_is_what_the_question_gives_with_a_seed_of_its_own(session: Chat
     assert answers == [session.lm.chat(prompt, **SAMPLED | {"seed": sample_seed(7, at)}).text for at in (1, 2)]
     assert len({first, *answers}) == 3
     assert session.conversation.turns == [("Tell me a story.", answers[-1])]
-    # The next question begins anew with the seed itself.
+    # The next question starts again with the original seed.
     assert session.ask("And then?", ignore).completion.seed == 7
 
 

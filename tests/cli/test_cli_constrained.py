@@ -1,4 +1,4 @@
-"""The flags that say what form a text has."""
+"""The flags for structured output."""
 
 import json
 from pathlib import Path

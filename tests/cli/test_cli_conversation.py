@@ -1,4 +1,4 @@
-"""A conversation survives its note in a saved session, and a note that is none is refused."""
+"""A conversation is stored in the notes of a saved session, and invalid notes are refused."""
 
 from pathlib import Path
 

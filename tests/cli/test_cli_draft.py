@@ -1,4 +1,4 @@
-"""`--draft` on the command line: the same text, and what drafting brought."""
+"""`--draft` on the command line: the same text, and the counts of drafts."""
 
 import json
 

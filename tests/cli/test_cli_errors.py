@@ -1,4 +1,4 @@
-"""Bad input: one line on stderr, code 2, no traceback, nothing half-done."""
+"""Bad input: one line on stderr, exit code 2, no traceback, no partial output."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""`onward eval` where its extra is not installed; tests/integrations has it where it is."""
+"""`onward eval` without its extra; tests/integrations tests it with the extra."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""`onward generate` says what `lm.generate` says."""
+"""`onward generate` prints the text of `lm.generate`."""
 
 import dataclasses
 import json

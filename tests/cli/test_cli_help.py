@@ -1,4 +1,4 @@
-"""The help of each command: every option in a group, short phrases, defaults that the code has."""
+"""The help of each command: every option in a group, short phrases, and the defaults of the code."""
 
 import dataclasses
 import inspect

@@ -1,4 +1,4 @@
-"""`onward info` agrees with what loading finds."""
+"""`onward info` agrees with the loaded model."""
 
 import json
 import os

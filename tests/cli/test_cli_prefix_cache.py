@@ -1,4 +1,4 @@
-"""`onward prefix-cache`: what a folder has, and deleting it."""
+"""`onward prefix-cache`: the contents of a folder, and deleting them."""
 
 import os
 import re

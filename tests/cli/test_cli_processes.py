@@ -1,4 +1,4 @@
-"""What only a process shows: signals, closed pipes, a terminal."""
+"""Behavior of a real process: signals, closed pipes, a terminal."""
 
 import os
 import pty
@@ -25,7 +25,7 @@ TERMINAL_PROGRAM = [
 ]
 
 
-# What the line editor says when it takes the terminal, and when it gives it back.
+# Escape sequences with which the line editor takes over the terminal, and restores it.
 EDITING, ACCEPTED = "\x1b[?2004h", "\x1b[?2004l"
 
 
@@ -85,7 +85,7 @@ def test_closed_streams_are_no_tracebacks() -> None:
 
 
 class Terminal:
-    """A program on a pseudo-terminal: what it writes is gathered, what is typed reaches it."""
+    """A program on a pseudo-terminal: collects its output and sends typed input."""
 
     def __init__(self, arguments: list[str], state: Path) -> None:
         self._ours, theirs = pty.openpty()

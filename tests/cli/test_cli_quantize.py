@@ -1,4 +1,4 @@
-"""`onward quantize`, `--quantize` and `load(quantize=)` are one thing."""
+"""`onward quantize`, `--quantize` and `load(quantize=)` give the same weights."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""A chat's turns cost what they add; `--session` has them there again in the next run."""
+"""A turn of a chat processes only new tokens; `--session` restores them in the next run."""
 
 import dataclasses
 from pathlib import Path

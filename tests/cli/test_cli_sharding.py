@@ -1,4 +1,4 @@
-"""`--pipeline` changes no word."""
+"""`--pipeline` doesn't change the text."""
 
 import pytest
 from command_line import Cli

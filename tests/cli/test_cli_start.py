@@ -1,4 +1,4 @@
-"""Help, version, and a start that waits for nothing it does not need."""
+"""Help, version, and a start that imports nothing unnecessary."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Unknown options and commands: one line that names what was probably meant."""
+"""Unknown options and commands: one line that names the one that was probably meant."""
 
 import dataclasses
 import inspect

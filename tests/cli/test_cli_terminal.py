@@ -1,4 +1,4 @@
-"""What a terminal gets and a pipe does not."""
+"""Output that appears on a terminal but not in a pipe."""
 
 import io
 import os
@@ -116,7 +116,7 @@ def test_the_history_is_its_owners(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert file.stat().st_mode & 0o777 == 0o600
     assert file.parent.stat().st_mode & 0o777 == 0o700
     file.unlink()
-    os.mkdir(file)  # it cannot be written any more, and the chat goes on
+    os.mkdir(file)  # it can no longer be written, and the chat continues
     history.store_string("And now?")
 
 

@@ -1,4 +1,4 @@
-"""Several texts, beams, logprobs and scores on the command line say what Python says."""
+"""Several texts, beams, logprobs and scores on the command line equal those in Python."""
 
 import dataclasses
 import json
@@ -41,7 +41,7 @@ def test_json_holds_logprobs_as_objects(cli: Cli, loaded: onward.LanguageModel) 
         assert [token["logprob"] for token in one["tokens"]] == [token.chosen for token in want.logprobs or []]
         tops = [[(top["id"], top["logprob"]) for top in token["top"]] for token in one["tokens"]]
         assert tops == [list(token.top) for token in want.logprobs or []]
-        # What the draw took is among the likeliest in many places: it is written there as it is in the text.
+        # In many places the drawn token is one of the most likely ones, and is written as in the text.
         pairs = [(token, top) for token in one["tokens"] for top in token["top"] if top["id"] == token["id"]]
         assert pairs
         assert all(token["text"] == top["text"] for token, top in pairs)

@@ -1,4 +1,4 @@
-"""`--threads`: on every command that loads a model, over whatever the environment says."""
+"""`--threads`: on every command that loads a model, with precedence over the environment."""
 
 import os
 import subprocess

@@ -20,7 +20,7 @@ STORY = {"prompt": "Once upon a time", "max_tokens": 400, "temperature": 0.5, "s
 
 @dataclass
 class Stream:
-    """What a client got. replica: the id of the one that began it. last_id: of the last event."""
+    """The stream that a client received. replica: id of the first replica. last_id: id of the last event."""
 
     status: int = 0
     replica: str = ""
@@ -35,7 +35,7 @@ class Stream:
 
     @property
     def said(self) -> list[Any]:
-        """All that was said of each text, however the events cut it: their parts in a row, then the usage."""
+        """All data of each text, independent of its division into events: the parts in order, then the usage."""
         texts: dict[int, list[Any]] = {}
         for choice in (choice for event in self.events for choice in event.get("choices", ())):
             parts = texts.setdefault(choice["index"], ["", [], None])
@@ -45,7 +45,7 @@ class Stream:
             parts[2] = choice["finish_reason"] or parts[2]
         others = [event.get("usage", event) for event in self.events if not event.get("choices")]
         for usage in others:
-            usage.pop("prompt_tokens_details", None)  # what a cache held is a replica's own
+            usage.pop("prompt_tokens_details", None)  # cached tokens depend on the replica
         return [sorted(texts.items()), others]
 
 
@@ -85,7 +85,7 @@ def read(
 
 @contextlib.contextmanager
 def deployed(*options: str) -> Iterator[tuple[int, str]]:
-    """`onward deploy demo`, with one replica: the port where it listens, and what it said before."""
+    """`onward deploy demo`, with one replica: the port where it listens, and its output before."""
     port = free_port()
     command = [sys.executable, "-m", "onward", "deploy", "demo", "--replicas", "1", "--threads", "1"]
     process = subprocess.Popen(

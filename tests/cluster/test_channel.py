@@ -1,4 +1,4 @@
-"""Many answers come through one channel from each replica: whole and in order, or their calls are lost."""
+"""Many answers through one channel per replica: complete and in order, or their calls are lost."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -22,7 +22,7 @@ def stream_of(name: str) -> bytes:
 
 
 async def streaming(scope: Any, receive: Any, send: Any) -> None:
-    """Events of the body's name, after the last one that was told."""
+    """Events with the body's name, after the last one that was sent."""
     name = (await receive())["body"].decode()
     begun = scope["onward"]
     (known,) = begun["emitted"] or [()]
@@ -230,7 +230,7 @@ def test_a_closed_outbox_keeps_nothing() -> None:
 
 @pytest.mark.parametrize("is_opened", [True, False])
 def test_a_call_ends_with_its_ingress(is_opened: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray does not tell a replica of the death of a caller: it ends what nobody listens to, and waits for nobody."""
+    """Ray doesn't notify a replica of a caller's death: the replica ends streams that nobody reads, without waiting."""
     monkeypatch.setattr(bridge, "_LEASE", 0.3)
     left = asyncio.Event()
 

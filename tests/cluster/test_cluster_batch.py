@@ -1,6 +1,6 @@
-"""`onward batch --replicas`: the file of one machine, whoever is killed meanwhile.
+"""`onward batch --replicas`: the output of one machine, whichever processes are killed.
 
-ONWARD_KILLS=20 sets how often the job is killed; a kill costs some ten seconds, most of it Ray's start.
+ONWARD_KILLS=20 sets the number of kills; each takes about ten seconds, mostly to start Ray.
 """
 
 import json
@@ -43,7 +43,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def undisturbed(source: Path) -> bytes:
-    """What one process without Ray makes of it."""
+    """The output of one process without Ray."""
     out = source.with_name("undisturbed.jsonl")
     assert _run(source, out).returncode == 2, "some lines fail"
     return out.read_bytes()

@@ -1,4 +1,4 @@
-"""Ctrl-C on `onward deploy`: streams that run are not cut."""
+"""Ctrl-C on `onward deploy`: running streams are not cut."""
 
 import threading
 

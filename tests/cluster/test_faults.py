@@ -1,4 +1,4 @@
-"""A replica is killed, hangs or leaves in the middle of a text, and the client gets the text it would have got."""
+"""A replica is killed, hangs or is removed in the middle of a text, and the client gets the uninterrupted text."""
 
 import contextlib
 import json
@@ -150,7 +150,7 @@ def test_replicas_that_leave_hand_over(port: int) -> None:
     expected = undisturbed(port, STORY)
 
     def replace_all(stream: Stream) -> None:
-        """Deploy anew with another setting: every replica is replaced, one after the other."""
+        """Deploy again with another setting: all replicas are replaced, one after the other."""
         options = DeployOptions(**{**vars(OPTIONS), "settings": {"limits": {"prompts": 255}}})
         thread = threading.Thread(
             target=lambda: serve.run(replicas_of(options), name="onward", route_prefix=None, blocking=False)

@@ -1,4 +1,4 @@
-"""Hostile requests through the ingress: it answers as `onward serve` does, and everything comes back."""
+"""Hostile requests through the ingress: it answers as `onward serve` does, and all resources are released."""
 
 import json
 import time

@@ -1,4 +1,4 @@
-"""An answer that several attempts make is the one that a single one makes; whatever is lost, and when."""
+"""An answer from several attempts equals that of a single attempt, whenever a replica is lost."""
 
 import asyncio
 import itertools
@@ -24,7 +24,7 @@ SCOPE = {"type": "http", "method": "POST", "path": "/v1/completions", "query_str
 
 
 async def streaming(scope: Any, receive: Any, send: Any) -> None:
-    """An application whose events come one at a time, with comments between, after the last one that was told."""
+    """An application whose events come one at a time, with comments between, after the last one that was sent."""
     assert (await receive())["body"] == b"body"
     begun = scope["onward"]
     (known,) = begun.get("emitted") or [()]
@@ -54,7 +54,7 @@ async def busy(scope: Any, receive: Any, send: Any) -> None:
 
 
 async def served(app: Any, call: ProxiedRequest, name: str, fingerprint: str) -> AsyncGenerator[Reply, None]:
-    """What a replica brings of a call."""
+    """The items that a replica sends for a call."""
     queue = ReplyQueue(name, fingerprint, gather=0.0)
     serving = asyncio.ensure_future(serve_into(app, call, 0, queue))
     batches = queue.batches()
@@ -70,7 +70,7 @@ async def served(app: Any, call: ProxiedRequest, name: str, fingerprint: str) ->
         serving.cancel()
 
 
-Fault = tuple[str, int]  # what happens, after how many items
+Fault = tuple[str, int]  # the fault, and the number of items before it
 
 
 class Fakes:
@@ -116,7 +116,7 @@ class Fakes:
 
 
 class Got:
-    """What a client has got."""
+    """The data that a client has received."""
 
     def __init__(self) -> None:
         self.messages: list[Any] = []

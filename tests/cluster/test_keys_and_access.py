@@ -1,4 +1,4 @@
-"""An ingress refuses as a server does, before it reads a body; and no key is in what is stored or shown."""
+"""An ingress rejects requests as a server does, before reading the body; keys are never stored or shown."""
 
 import asyncio
 import hashlib
@@ -43,7 +43,7 @@ def engine() -> Iterator[onward.Engine]:
 
 
 class Answer:
-    """What a client has got. received: how often the application asked for a part of the body."""
+    """The data that a client has received. received: the number of parts of the body that the application read."""
 
     def __init__(self) -> None:
         self.status, self.body, self.received = 0, b"", 0

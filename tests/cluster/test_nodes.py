@@ -1,4 +1,4 @@
-"""A machine of a cluster is lost, or what keeps the cluster together, in the middle of a text."""
+"""A machine of a cluster, or Ray's control store, is lost in the middle of a text."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""What is deployed is checked where it is said, not in the replicas."""
+"""The options of a deployment are checked by the command, not in the replicas."""
 
 import asyncio
 import hashlib

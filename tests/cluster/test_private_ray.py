@@ -1,4 +1,4 @@
-"""What Ray has of a deployment: no address that other machines reach, no API key, and nothing without its token."""
+"""A private Ray: no address that other machines can reach, no API key, and no access without its token."""
 
 import json
 import os

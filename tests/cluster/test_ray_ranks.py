@@ -1,4 +1,4 @@
-"""Ranks of a model as actors of Ray, in a placement group; replicas whose models are spread over ranks."""
+"""Ranks as Ray actors in a placement group; replicas whose models are divided into ranks."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""How Ray is joined or started: one way for deployments and for batches, with one error."""
+"""Connecting to Ray or starting it: the same code and error for deployments and batches."""
 
 import os
 import stat
@@ -22,7 +22,7 @@ with warnings.catch_warnings(action="ignore"):  # of Ray's own
 
 @pytest.fixture
 def ray_options(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What Ray is started with, which does not start. It leaves the environment as it was."""
+    """The arguments with which Ray would be started; it isn't. The environment doesn't change."""
     for name in ("RAY_USAGE_STATS_ENABLED", "RAY_worker_niceness"):
         monkeypatch.setenv(name, "0")
     options: dict[str, Any] = {}

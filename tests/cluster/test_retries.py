@@ -1,4 +1,4 @@
-"""Retries cannot multiply a load, and what kills replicas is refused."""
+"""Retries cannot multiply a load, and requests that kill replicas are rejected."""
 
 import pytest
 from hypothesis import given
@@ -10,7 +10,7 @@ from onward.errors import RequestError
 
 @given(st.lists(st.booleans(), max_size=400), st.integers(0, 20), st.floats(0, 1))
 def test_retries_stay_within_their_share(events: list[bool], burst: int, share: float) -> None:
-    """events: True is a request that came, False a retry that is asked for."""
+    """events: True is a request that arrives, False a retry that is requested."""
     budget = RetryBudget(RetryOptions(retry_burst=burst, retry_share=share))
     came = taken = 0
     for is_request in events:

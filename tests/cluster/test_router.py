@@ -1,4 +1,4 @@
-"""Ray Serve's router with our choice of replicas: calls for a dead replica fail at once and hold up no others."""
+"""Ray Serve's router with Onward's choice of replicas: calls to a dead replica fail at once and don't block others."""
 
 import asyncio
 import warnings
@@ -21,7 +21,7 @@ DEPLOYMENT = DeploymentID(name="Replica", app_name="onward")
 
 
 class FakeReplica:
-    """What the router asks of Ray's `RunningReplica`."""
+    """The attributes of Ray's `RunningReplica` that the router uses."""
 
     max_ongoing_requests = 4096
 

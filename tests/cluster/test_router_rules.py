@@ -1,4 +1,4 @@
-"""Requests with one beginning go to one replica, unless it has too much to do."""
+"""Requests with the same beginning go to the same replica, unless it is overloaded."""
 
 import json
 import math

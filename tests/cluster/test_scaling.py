@@ -1,4 +1,4 @@
-"""More replicas are started where more work is held than fills those that are there."""
+"""Replicas are added when the load exceeds the capacity of those that exist."""
 
 import threading
 import time

@@ -1,4 +1,4 @@
-"""A cluster that others use too: commands deploy beside each other, and take only what is theirs when they end."""
+"""A cluster shared with others: commands deploy side by side, and remove only their own applications."""
 
 import json
 import os
@@ -68,7 +68,7 @@ def test_commands_share_a_cluster_with_others(address: str) -> None:
 
 
 def _ours() -> int:
-    """How many applications there are beside that of somebody else's."""
+    """The number of applications, not counting the other user's."""
     return len(serve.status().applications.keys() - {"other"})
 
 

@@ -1,4 +1,4 @@
-"""The state that an ingress tells is that of all its replicas, and its log has a line for each request."""
+"""The state in an ingress covers all its replicas, and its log has a line for each request."""
 
 import asyncio
 import json

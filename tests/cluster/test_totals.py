@@ -1,4 +1,4 @@
-"""Numbers of several replicas as one: counts never fall, whichever replicas answer, die or are replaced."""
+"""Combined numbers of several replicas: counts never fall, whichever replicas answer, die or are replaced."""
 
 from collections import Counter
 from typing import Any
@@ -17,7 +17,7 @@ def kind_of(key: str) -> Kind:
     return Kind[key.upper()]
 
 
-# What happens to one of five replicas before the next reading.
+# Events of one of five replicas before the next reading.
 EVENT = st.tuples(st.integers(0, 4), st.sampled_from(["work", "die", "slow", "back"]), st.integers(1, 100))
 
 

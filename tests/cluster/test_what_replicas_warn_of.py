@@ -1,4 +1,4 @@
-"""Replicas are processes whose output nobody sees."""
+"""Warnings of replicas, whose output nobody sees."""
 
 from pathlib import Path
 

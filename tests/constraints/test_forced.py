@@ -1,4 +1,4 @@
-"""Ids that a constraint forces are drafted: fewer passes of the model, and the same text."""
+"""Ids forced by a constraint are drafted: fewer passes of the model, and the same text."""
 
 import dataclasses
 

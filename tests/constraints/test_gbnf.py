@@ -1,4 +1,4 @@
-"""A grammar in GBNF admits exactly the texts that it derives, however they are split into lexemes and tokens."""
+"""A GBNF grammar admits exactly the texts that it derives, however they are split into lexemes and tokens."""
 
 import itertools
 

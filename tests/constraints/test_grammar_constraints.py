@@ -1,4 +1,4 @@
-"""Constraints of grammars: what they say depends on the accepted ids alone; tokenizers of every kind."""
+"""Constraints of grammars depend only on the accepted ids, with tokenizers of every kind."""
 
 import random
 import re
@@ -39,7 +39,7 @@ KEPT = {name: make()[0] for name, make in TOKENIZERS.items()}
 
 
 def said(constraint):
-    """All that a constraint says of where it stands."""
+    """All properties of a constraint's state."""
     if constraint.is_done:
         return None
     return np.trim_zeros(constraint.mask(), "b").tolist(), list(constraint.forced())

@@ -1,6 +1,6 @@
-"""Every text that ends is valid JSON of its schema, by the judgement of jsonschema.
+"""Every complete text is valid JSON of its schema, according to jsonschema.
 
-ONWARD_SCHEMAS=5000 tries so many random schemas.
+ONWARD_SCHEMAS=5000 sets the number of random schemas.
 """
 
 import functools

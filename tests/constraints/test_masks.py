@@ -1,4 +1,4 @@
-"""Masks: bits to logits, and constraints that go along drafts and back."""
+"""Masks: bits to logits, and constraints that follow drafts forward and back."""
 
 import numpy as np
 import pytest

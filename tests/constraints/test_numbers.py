@@ -1,4 +1,4 @@
-"""Numbers of schemas are exact, however large they are and wherever they stand."""
+"""Numbers in schemas are exact, at any size and in any place."""
 
 import functools
 import json

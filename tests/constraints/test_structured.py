@@ -1,4 +1,4 @@
-"""Constrained texts: what each option makes, how it ends, and what is refused."""
+"""Constrained texts: the result of each option, how texts end, and invalid input."""
 
 import dataclasses
 import re
@@ -104,7 +104,7 @@ def test_it_ends_where_the_form_is_complete(lm):
     eos = lm.tokenizer.eos_id
     whole = lm.generate("Once", regex="abc")
     assert (whole.text, whole.finish_reason, whole.stopped_by) == ("abc", "stop", None)
-    # Where the text may end or go on, an id says that it ends.
+    # If the text may end or continue, an id ends it.
     open_end = lm.generate("Once", regex="(ab)*", logit_bias={eos: 100.0})
     assert (open_end.token_ids, open_end.finish_reason, open_end.stopped_by) == ([eos], "stop", eos)
     endless = lm.generate("Once", regex="(ab)*", ignore_eos=True, max_new_tokens=9)

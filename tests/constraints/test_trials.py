@@ -1,4 +1,4 @@
-"""Grammars that would take minutes, the memory or the stack are refused, and nothing goes on computing."""
+"""Grammars that would exhaust time, memory or the stack are refused, and no computation is left running."""
 
 import json
 import os
@@ -158,7 +158,7 @@ def test_an_object_of_too_many_possibilities_is_refused_at_once():
 
 
 def test_what_is_tried():
-    """What is short is compiled at once, unless it has what is not metered."""
+    """Short grammars are compiled directly, unless they use a feature without a limit."""
     assert not needs_trial(JsonSchema({"type": "object"}).source())
     assert not needs_trial(Lark('start: "a"').source())
     assert needs_trial(SLOW.source())

@@ -1,4 +1,4 @@
-"""`stream` and `decode`: the loop for a forward of one's own."""
+"""`stream` and `decode`: the loop for your own forward."""
 
 import itertools
 import math

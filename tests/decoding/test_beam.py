@@ -1,4 +1,4 @@
-"""A search of beams by itself: who goes on, who ends, and what is copied."""
+"""Beam search alone: which beams continue or end, and which rows are copied."""
 
 import random
 

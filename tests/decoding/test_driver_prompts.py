@@ -1,4 +1,4 @@
-"""`stream` and `decode` with a prompt, with a Model, and with what is neither a prompt nor a forward."""
+"""`stream` and `decode` with a prompt, with a Model, and with invalid prompts and forwards."""
 
 import math
 from functools import partial

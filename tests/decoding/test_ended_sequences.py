@@ -1,4 +1,4 @@
-"""Nothing that outlives a request keeps its sequences alive, though it waits for the next one."""
+"""Objects that outlive a request and wait for the next one don't keep its sequences alive."""
 
 import gc
 import time

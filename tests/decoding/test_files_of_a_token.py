@@ -1,4 +1,4 @@
-"""How many of Onward's files a decoded token passes through: layers that hand the same thing on would add to them."""
+"""The number of Onward's files that a decoded token passes through, so that no forwarding layers are added."""
 
 import sys
 from pathlib import Path

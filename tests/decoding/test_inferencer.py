@@ -1,4 +1,4 @@
-"""Prefill and decode by hand are generate; and speculation can be written on any two of them."""
+"""Prefill and decode by hand equal generate; and speculation works with any two inferencers."""
 
 import pytest
 import torch
@@ -92,7 +92,7 @@ def test_rows_end_alone_and_with_them_what_the_cache_holds():
     assert out.token_logits.argmax(-1).tolist() == [[6, 7, 0], [9, 10, 11]]
     assert not out.token_logits[0, 2].any()
     assert kv.lengths.tolist() == [1 + 2, 1 + 3]
-    # The ending id is pending: it is the next query of whoever goes on.
+    # The ending id is pending: it is the next query when decoding continues.
     assert inferencer.decode(torch.tensor([[7], [11]]), kv, 1, greedy).token_ids.tolist() == [[8], [12]]
 
 

@@ -1,4 +1,4 @@
-"""The one loop: chunked == whole, batched == alone, a sequence that has ended is final."""
+"""The one loop: chunked == whole, batched == alone, an ended sequence stays ended."""
 
 import time
 

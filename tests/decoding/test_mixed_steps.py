@@ -1,4 +1,4 @@
-"""Prompts that run beside sequences which decode: one forward, with the tokens and the cache of runs of their own."""
+"""Prompts processed together with decoding sequences: one forward, with the tokens and cache of separate runs."""
 
 import dataclasses
 import random

@@ -1,4 +1,4 @@
-"""Rows of a dense cache in another order than the work, and rows that move."""
+"""Rows of a dense cache in a different order than the work, and rows that move."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Prompts processed ahead, shared or in chunks leave what a fresh start would have left, one id short."""
+"""Prompts processed in advance, shared or in chunks leave the state of a fresh start, except the last id."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Rows of a dense cache: what a slot holds is its own, wherever its row lies, however long the cache is."""
+"""Rows of a dense cache: a slot keeps its contents, wherever its row is and however long the cache is."""
 
 import itertools
 import random
@@ -51,7 +51,7 @@ def run(model, slots, sequences, chunk=512) -> list[list[int]]:
 
 
 class Held:
-    """Slots whose rows are written as forwards write them, and what each should hold."""
+    """Slots whose rows are written as forwards write them, and the expected contents of each."""
 
     def __init__(self, slots: RowCacheManager) -> None:
         self.slots, self.texts = slots, {}
@@ -64,7 +64,7 @@ class Held:
                 ids = [rng.randrange(99) for _ in range(tokens)]
                 view.cache.tokens[row, slot.filled : slot.filled + tokens] = torch.tensor(ids, dtype=torch.int32)
                 self.texts[slot] += ids
-            # A forward writes to all rows of its view, to those that nobody asked for where nothing is read.
+            # A forward writes to all rows of its view; in rows without work, to positions that are never read.
             for row, offset in enumerate(view.offsets or ()):
                 if row not in view.rows:
                     view.cache.tokens[row, offset : offset + tokens] = -7

@@ -1,4 +1,4 @@
-"""The public double follows its script, and complains of everything that breaks the contract."""
+"""The public double follows its script, and reports every violation of the contract."""
 
 import pytest
 import torch

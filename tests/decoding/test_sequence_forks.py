@@ -1,4 +1,4 @@
-"""A sequence that forks goes on twice: each fork is the sequence that had taken its tokens alone."""
+"""A forked sequence continues independently: each fork equals a sequence that took the same tokens alone."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""The slots that calls of several threads share: made once, and no call takes the room of another."""
+"""The slots that calls of several threads share: created once, and no call takes the room of another."""
 
 import contextlib
 import threading
@@ -49,7 +49,7 @@ def memory_of(blocks):
 
 
 def test_threads_that_come_at_once_share_one_memory(monkeypatch):
-    """All four threads of each of four models stand before the same decision."""
+    """All four threads of each of four models reach the same decision at once."""
     kepts = [(SharedCache(memory_of(64)), tiny_model(seed=seed)) for seed in range(4)]
     made, together = [], threading.Barrier(4)
 
@@ -98,7 +98,7 @@ def test_a_lease_ends_however_a_call_ends(small):
 
 
 def test_calls_of_several_threads_never_run_out_of_room(small, monkeypatch):
-    """Each thread stands between its lease and its first slot while the others have theirs."""
+    """Each thread waits between its lease and its first slot while the others have theirs."""
     lm = LanguageModel(MODEL, ByteTokenizer(), prefix_memory=memory_of(5))
     options = {"max_new_tokens": 2 * BLOCK, "temperature": 1.0, "seed": 1}
     prompts = [f"a prompt of thread {number}" for number in range(4)]

@@ -1,4 +1,4 @@
-"""A step that fails has changed nothing that counts: its work may be tried again, whole or in parts."""
+"""A failed step leaves the sequences unchanged: its work can be repeated, whole or in parts."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""Every sampling option through `onward.generate`; where the text so far is not known, options that need it raise."""
+"""Every sampling option through `onward.generate`; options that need the text raise if it isn't known."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Ranks as threads of the test's process: a start takes milliseconds, and all else is as with processes."""
+"""Ranks as threads of the test's process: they start in milliseconds, and otherwise behave as processes."""
 
 import socket
 import threading
@@ -16,7 +16,7 @@ ASKED: dict[str, Any] = {"max_new_tokens": 12, "ignore_eos": True, "logprobs": 2
 
 @contextmanager
 def over_ranks(source: Path, world: int, **options: Any) -> Iterator[onward.LanguageModel]:
-    """The model of a folder over so many ranks."""
+    """The model of a folder, divided into `world` ranks."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"

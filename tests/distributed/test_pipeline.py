@@ -1,4 +1,4 @@
-"""A pipeline gives the bits of one process: over families, formats, batches, drafts, sessions and the engine."""
+"""A pipeline gives the bits of one process: for families, formats, batches, drafts, sessions and the engine."""
 
 from pathlib import Path
 from typing import Any

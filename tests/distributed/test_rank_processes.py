@@ -1,4 +1,4 @@
-"""Ranks as processes: they start with the model, end with it, and a death is an error and no hang."""
+"""Ranks as processes: they start and end with the model, and a death is an error, not a hang."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""The commands of a console block, run in this process as far as they are Onward's."""
+"""The commands of a console block; Onward's commands run in this process."""
 
 import glob
 import io
@@ -18,7 +18,7 @@ from doc_pages import ROOT, agrees
 from onward import ops
 from onward.cli.main import run
 
-# What sets up a machine is read and not run; `make` and `python` must name what the repository has.
+# Commands that set up a machine are parsed but not run; `make` and `python` must name existing targets and files.
 _NOT_RUN = {"git", "cd", "pip", "python3", "source", "sudo", "export", "hf"}
 _NOT_RUN |= {"docker", "until"}
 # Commands of the system that prepare a page's files.
@@ -48,7 +48,7 @@ def addressed(text: str) -> str:
 
 
 def _serve(arguments: list[str]) -> None:
-    """Start a server beside the page, at a free port."""
+    """Start a server for the page, on a free port."""
     # On this machine alone, whatever the page says.
     command = [sys.executable, "-m", "onward", "serve", *arguments, "--port", "0", "--host", "127.0.0.1"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)

@@ -1,4 +1,4 @@
-"""docs/checkpoint-fields.md lists each field as the code treats it."""
+"""docs/checkpoint-fields.md lists each field with the effect that it has in the code."""
 
 import re
 

@@ -1,8 +1,8 @@
-"""Every block of code on every page does what it says, in the order of the page, in an empty folder.
+"""Every block of code on every page works as described, in the order of the page, in an empty folder.
 
-A page is one Python session with its own imports. ```python is run; ```console lines are run, as far as they are
-Onward's; what is printed below a command, or as ```text right after a block of Python, is compared; ```json parses.
-Hub ids, and the folder `my-model`, stand for the demo model; the folder `my-adapter` is an adapter of it.
+A page is one Python session with its own imports. ```python blocks are run, and Onward's commands in ```console blocks.
+Output below a command, or in a ```text block right after Python, is compared; ```json blocks are parsed. Hub ids and
+the folder `my-model` stand for the demo model; the folder `my-adapter` is an adapter for it.
 """
 
 import ast
@@ -113,7 +113,7 @@ def test_blocks_are_of_a_known_kind(page):
         assert block.language in LANGUAGES, f"{name_of(page)}:{block.line}"
         if block.language == "json":
             json.loads(block.text)
-        # What looks like code is marked as code, so that it runs.
+        # Blocks that look like code must be marked as code, so that they run.
         if block.language in ("", "text"):
             assert not block.text.startswith(("import ", "from ", "onward ", "$ ", "lm")), (
                 f"{name_of(page)}:{block.line}"

@@ -1,4 +1,4 @@
-"""What the site adds to the pages: its navigation, the help of every command, and links that hold in both places."""
+"""The site: its navigation, the help of every command, and links that work in the repository and on the site."""
 
 import importlib.util
 import re

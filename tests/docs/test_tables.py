@@ -1,4 +1,4 @@
-"""What tables and the reference name is there: options, flags, every public name."""
+"""Names in tables and the reference exist: options, flags, every public name."""
 
 import dataclasses
 import importlib

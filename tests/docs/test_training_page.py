@@ -1,4 +1,4 @@
-"""docs/training.md: beyond running, its commands give what its Python gives."""
+"""docs/training.md: its commands give the results of its Python code."""
 
 from doc_console import run_command, sessions
 from doc_pages import ROOT, blocks_of

@@ -1,4 +1,4 @@
-"""An engine whose accounts are checked before every step, and when it is closed."""
+"""An engine whose blocks are checked before every step, and when it is closed."""
 
 import threading
 

@@ -1,4 +1,4 @@
-"""Random requests that come to an engine at random times, and what each of them gives alone with an empty cache."""
+"""Random requests that arrive at random times, and the result of each of them alone with an empty cache."""
 
 import dataclasses
 import functools
@@ -152,7 +152,7 @@ def _request(name, chance, bases, vocab):
 
 @functools.cache
 def alone(name, index):
-    """What a request gives in a call of its own, with an empty cache and without a draft."""
+    """The result of a request alone, with an empty cache and without a draft."""
     request = requests(name)[index]
     return [content(choice) for choice in lm(name).generate(request.replace(draft=None)).choices]
 
@@ -347,7 +347,7 @@ def _assert_as_alone(schedule, arrival, generation):
 
 
 def _cut(right, choice):
-    """What a text that was cancelled has of the whole one. Held back is what may be part of a character or a stop."""
+    """The part of a cancelled text. Possible parts of a character or a stop string are not in it."""
     taken = len(choice.token_ids)
     logprobs = None if right["logprobs"] is None else right["logprobs"][:taken]
     text = choice.text if right["text"].startswith(choice.text.rstrip("\ufffd")) else right["text"]

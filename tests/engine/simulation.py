@@ -1,4 +1,4 @@
-"""A machine that takes simulated time, and an engine without a model: both drive the scheduler as it is."""
+"""A machine with simulated time, and an engine without a model: both drive the real scheduler."""
 
 import math
 import random

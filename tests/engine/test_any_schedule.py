@@ -1,6 +1,6 @@
-"""Every request gets the tokens, the text and the logprobs that it gets alone, whatever else the engine serves.
+"""Every request gets the tokens, text and logprobs that it gets alone, whatever else the engine serves.
 
-ONWARD_SCHEDULES=1000 runs so many random schedules of up to 64 requests by each of its tests; `make soak` does that.
+With ONWARD_SCHEDULES=1000, as in `make soak`, each test runs 1000 random schedules of up to 64 requests.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""What an engine refuses: in the thread that submits, with one clear error, before anything is queued."""
+"""Invalid requests: refused in the submitting thread, with one clear error, before anything is queued."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""What an engine's `cache_memory` holds: keys and values, windows of sliding layers and recurrent states."""
+"""An engine's `cache_memory` covers keys and values, windows of sliding layers and recurrent states."""
 
 import dataclasses
 from functools import partial

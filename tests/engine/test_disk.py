@@ -1,4 +1,4 @@
-"""An engine reads prefixes from the disk beside its steps."""
+"""An engine reads prefixes from disk while it runs steps."""
 
 import threading
 import time

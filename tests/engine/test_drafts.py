@@ -1,4 +1,4 @@
-"""Drafts of any length, accepted as far as they are right, in a cache that is given out bit by bit."""
+"""Drafts of any length, accepted as far as they are right, in a cache that is allocated block by block."""
 
 import contextlib
 import dataclasses

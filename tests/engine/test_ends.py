@@ -1,4 +1,4 @@
-"""Every way to end, each exactly once; what ends one request ends no other and changes none of its tokens."""
+"""Every way to end, each exactly once; the end of a request never ends or changes another."""
 
 import threading
 import time

@@ -1,4 +1,4 @@
-"""What a fingerprint tells apart, and what it does not."""
+"""The differences that a fingerprint distinguishes, and those that it doesn't."""
 
 import dataclasses
 import shutil
@@ -99,7 +99,7 @@ def test_a_file_that_came_after_the_process_began_makes_a_hash_like_no_other(tmp
     assert len({hash_of((file,)) for _ in range(3)}) == 3
 
 
-# What doesn't compute. A new folder or module must be put where it belongs: here or into `COMPUTING`.
+# Modules that don't compute. A new folder or module must be added either here or to `COMPUTING`.
 OUTSIDE = {
     "__init__.py", "__main__.py", "batches", "checkpoint", "cli", "cluster", "demo", "engine", "errors.py",
     "inferencer.py", "integrations", "loading.py", "prefix_store", "protocols", "quantization", "server", "testing",

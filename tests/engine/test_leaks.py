@@ -1,6 +1,6 @@
-"""An engine that has served thousands of requests holds no more than one that has served hundreds.
+"""After thousands of requests, an engine has no more objects and memory than after hundreds.
 
-ONWARD_REQUESTS=100000 serves so many, as `make soak` does; with -s one sees what is held meanwhile.
+ONWARD_REQUESTS=100000, as in `make soak`, sets the number of requests; -s shows the memory and objects meanwhile.
 """
 
 import gc
@@ -47,7 +47,7 @@ def fails(ids, text):
 
 
 class Clients:
-    """Keeps so many requests waiting and running, of every kind, and counts how they end."""
+    """Keeps a number of requests of every kind waiting and running, and counts how they end."""
 
     def __init__(self, engine, outstanding):
         self.engine, self.outstanding = engine, outstanding
@@ -127,7 +127,7 @@ KINDS = {
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("engine", [True, False], ids=["engine", "generate"])
 def test_a_request_has_one_state_and_none_is_left_of_it_without_the_collector(kind, engine, monkeypatch):
-    """What belongs to a request refers to nothing that refers to it, so it is freed with its end."""
+    """The objects of a request have no reference cycles, so they are freed when it ends."""
     made = {RequestState: [], Sequence: []}
     for cls, references in made.items():
 

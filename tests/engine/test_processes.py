@@ -1,4 +1,4 @@
-"""An engine when its process forks, and when it ends."""
+"""An engine when its process forks, and when it exits."""
 
 import os
 import subprocess
@@ -67,7 +67,7 @@ def test_a_forked_child_gets_a_clear_error_and_the_parent_goes_on():
         with CheckedEngine(LM) as own:
             assert own.submit("abc", max_new_tokens=5).result(SECONDS).token_ids == whole.token_ids[:5]
 
-    for _ in range(4):  # whatever lock is held at that moment
+    for _ in range(4):  # with any lock held at that moment
         running += [engine.submit("abc", max_new_tokens=100, stop_when=slowly) for _ in range(2)]
         next(iter(running[-1]))
         assert in_child(check) == 0

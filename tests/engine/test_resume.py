@@ -1,4 +1,4 @@
-"""A request that goes on from ids which were emitted elsewhere is the request served without a break, bit for bit."""
+"""A request resumed from ids emitted elsewhere equals the uninterrupted request, bit for bit."""
 
 import functools
 import json

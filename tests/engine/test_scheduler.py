@@ -1,4 +1,4 @@
-"""The scheduler's single decisions: the queue, the order, admission, preemption and chunks of prompts."""
+"""The decisions of the scheduler one by one: queue, order, admission, preemption and chunks of prompts."""
 
 import gc
 import math
@@ -27,7 +27,7 @@ def never(item, new_tokens):
 
 @dataclass(eq=False)
 class Pending:
-    """A row with so many tokens to process from a position on."""
+    """A row with `pending` tokens to process from a position on."""
 
     pending: int
     computed: int = 0
@@ -55,7 +55,7 @@ def processed(scheduler, rows, seconds=0.01):
     events=st.lists(st.one_of(st.integers(1, 4), st.none()), max_size=40),
 )
 def test_the_limits_of_the_queue_are_exact(max_waiting, max_tokens, events):
-    """An event is the arrival of a prompt of so many tokens, or the end of the oldest that waits."""
+    """An event is the arrival of a prompt with a number of tokens, or the end of the oldest waiting request."""
     queue, waiting = scheduler(max_waiting=max_waiting, max_waiting_tokens=max_tokens), []
     for tokens in events:
         if tokens is None:

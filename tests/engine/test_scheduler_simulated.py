@@ -106,7 +106,7 @@ machines = st.builds(
     step=st.floats(0.001, 0.06),
     decoding_row=st.floats(0.0001, 0.003),
     token=st.floats(0.0002, 0.002),
-    reading=st.floats(8, 32),  # what a chunk costs beside its tokens, in tokens
+    reading=st.floats(8, 32),  # the fixed cost of a chunk, in tokens
     doubling=st.floats(2000, 20_000),  # the position at which attention costs as much as the rest of a token
     noise=st.sampled_from([0.0, 0.1]),
 )
@@ -120,7 +120,7 @@ mixed = st.lists(
 
 
 def least(machine, step):
-    """What a step takes at least if prompts are to progress: with 4 tokens of the first prompt."""
+    """The minimum time of a step in which prompts progress: with 4 tokens of the first prompt."""
     return machine.seconds(step.decoding, [(position, min(tokens, 4)) for position, tokens in step.chunks[:1]])
 
 
@@ -176,7 +176,7 @@ def test_without_a_limit_prompts_double_a_step_and_no_more(schedule, unit):
 
 
 def prompt_beside_rows(machine, rows, prompt, **limits):
-    """The steps while a prompt is processed beside rows that decode, and the machine's time for the prompt alone."""
+    """The steps while a prompt is processed and other rows decode, and the machine's time for the prompt alone."""
     schedule = [*(Request(0.0, 20, new=3000) for _ in range(rows)), Request(30.0, prompt)]
     run = Simulation(scheduler(max_sequences=rows + 1, **limits), machine).run(schedule)
     steps = [step for step in run.steps if schedule[-1].admitted <= step.start < schedule[-1].ended]

@@ -1,4 +1,4 @@
-"""The numbers of an engine agree with each other and with what was served."""
+"""The numbers of an engine agree with each other and with the served requests."""
 
 import threading
 

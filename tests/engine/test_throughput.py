@@ -1,4 +1,4 @@
-"""The pace of steps: learnt from whatever is run, forgetting, deaf to outliers."""
+"""The estimate of step times: learned from every step, forgetting, robust to outliers."""
 
 import random
 

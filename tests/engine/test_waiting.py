@@ -1,4 +1,4 @@
-"""Whoever waits for a generation: threads, tasks, several at once, some who give up."""
+"""Waiting for a generation: threads, tasks, several at once, and some that give up."""
 
 import asyncio
 import gc
@@ -302,7 +302,7 @@ def test_an_engine_keeps_no_request_that_has_ended():
             gone = weakref.ref(generation)
             engine.generations.clear()
             del generation
-            engine.submit("abcd", max_new_tokens=2).result(SECONDS)  # the last step's work is kept until the next
+            engine.submit("abcd", max_new_tokens=2).result(SECONDS)  # the last step's work lives until the next
             gc.collect()
             assert gone() is None, options
 

@@ -1,10 +1,10 @@
-"""Arrivals in the shape of published traces. None is downloaded: what is assumed stands here.
+"""Arrivals in the shape of published traces. None is downloaded: the assumptions are listed here.
 
-Sizes: prompts and answers are log-normal, with means near those reported of Azure's conversations (some 1,150 and 210
-tokens; Splitwise, arXiv 2311.18677), cut to what the engine serves. Bursts: the rate changes every ten seconds by a
+Sizes: prompts and answers are log-normal, with means near those of Azure's conversations (about 1,150 and 210 tokens;
+Splitwise, arXiv 2311.18677), limited to what the engine serves. Bursts: the rate changes every ten seconds by a
 factor that is gamma-distributed with a coefficient of variation of 0.5 (BurstGPT, arXiv 2401.17644, fits gamma laws).
 Prefixes: about half of a prompt's blocks were in earlier ones (Mooncake, arXiv 2407.00079): groups with a common
-beginning of 512 tokens, chosen by Zipf's law, and conversations whose turns repeat all that was said.
+beginning of 512 tokens, chosen by Zipf's law, and conversations whose turns repeat all earlier turns.
 """
 
 import math
@@ -22,7 +22,7 @@ BURST, BURST_SECONDS = 0.5, 10.0
 
 
 def trace(rate: float, seconds: float, seed: int = 0) -> list[Arrival]:
-    """Requests of so many seconds, at `rate` a second in the mean."""
+    """Requests during a number of seconds, with a mean of `rate` per second."""
     generator = random.Random(seed)
     return sorted(_arrivals(rate, seconds, generator), key=lambda arrival: arrival.at)
 

@@ -1,4 +1,4 @@
-"""Many replicas behind one ingress: the router and the budget of retries, on a heap of events."""
+"""Many replicas behind one ingress: the router and the retry budget, driven by a heap of events."""
 
 import heapq
 import itertools
@@ -163,7 +163,7 @@ class Fleet:
         self._ring_is_old = True
 
     def _arm(self, name: str, now: float) -> None:
-        """See to it that a replica goes on when its step ends."""
+        """Make a replica continue when its step ends."""
         engine = self._engines[name]
         if engine.next == float("inf"):
             engine.next = now
@@ -174,7 +174,7 @@ class Fleet:
     def _step(self, name: str, now: float) -> None:
         engine = self._engines.get(name)
         if engine is None or now < engine.next:
-            return  # it died, or its run of steps was planned anew
+            return  # it died, or its run of steps was planned again
         self._wake.pop(name, None)
         engine.advance(now)
         if engine.next < float("inf"):
@@ -190,7 +190,7 @@ class Fleet:
             self._die(name, now)
 
     def _die(self, name: str, now: float) -> None:
-        """A replica dies with all that it holds; what was told is told."""
+        """A replica dies with all its state; sent tokens stay sent."""
         self.deaths += 1
         engine = self._engines[name]
         engine.settle(now)

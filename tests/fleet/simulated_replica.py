@@ -1,4 +1,4 @@
-"""A replica: the engine's scheduler, with the time of steps in place of a model."""
+"""A replica: the engine's scheduler, with step times instead of a model."""
 
 import bisect
 import itertools
@@ -82,7 +82,7 @@ class Prefixes:
         return len(blocks)
 
     def keep(self, blocks: Sequence[int], room: int) -> None:
-        """These were computed. room: blocks that nobody runs in."""
+        """Note computed blocks. room: the number of blocks that no running request uses."""
         for block in blocks:
             self._blocks[block] = None
             self._blocks.move_to_end(block)
@@ -142,7 +142,7 @@ class SimulatedEngine:
             self._cut(now)
 
     def advance(self, now: float) -> None:
-        """What happens until now: at most one run of steps ends, and the next begins."""
+        """Advance to the present: at most one run of steps ends, and the next begins."""
         if now < self.next:
             return
         self.settle(now)

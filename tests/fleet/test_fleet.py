@@ -1,4 +1,4 @@
-"""The simulated fleet against what is known: queues with a closed form, Little's law, and that nothing is lost."""
+"""The simulated fleet compared with theory: queues with a closed form, Little's law, and no lost requests."""
 
 import itertools
 import math
@@ -98,7 +98,7 @@ def test_affinity_finds_more_of_a_prompt() -> None:
 
 
 def test_a_budget_bounds_retries() -> None:
-    """All replicas but one die: of what they held no more is tried again than the budget has."""
+    """All replicas except one die: no more of their requests are retried than the budget allows."""
     arrivals = [Arrival(at / 100, 500, 300) for at in range(1000)]
     plan = Plan(50, deaths=[(9.0, 0.9)], patience=0)
     few = replace(plan, options=replace(plan.options, retry_burst=20, retry_share=0.0))

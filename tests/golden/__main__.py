@@ -33,7 +33,7 @@ def main() -> int:
 
 
 def _records() -> dict[str, Any]:
-    """What this tree computes, by the name of its file."""
+    """The results of this tree, by the name of their file."""
     with http.server() as port:
         streams, statuses = http.all_streams(port), http.all_statuses(port)
     record = BITS.get(native.isa(), native.isa())

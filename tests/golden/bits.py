@@ -45,7 +45,7 @@ def family_model(family: str, dtype: torch.dtype) -> Model:
 
 
 class _UniformTensors:
-    """Makes every tensor that a family asks for. torch.randn would give other bits on another processor."""
+    """Makes every tensor that a family requests. torch.randn gives other bits on another processor."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._generator = np.random.Generator(np.random.PCG64(0))

@@ -1,4 +1,4 @@
-"""What a small cache does under a fixed load: prefix hits, evictions, preemptions and blocks in use at the most."""
+"""A small cache under a fixed load: prefix hits, evictions, preemptions and the maximum of blocks in use."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

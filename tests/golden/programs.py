@@ -1,4 +1,4 @@
-"""Hashes of the encoded programs that a fixed workload makes, for the demo model and a tiny model of every family."""
+"""Hashes of the encoded programs of a fixed workload, for the demo model and a tiny model of every family."""
 
 import hashlib
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,4 @@
-"""This tree gives the recorded bits, programs and counts. See the package's docstring for the streams and statuses."""
+"""This tree gives the recorded bits, programs and counts. The package's docstring describes streams and statuses."""
 
 import json
 

@@ -1,9 +1,9 @@
 # ruff: noqa: E501  one attack, one line
-"""The table of hostile requests: one line each, with the statuses that it may be answered with.
+"""The table of hostile requests: one line each, with the statuses of valid answers.
 
-To add one, add a line. A body that is large or slow to make is a function without arguments; a list of bodies gives
-each client its own. `statuses` are those of a server that holds; 429 and 503 with Retry-After may also answer one of
-several clients. Whatever the answer, other clients are served meanwhile, and everything comes back afterwards.
+To add one, add a line. A body that is large or slow to make is a function without arguments; a list of bodies has one
+for each client. `statuses` are the expected ones; one of several clients may also get 429 or 503 with Retry-After. In
+any case, other clients are served meanwhile, and all resources are released afterwards.
 """
 
 import json
@@ -40,7 +40,7 @@ MB = 2**20
 
 @dataclass(frozen=True)
 class Attack:
-    """clients: how many send it at once. model: whose chat template matters."""
+    """clients: the number of clients that send it at once. model: the model with the relevant chat template."""
 
     name: str
     path: str
@@ -109,7 +109,7 @@ def deep(depth: int, opened: str = "[", closed: str = "]") -> str:
 
 
 def nested(depth: int) -> Any:
-    """An object in an object, so many times."""
+    """Nested objects, `depth` levels deep."""
     value: Any = {}
     for _ in range(depth):
         value = {"a": value}
@@ -492,7 +492,7 @@ def _replaced(head: bytes) -> Sender:
 
 
 def _with_head(*lines: str) -> Sender:
-    """A POST whose length is said by these lines instead."""
+    """A POST with these lines instead of its Content-Length."""
 
     def make(target: Target, path: str, body: bytes) -> bytes:
         first = [f"POST {path} HTTP/1.1", f"Host: 127.0.0.1:{target.port}"]

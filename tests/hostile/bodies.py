@@ -1,7 +1,7 @@
-"""Bodies drawn from an OpenAPI document, and the same with something hostile in them.
+"""Bodies drawn from an OpenAPI document, and the same bodies with a hostile part.
 
-Everything about a body comes from the document's schemas, so the bodies follow it. Only `meant` knows fields by name:
-those of whose values by the schema few would be accepted, or be cheap. The model and a length are in every body.
+Bodies are drawn from the document's schemas. Only `meant` knows fields by name: those for which few values of the
+schema would be accepted or cheap. Every body has the model and a length.
 """
 
 import json

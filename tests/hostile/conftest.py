@@ -24,6 +24,6 @@ def keyless(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Standing]:
 
 
 def _check_memory(standing: Standing) -> None:
-    """What all tests together have left behind."""
+    """Check that all tests together have left no memory behind."""
     growth = standing.program.memory() - standing.program.idle_memory
     assert growth < GROWTH, f"{growth:.0f} MB"

@@ -1,6 +1,6 @@
-"""Other clients of a server, in a process of their own: how long they wait while somebody else attacks.
+"""Other clients of a server, in a separate process: how long they wait during an attack.
 
-It reads lines from stdin: `{"model": …}` begins, an empty line ends, and the times are one line of JSON on stdout.
+It reads lines from stdin: `{"model": …}` starts it, an empty line ends it. It prints the times as one line of JSON.
 """
 
 import http.client

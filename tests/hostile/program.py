@@ -1,4 +1,4 @@
-"""`onward serve` as a process of its own, with the demo under several chat templates."""
+"""`onward serve` as a separate process, with the demo model and several chat templates."""
 
 import json
 import os
@@ -88,7 +88,7 @@ class Program:
         return ask(self.target, path, raw, method="GET" if body is None else "POST")
 
     def running(self) -> dict[str, Any]:
-        """What is not idle, by /stats and by /metrics; empty if all sequences and blocks are back."""
+        """The busy resources according to /stats and /metrics; empty if all sequences and blocks are free."""
         answer = self.ask("/stats")
         if answer.status != 200:
             return {"/stats": answer.status}
@@ -103,7 +103,7 @@ class Program:
         }
 
     def until_idle(self, seconds: float = IDLE_SECONDS) -> dict[str, Any]:
-        """What still runs after `seconds`; empty if nothing does."""
+        """The work that still runs after `seconds`; empty if there is none."""
         end = time.monotonic() + seconds
         while (busy := self.running()) and time.monotonic() < end:
             time.sleep(0.005)
@@ -147,7 +147,7 @@ class Program:
         return self._log.read()
 
     def _warm_up(self) -> None:
-        """What grows once and stays: the code of each endpoint, and the process that compiles grammars."""
+        """Warm up one-time growth: the code of each endpoint, and the process that compiles grammars."""
         for model in self.models:
             chat = {"model": model, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
             schema = {"type": "object", "properties": {"a": {"multipleOf": 2, "type": "integer"}}}

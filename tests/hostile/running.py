@@ -1,4 +1,4 @@
-"""Run an attack, and say all that is wrong with a server under it and after it."""
+"""Run an attack, and list all problems of a server during and after it."""
 
 import json
 import time
@@ -89,7 +89,7 @@ def sent(target: Target, attack: Attack, bodies: Sequence[bytes], seconds: float
 
 
 def answer_problem(attack: Attack, answer: Answer) -> str:
-    """What is wrong with an answer; empty if nothing is."""
+    """The problems of an answer; empty if there are none."""
     if answer.status not in attack.statuses and not answer.is_refusal_for_now:
         expected = " or ".join(_BY_CODE.get(status, str(status)) for status in sorted(attack.statuses)) or "none"
         return f"answered with {_BY_CODE.get(answer.status, answer.status)}, not {expected}: {answer.body[:300]!r}"
@@ -98,7 +98,7 @@ def answer_problem(attack: Attack, answer: Answer) -> str:
 
 
 def error_problem(answer: Answer) -> str:
-    """What is wrong with the body of an error; empty if nothing is."""
+    """The problems of an error's body; empty if there are none."""
     try:
         body: Any = json.loads(answer.body)
         error = body["error"]

@@ -1,4 +1,4 @@
-"""Ways to send a request, well-behaved or not. Each returns the answers that came, in order."""
+"""Ways to send a request, well-behaved or not. Each returns the answers in the order of their arrival."""
 
 import contextlib
 import http.client
@@ -37,7 +37,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Answer:
-    """status: `NO_ANSWER` and `CLOSED` stand for those that did not come."""
+    """status: `NO_ANSWER` or `CLOSED` if there was no answer."""
 
     status: int
     headers: dict[str, str] = field(default_factory=dict)
@@ -54,7 +54,7 @@ def ask(
 ) -> Answer:
     connection = http.client.HTTPConnection("127.0.0.1", target.port, timeout=PATIENCE)
     try:
-        with contextlib.suppress(OSError):  # it closes before it has read all, and may have said why
+        with contextlib.suppress(OSError):  # the server closes before it has read everything, possibly after an error
             connection.request(method, path, body, target.headers | (headers or {}))
         return _read(connection.getresponse())
     except TimeoutError:
@@ -94,7 +94,7 @@ def connected(target: Target, buffer: int | None = None) -> Iterator[socket.sock
 
 
 def _answers(connection: socket.socket, count: int) -> list[Answer]:
-    """The next answers of a connection, whose last one may be that it was closed."""
+    """The next answers on a connection; the last one may be `CLOSED`."""
     found: list[Answer] = []
     reader = connection.makefile("rb")
     while len(found) < count:

@@ -1,4 +1,4 @@
-"""Whatever one client sends: it gets an answer that fits, others are served meanwhile, and everything comes back."""
+"""Any request of one client gets a fitting answer, others are served meanwhile, and all resources are released."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""The same bodies as lines of `onward batch`: each gets a result or an error, and the run goes on to its end."""
+"""The same bodies as lines of `onward batch`: each gets a result or an error, and the run reaches its end."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Bodies drawn from the server's own document: most of the sound ones are answered, and none breaks the server.
+"""Bodies drawn from the server's own document: most valid ones are answered, and none breaks the server.
 
 By default a few hundred; `ONWARD_TESTS=full` draws 10,000, and `make fuzz` new ones each time.
 """
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.timeout(3600)
 
 
 def drawn(values: st.SearchStrategy[Any], count: int, check: Callable[[Any], None]) -> None:
-    """Call `check` with so many examples, the same in every run."""
+    """Call `check` with `count` examples, the same in every run."""
     health = list(hypothesis.HealthCheck)
 
     @hypothesis.settings(max_examples=count, suppress_health_check=health, phases=[hypothesis.Phase.generate])
@@ -39,7 +39,7 @@ def drawn(values: st.SearchStrategy[Any], count: int, check: Callable[[Any], Non
 
 
 class Fuzzed:
-    """A server whose document the bodies come from. answered: statuses of what was sent."""
+    """A server whose document the bodies come from. answered: the statuses of the answers."""
 
     def __init__(self, target: Target, model: str = "demo") -> None:
         self.target = target

@@ -79,7 +79,7 @@ def tasks(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module", autouse=True)
 def _offline(tmp_path_factory):
-    """The harness's data sets are files here; what they become is kept in a folder of the test."""
+    """The harness's data sets are local files; their converted form is in a folder of the test."""
     patch = pytest.MonkeyPatch()
     patch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path_factory.mktemp("datasets"))
     patch.setattr("datasets.config.HF_HUB_OFFLINE", True)

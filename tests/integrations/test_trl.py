@@ -1,4 +1,4 @@
-"""`onward.integrations.trl`: TRL's loop over the sampler and the forward of the model that it trains."""
+"""`onward.integrations.trl`: TRL's loop with Onward's sampler and the forward of the trained model."""
 
 import re
 import shutil

@@ -1,4 +1,4 @@
-"""Embeddings and relevance: those of sentence-transformers, of a text alone and among others."""
+"""Embeddings and relevance scores: equal to sentence-transformers, and the same alone and in a batch."""
 
 import base64
 import json

@@ -1,4 +1,4 @@
-"""No option is silently without effect: every verb follows it, or refuses it by its name."""
+"""No option is silently ignored: every method follows it, or refuses it by name."""
 
 import asyncio
 import dataclasses
@@ -45,7 +45,7 @@ def cancelled() -> threading.Event:
     return event
 
 
-# Of each option, what a request has beside it, and a value that has to change the answer.
+# For each option, the other options of the request, and a value that must change the answer.
 CASES: dict[str, tuple[dict[str, Any], Any]] = {
     "logit_bias": (DRAWN, {500: 50.0}),
     "repetition_penalty": (DRAWN, 50.0),
@@ -99,7 +99,7 @@ BEAMS_ALONE = {"length_penalty", "early_stopping"}
 # Options of chats.
 BUDGETS = {"reasoning_budget", "reasoning_budget_message"}
 ONE_TEXT = {"n", "beams", *BEAMS_ALONE}
-# What JSON cannot say, or what a body says otherwise: an adapter as its model.
+# Options that JSON can't express, or that bodies express differently, such as an adapter as the model.
 NO_FIELDS = {"time_limit", "stop_when", "cancel", "draft", "adapter", "constraint", "taps", "steer", "prompt_embeds"}
 
 

@@ -1,4 +1,4 @@
-"""Values at taps: the bits of one forward over the whole text, however the text came to be."""
+"""Values at taps: the bits of one forward over the whole text, however the text was processed."""
 
 import itertools
 import random

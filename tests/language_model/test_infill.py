@@ -11,7 +11,7 @@ from onward.language_model import INFILL_FORMATS, infill_request
 from onward.protocols import BodyError, BodyReader
 from onward.testing import ByteTokenizer, scripted_model
 
-# What each family's own code writes, with marks in their places: of "ab" before and "cd" after.
+# The prompt that each family's own code writes, with marks, for "ab" before and "cd" after.
 WRITTEN = {
     "Qwen2.5-Coder, CodeGemma": "<|fim_prefix|>ab<|fim_suffix|>cd<|fim_middle|>",
     "StarCoder, Granite Code": "<fim_prefix>ab<fim_suffix>cd<fim_middle>",

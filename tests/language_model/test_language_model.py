@@ -1,4 +1,4 @@
-"""What users hold: prompts in any form, one text whether streamed, batched or alone, and errors that say what to do."""
+"""The public methods: any form of prompt, the same text streamed, batched or alone, and helpful errors."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Several texts a prompt, what is told of their tokens, options of single prompts, and ends that callers decide."""
+"""Several texts per prompt, logprobs, options per prompt, and end conditions set by callers."""
 
 import dataclasses
 import math
@@ -31,7 +31,7 @@ def lm() -> LanguageModel:
 
 
 def contents(one: Completion) -> tuple:
-    """What is chosen, and why it ended there."""
+    """The tokens of a choice, and the reason of its end."""
     return one.text, one.token_ids, one.finish_reason, one.prompt_tokens, one.seed
 
 
@@ -79,7 +79,7 @@ def likely_again(tokens):
 
 
 class HiddenRows:
-    """A cache that is no pytree of tensors: its rows cannot be told apart, so they are neither copied nor moved."""
+    """A cache that isn't a pytree of tensors: its rows can't be identified, so they are neither copied nor moved."""
 
     def __init__(self, inner):
         self.inner = inner

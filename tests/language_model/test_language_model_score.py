@@ -1,4 +1,4 @@
-"""Scores are the sums of logprobs, whatever a text is scored with."""
+"""Scores are the sums of logprobs, whatever else is scored in the call."""
 
 import dataclasses
 import math
@@ -62,7 +62,7 @@ def same(scores: list[Score], others: list[Score]) -> None:
 
 
 def test_no_more_logits_are_made_at_once_than_memory_allows(monkeypatch):
-    """The head runs on chunks: [T, V] of a long text is never held."""
+    """The head runs in chunks: [T, V] of a long text is never in memory."""
     monkeypatch.setattr(loop, "_MAX_LOGITS", 32 * 8)
     model = scripted_model([1, 2, 3])
     LanguageModel(model).score([[1] * 40, [2] * 21])

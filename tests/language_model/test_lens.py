@@ -1,4 +1,4 @@
-"""The logit lens: what the final norm and the head make of each layer's values."""
+"""The logit lens: the predictions of the final norm and the head from each layer's values."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,4 +1,4 @@
-"""Loading says how far it is: a function hears of every layer, a terminal gets a bar where it takes long."""
+"""Progress of loading: a callback for every layer, and a bar on a terminal if loading takes long."""
 
 import importlib
 import io

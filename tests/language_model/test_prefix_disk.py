@@ -1,4 +1,4 @@
-"""A prefix that is read from the disk gives the bits that its computation gives."""
+"""A prefix read from disk has the bits of a computed one."""
 
 import dataclasses
 import os
@@ -100,7 +100,7 @@ def test_the_files_have_the_name_of_their_model(options, tmp_path):
 
 @everyone
 def test_other_texts_that_begin_alike_reuse_what_they_share(name, tmp_path):
-    """The text goes on where the answer ended, or leaves the prompt somewhere: never where states or windows lack."""
+    """A text continues an answer or diverges within the prompt, but never where states or windows are missing."""
     whole = [*PROMPT, *of(first := LOADED[name](tmp_path)).token_ids]
     write(first)
     empty = LOADED[name](None)

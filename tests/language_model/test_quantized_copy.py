@@ -1,4 +1,4 @@
-"""Weights from a copy in the cache folder are those of the checkpoint, bit for bit; nothing else is read from it."""
+"""Weights from a copy in the cache folder equal those of the checkpoint, bit for bit; invalid copies are ignored."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""One request, one text: however it is run, for hundreds of random requests."""
+"""A request gives the same text however it runs, for hundreds of random requests."""
 
 from functools import cache
 

@@ -1,4 +1,4 @@
-"""Replays and receipts: a text is verified wherever it was generated, and nothing else is."""
+"""Replays and receipts: a generated text is verified wherever it was generated, and no other text is."""
 
 import dataclasses
 import json

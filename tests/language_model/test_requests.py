@@ -1,4 +1,4 @@
-"""One checked request behind every verb: names that are near, numbers of other libraries, where a text ends."""
+"""The checks of requests: suggestions for names, values of other libraries, end conditions."""
 
 import dataclasses
 from typing import get_type_hints
@@ -125,7 +125,7 @@ def test_a_request_given_as_such_is_the_call_that_it_stands_for(lm):
     assert "".join(piece.text for piece in lm.stream(request)) == called.text
     assert onward.Session(lm).generate(request).token_ids == called.token_ids
     assert lm.generate(request, seed=4).token_ids == lm.generate("Hello", **options | {"seed": 4}).token_ids
-    # What stands in a request holds whatever the model's defaults are.
+    # The options of a request take precedence over the model's defaults.
     plain = Request(tuple(b"Hello"), GenerateOptions(max_new_tokens=3))
     lm_that_samples = LanguageModel(lm.model, TOKENIZER, defaults=GenerateOptions(temperature=1.5))
     assert lm_that_samples.generate(plain).token_ids == lm.generate("Hello", max_new_tokens=3).token_ids

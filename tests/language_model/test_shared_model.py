@@ -1,4 +1,4 @@
-"""Threads that share a model, a drafter and an engine: every call gives what it gives alone."""
+"""Threads that share a model, a drafter and an engine: every call gives the same result as alone."""
 
 import sys
 import threading

@@ -1,4 +1,4 @@
-"""Steering: the rows that ask change, alone as in any batch, and the others keep their bits."""
+"""Steering: the rows that request it change as they do alone, and the others keep their bits."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a text's tokens took: its own steps, shared by the tokens that one step brought."""
+"""The times of a text's tokens: its own steps, shared by the tokens of a step."""
 
 import pytest
 

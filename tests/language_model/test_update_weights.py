@@ -1,4 +1,4 @@
-"""`LanguageModel.update_weights`: an updated model is the one that would have been loaded; or nothing has changed."""
+"""`LanguageModel.update_weights`: an updated model equals a freshly loaded one, or nothing has changed."""
 
 import copy
 import pickle

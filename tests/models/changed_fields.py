@@ -1,7 +1,7 @@
-"""The fields of a family's config, changed one at a time: what they are changed to, and what comes of it.
+"""The fields of a family's config, changed one at a time, and the effect of each change.
 
 python tests/models/changed_fields.py [CASE …] loads a checkpoint for each of some 6,000 changes (of the named cases, or
-of the first case of each family) and prints those whose logits are not those of transformers, though no error says so.
+of the first case of each family) and prints the changes that give other logits than transformers without an error.
 """
 
 import json

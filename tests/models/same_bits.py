@@ -1,4 +1,4 @@
-"""What every family promises: the bits of a text depend on the text alone."""
+"""The guarantee of every family: the bits of a text depend only on the text."""
 
 import torch
 

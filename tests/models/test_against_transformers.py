@@ -1,4 +1,4 @@
-"""Every family computes what `transformers` computes, however its tokens are fed."""
+"""Every family computes the same as `transformers`, however its tokens are divided into calls."""
 
 from dataclasses import dataclass
 

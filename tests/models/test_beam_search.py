@@ -1,4 +1,4 @@
-"""Beams are those of transformers: texts, scores and their order, alone and in a batch."""
+"""Beams equal those of transformers: texts, scores and their order, alone and in a batch."""
 
 import dataclasses
 import random
@@ -31,7 +31,7 @@ def judged(tmp_path_factory) -> Judged:
 
 
 def wanted(model, prompts, n, eos, **options) -> list[list[tuple[list[int], float]]]:
-    """What transformers finds for each prompt: ids and score, best first."""
+    """The beams of transformers for each prompt: ids and score, best first."""
     longest = max(map(len, prompts))
     padding = [longest - len(prompt) for prompt in prompts]
     found = model.generate(

@@ -1,4 +1,4 @@
-"""Cached taps: the values at taps that the cache stores for every position, beside the keys and values."""
+"""Cached taps: values at taps that the cache stores for every position, in addition to keys and values."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""A config field that changes the result is read, or is an error: none is passed over."""
+"""A config field that changes the result is read, or is an error: none is ignored."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The same checkpoint, its config.json written as different versions of the library write it."""
+"""The same checkpoint with a config.json of different versions of the library."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Half precision runs, and stays as near to float32 as its rounding allows."""
+"""Half precision runs, and stays as close to float32 as its rounding allows."""
 
 import math
 

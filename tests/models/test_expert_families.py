@@ -1,4 +1,4 @@
-"""Models with experts: quantized all but their routers, written and read expert by expert; what is wrong is said."""
+"""Models with experts: quantized except for routers, read and written expert by expert, with clear errors."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Configs of the dense families as the hub has them: defaults, older forms, several parts, and what is refused."""
+"""Configs of the dense families from the hub: defaults, older forms, several parts, and refused values."""
 
 import json
 import warnings

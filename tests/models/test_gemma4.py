@@ -1,4 +1,4 @@
-"""What Gemma 4 has that no other family has: its configs, its text part, shared keys, and what is refused."""
+"""The parts that only Gemma 4 has: its configs, its text part, shared keys, and refused values."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""A checkpoint's generation_config.json is served as transformers serves it: greedy, sampled and with beams."""
+"""A checkpoint's generation_config.json has the effect that it has in transformers: greedy, sampled, with beams."""
 
 import itertools
 import json
@@ -43,7 +43,7 @@ def ids(rng: random.Random, count: int) -> list[int]:
 
 
 def penalties(rng: random.Random, eos: list[int]) -> dict[str, Any]:
-    """What acts in every mode; words made of ids that are likely to meet."""
+    """The options that apply in every mode; bad words consist of ids that are likely to follow each other."""
     words = [ids(rng, rng.randint(1, 3)) for _ in range(rng.randint(1, 30))]
     pairs = [[a, b] for a, b in itertools.product(ids(rng, 20), ids(rng, 20))]
     biases = {token: rng.uniform(-2, 2) for token in ids(rng, 10)}
@@ -101,7 +101,7 @@ def texts(output: Any, prompt: list[int], eos: tuple[int, ...]) -> list[list[int
     return [row[: next((at + 1 for at, token in enumerate(row) if token in eos), len(row))] for row in rows]
 
 
-# Seeds are fixed: two ids closer than rounding would be told apart by chance.
+# Seeds are fixed: rounding would choose between two nearly equal ids at random.
 @pytest.mark.parametrize("seed", range(40))
 def test_greedy_texts_are_those_of_transformers(judged, seed):
     rng = random.Random(seed)

@@ -1,4 +1,4 @@
-"""Balanced keys: the same scores to the bit over floats, and smaller errors in rows of 8 bits."""
+"""Balanced keys: the same scores, bit for bit, with floats, and smaller errors with rows of 8 bits."""
 
 import pytest
 import torch

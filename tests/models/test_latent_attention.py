@@ -1,4 +1,4 @@
-"""Families with latents: one a token is kept, and what a checkpoint has is read, quantized and refused rightly."""
+"""Families with latent attention: one cached latent per token, and configs read, quantized and refused correctly."""
 
 import json
 

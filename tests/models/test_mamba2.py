@@ -1,4 +1,4 @@
-"""Families with Mamba2: bits, states, configs as the hub has them, and what is refused."""
+"""Families with Mamba2: bits, states, configs from the hub, and refused values."""
 
 import pytest
 import torch

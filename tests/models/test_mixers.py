@@ -1,4 +1,4 @@
-"""What a decoder asks of its mixers, every mixer declares: none is taken to turn nothing and to see all by default."""
+"""Every mixer declares what a decoder needs: neither "no rotation" nor "sees everything" is assumed."""
 
 import pytest
 

@@ -1,6 +1,6 @@
-"""What a GPU runs reads no tensor's value on the host and uploads none: it would wait, and no graph could be captured.
+"""The code for GPUs reads no tensor's value on the host and uploads none, which would wait and prevent graphs.
 
-No GPU is at hand, so the definitions run on the CPU as they would there, under modes in which such a read raises.
+The tests need no GPU: the definitions run on the CPU, in modes in which such a read raises.
 """
 
 import pytest

@@ -1,4 +1,4 @@
-"""Models with recurrent states keep every promise: their tokens depend on the text alone."""
+"""Models with recurrent states keep every guarantee: their tokens depend only on the text."""
 
 import dataclasses
 import json
@@ -119,7 +119,7 @@ def test_a_session_goes_on_and_is_edited(lm, tmp_path):
     third = resumed.generate(last, **SAMPLED)
     assert third.cached_tokens == len(last) - 2
     assert ids(third) == ids(session.generate(last, **SAMPLED)) == ids(lm.generate(last, **SAMPLED))
-    # An edit near the end keeps the states before it; one further back needs states that were not kept.
+    # An edit near the end reuses the states before it; an earlier edit needs states that are not cached.
     for kept, cached in ((len(last) + 30, len(last) + 30), (20, 0)):
         edited = [*[*last, *ids(third)][:kept], 1, 2, 3]
         again = session.generate(edited, **SAMPLED)

@@ -1,4 +1,4 @@
-"""LFM2: convolutions whose state is their last inputs; configs as the hub has them, and what is refused."""
+"""LFM2: convolutions whose state is their last inputs; configs from the hub, and refused values."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ def test_a_state_is_the_last_inputs(tmp_path):
 
 
 def test_a_config_of_the_hub_is_read():
-    """That of LFM2-1.2B, whose sizes have several names."""
+    """The config of LFM2-1.2B, in which sizes have several names."""
     hub = {
         "architectures": ["Lfm2ForCausalLM"], "block_auto_adjust_ff_dim": True, "block_dim": 2048,
         "block_ff_dim": 12288,

@@ -1,4 +1,4 @@
-"""Sliding layers keep their window alone: tokens are those of layers that keep the whole text, bit for bit."""
+"""Sliding layers that keep only their window have the tokens of layers that keep the whole text, bit for bit."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""A machine or a forward that is slow for a reason that the user can mend says so, once."""
+"""If decoding is slow for a reason that the user can fix, a warning says so, once."""
 
 import os
 import subprocess

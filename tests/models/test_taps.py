@@ -1,4 +1,4 @@
-"""Taps: the identity that shows a forward's values, with the bits of the forward that shows none."""
+"""Taps: the identity that exposes a forward's values, without changing its bits."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""The public doubles of `onward.testing` are what they say: real checkpoints of real families."""
+"""The public doubles of `onward.testing` are real checkpoints of real families."""
 
 import pytest
 import torch

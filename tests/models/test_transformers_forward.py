@@ -1,4 +1,4 @@
-"""Models of transformers inside Onward: their logits and tokens, as programs, in chunks and in ragged batches."""
+"""Models of transformers in Onward: their logits and tokens, as programs, in chunks and in ragged batches."""
 
 from pathlib import Path
 

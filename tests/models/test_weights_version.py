@@ -1,4 +1,4 @@
-"""After any write to the weights, a prompt whose prefix was kept gives what a fresh model gives for it."""
+"""After any write to the weights, a prompt with a cached prefix gives the result of a fresh model."""
 
 import pytest
 import torch

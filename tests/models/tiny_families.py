@@ -1,4 +1,4 @@
-"""Causal families of transformers at tiny random configurations, run through Onward; transformers is the judge."""
+"""Causal families of transformers with tiny random configurations, run through Onward and compared with it."""
 
 import tempfile
 import warnings
@@ -47,7 +47,7 @@ SIZES: dict[str, Any] = {
     "bos_token_id": 0,
     "eos_token_id": 1,
 }
-# What single families want besides.
+# Additional fields of single families.
 FIELDS: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": 6},
     "opt": {"word_embed_proj_dim": 32},

@@ -1,4 +1,4 @@
-"""What `transformers` says of small random models: the judge of every family."""
+"""The reference results of every family: `transformers` with small random models."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -817,7 +817,7 @@ def randomized(family: str, config: PreTrainedConfig) -> PreTrainedModel:
 
 @dataclass(frozen=True)
 class Expected:
-    """What a model makes of a prompt: logits [T, V] after each of its ids, and the greedy continuation."""
+    """The results of a model for a prompt: logits [T, V] after each of its ids, and the greedy continuation."""
 
     prompt: list[int]
     logits: Tensor

@@ -1,6 +1,6 @@
 """Test the causal language models of the installed transformers, and write the results to docs/transformers.md.
 
-python tests/models/transformers_table.py [MODEL_TYPE …]: all of them, or only these, which keeps the other results.
+python tests/models/transformers_table.py [MODEL_TYPE …]: all models, or only these; other results don't change.
 """
 
 import re

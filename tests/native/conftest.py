@@ -1,4 +1,4 @@
-"""Every kernel test runs in every library that this machine can run."""
+"""Every kernel test runs with every library that this machine supports."""
 
 from collections.abc import Iterator
 

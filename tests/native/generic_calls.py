@@ -1,7 +1,7 @@
-"""The generic kernels called on torch tensors of any strides, checking nothing.
+"""Calls of the generic kernels on torch tensors of any strides, without checks.
 
-Outputs are filled with NaN (integers with 77, booleans with True) before the call, so that a place that a kernel
-forgets is found.
+Outputs are filled with NaN (integers with 77, booleans with True) before the call, so that an element that a kernel
+doesn't write is found.
 """
 
 import ctypes

@@ -1,6 +1,6 @@
-"""The kernels called on torch tensors, checking nothing: what the tests and the benchmarks share.
+"""Calls of the kernels on torch tensors, without checks, for the tests and the benchmarks.
 
-Outputs are filled with NaN before the call, so that a place that a kernel forgets is found.
+Outputs are filled with NaN before the call, so that an element that a kernel doesn't write is found.
 """
 
 import ctypes

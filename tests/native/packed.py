@@ -1,4 +1,4 @@
-"""Packed weights on torch tensors, for the tests and the benchmarks: they check nothing."""
+"""Packed weights of torch tensors, for the tests and the benchmarks; nothing is checked."""
 
 from __future__ import annotations
 

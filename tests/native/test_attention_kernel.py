@@ -1,14 +1,14 @@
-"""The attention kernel: against its definition in float64, and bit for bit over its cuts.
+"""The attention kernel, compared with its definition in float64, and bit for bit between divisions of the work.
 
-The bound. U is the unit roundoff of float32, u that of the weights (2^-8 where pairs of bf16 are
-multiplied, else U). With s_j the scores, p_j the normalised weights and o the exact output:
+The bound. U is the unit roundoff of float32, u that of the weights (2^-8 if pairs of bf16 are multiplied, else U). With
+s_j the scores, p_j the normalized weights and o the exact output:
 - s_j is a sum of D products in order, scaled, masked and compared with the maximum:
   |error| <= (D + 3) U scale sum_d |q_d k_jd| + 2 U (|s_j| + |m|), m the largest score;
-- a softcap moves no score further from its own (its slope is 1 at most) and adds its roundings: a division, tanh to
-  6 U, a product: 8 U of what it caps;
-- e^x is good to 3 U, and a weight is multiplied by one such factor a block: 3 U (S / 64 + 3);
-- so every weight is off by a factor 1 + e_j, |e_j| <= u + those. Both sums have the same weights, so the
-  output moves by sum_j p_j e_j (v_j - o) to first order; 1.1 covers the second;
+- a softcap doesn't increase the error of a score (its slope is at most 1) and adds its own rounding errors: a division,
+  tanh to 6 U, a product: 8 U of the capped score;
+- e^x has an error of 3 U, and a weight is multiplied by one such factor per block: 3 U (S / 64 + 3);
+- so every weight is off by a factor 1 + e_j, where |e_j| <= u + the sum of these. Both sums have the same weights, so
+  the output changes by sum_j p_j e_j (v_j - o) to first order; 1.1 covers the second order;
 - each sum has at most 64 + S / 64 + S / 512 + 20 additions in a chain, with an error of U each;
 - the output is rounded once to its dtype.
 """

@@ -1,4 +1,4 @@
-"""What stays in the processor's cache is not compared with the memory's speed."""
+"""Memory that fits in the processor's cache is not compared with the bandwidth of the memory."""
 
 import pytest
 

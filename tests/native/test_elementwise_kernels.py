@@ -1,8 +1,8 @@
-"""Gated activations, sums, gathered rows, argmax: against their definitions.
+"""Gated activations, sums, gathered rows and argmax, compared with their definitions.
 
-U is the unit roundoff of float32. e^x is good to 3 U (1.2 units in the last place, and the portable library's
-two roundings a step), a sigmoid to 5 U, so silu times a factor to 8 U; gelu's distribution to 20 U, and in the
-portable library, which cannot recover the rounding of x^2 / 2, to x^2 / 2 U more.
+U is the unit roundoff of float32. The error of e^x is 3 U (1.2 units in the last place, and two roundings per step in
+the portable library), that of a sigmoid 5 U, so that of silu times a factor 8 U. The error of gelu's distribution
+function is 20 U, plus x^2 / 2 U in the portable library, which cannot correct the rounding error of x^2 / 2.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""heads: the bits of rms_norm, rotate and a copy, one after the other."""
+"""onward_heads has the bits of rms_norm, rotate and a copy, one after the other."""
 
 import ctypes
 from dataclasses import dataclass
@@ -39,7 +39,7 @@ class Part:
         )  # fmt: skip
 
     def separately(self, cos: Tensor, sin: Tensor, offsets: Tensor) -> Tensor:
-        """What `out` must hold."""
+        """The expected contents of `out`."""
         x = self.x.contiguous()
         if self.weight is not None and x.numel():
             rows = x.view(-1, x.shape[-1])

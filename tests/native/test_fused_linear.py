@@ -1,4 +1,4 @@
-"""onward_linear_many: a matrix has the bits that it has alone, whatever shares the pass with it."""
+"""onward_linear_many: a matrix has the bits that it has alone, whatever matrices share the pass."""
 
 import pytest
 import torch

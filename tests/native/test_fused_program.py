@@ -1,4 +1,4 @@
-"""Programs: the bits of the calls one by one, while idle threads look ahead; and a team that rests afterwards."""
+"""Programs have the bits of separate calls, while idle threads prefetch; and the team sleeps afterwards."""
 
 import ctypes
 import time

@@ -1,4 +1,4 @@
-"""Advanced indexing and writing back, against torch."""
+"""Advanced indexing and assignment, compared with torch."""
 
 import pytest
 import torch

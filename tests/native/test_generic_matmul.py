@@ -1,4 +1,4 @@
-"""Products of plain matrices in any layout, against float64, and the same bits however they are cut."""
+"""Products of plain matrices in any layout, compared with float64, and the same bits for every division of the work."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Casts, one- and two-operand operations and choices, on any types and strides, against torch in float64."""
+"""Casts, unary and binary operations and where, for any types and strides, compared with torch in float64."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Reductions, softmax and cumulative sums over any dimensions, types and strides, against torch in float64."""
+"""Reductions, softmax and cumulative sums for any dimensions, types and strides, compared with torch in float64."""
 
 import math
 

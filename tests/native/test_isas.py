@@ -1,4 +1,4 @@
-"""Instruction sets: one header and one line each, and which of them have the same bits (docs/decisions/0025)."""
+"""Instruction sets: one header and one line each, and the sets that have the same bits (docs/decisions/0025)."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Finding and choosing a library."""
+"""Finding and choosing a library of kernels."""
 
 import os
 import subprocess
@@ -13,7 +13,7 @@ from onward.native import loader
 
 
 def run_python(code: str, **environment: str) -> str:
-    """What a fresh interpreter prints."""
+    """The output of a fresh interpreter."""
     done = subprocess.run(
         [sys.executable, "-c", code], env={**os.environ, **environment}, capture_output=True, text=True, check=False
     )

@@ -1,6 +1,6 @@
-"""linear over packed weights: against its definition in float64, and bit for bit over its cuts.
+"""linear with packed weights, compared with its definition in float64, and bit for bit between divisions of the work.
 
-U is the unit roundoff of float32. A sum of K products taken in order in float32 is within
+U is the unit roundoff of float32. A sequential sum of K products in float32 is within
 (K + 1) U sum |x w| of the true sum (Higham, Accuracy and Stability, 3.1: K - 1 additions, one
 rounding of each product in the portable library, a bias).
 """

@@ -1,4 +1,4 @@
-"""How much memory the control groups of a process leave, on trees of files as Linux has them."""
+"""The memory that a process may use under its control groups, tested with trees of files as on Linux."""
 
 from pathlib import Path
 

@@ -1,7 +1,7 @@
-"""rms_norm and layer_norm: against their definitions in float64, and bit for bit over rows.
+"""rms_norm and layer_norm, compared with their definitions in float64, and bit for bit between rows.
 
-U is the unit roundoff of float32. A sum over D goes through at most D / 64 + 7 additions a term, with an
-error of U each; a mean square of relative error e makes a factor off by e / 2.
+U is the unit roundoff of float32. Each term of a sum over D goes through at most D / 64 + 7 additions, with an error
+of U each; a relative error e of the mean square is an error e / 2 of the factor.
 """
 
 import pytest

@@ -1,4 +1,4 @@
-"""Packing: nothing is lost, and the layout is the one that native/README.md draws."""
+"""Packing loses nothing, and has the layout of native/README.md."""
 
 import pytest
 import torch

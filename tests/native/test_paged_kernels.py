@@ -1,4 +1,4 @@
-"""Attention and cache writes through a table of blocks: the bits of the dense ones, whatever order the blocks have."""
+"""Attention and cache writes with a block table have the bits of the dense ones, for any order of the blocks."""
 
 import math
 
@@ -63,7 +63,7 @@ def test_attention_through_a_table_has_the_bits_of_the_dense_one(
         starts = [data.draw(st.integers(0, positions - queries), "offset") for _ in range(batch)]
         offsets = torch.tensor(starts, dtype=torch.int32)
         window = data.draw(st.integers(1, positions), "window") if windowed else 0
-        for row, start in enumerate(starts):  # what lies past a row's end is not read
+        for row, start in enumerate(starts):  # positions past a row's end are not read
             keys[row, :, start + queries :] = math.nan
             values[row, :, start + queries :] = math.nan
     options = {

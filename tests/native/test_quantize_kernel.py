@@ -1,4 +1,4 @@
-"""The kernel that rounds weights has the bits of the definition, in every library."""
+"""The kernel that quantizes weights has the bits of the definition, in every library."""
 
 import math
 

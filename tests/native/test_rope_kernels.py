@@ -1,4 +1,4 @@
-"""rotate and rotary_angles: against their definitions. U is the unit roundoff of float32."""
+"""rotate and rotary_angles, compared with their definitions. U is the unit roundoff of float32."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The kernels of sampling give the ids and the sums of their definitions, bit for bit, whatever the logits, options and
+"""The sampling kernels give the ids and sums of their definitions, bit for bit, for all logits, options and numbers of
 threads."""
 
 import math

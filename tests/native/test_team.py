@@ -1,4 +1,4 @@
-"""The team of threads: forks, resizes, callers at the same time."""
+"""The team of threads: forks, resizes, concurrent callers."""
 
 import os
 import threading

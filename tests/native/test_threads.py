@@ -1,4 +1,4 @@
-"""How many threads run where nobody says: no more than the process may use."""
+"""The default number of threads: no more than the process may use."""
 
 import math
 import os

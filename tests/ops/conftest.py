@@ -1,6 +1,6 @@
-"""Every test of an op runs with each of its forms: the definition, and the kernels of every library here.
+"""Every test of an op runs with each of its forms: the definition, and the kernels of every library.
 
-A module whose tests are of what the definitions do not promise says KERNELS_ALONE = True.
+A module sets KERNELS_ALONE = True if its tests are about properties that the definitions don't guarantee.
 """
 
 import pytest

@@ -1,4 +1,4 @@
-"""Layers of experts for the tests: random ones in every format, and what they compute, in float64."""
+"""Layers of experts for the tests: random ones in every format, and their results in float64."""
 
 import torch
 from rounding import UNIT, random

@@ -1,4 +1,4 @@
-"""Every op that has a gradient, with its formula in plain torch, whose gradient in float64 is the reference."""
+"""Every op with a gradient, and its formula in plain torch, whose gradient in float64 is the reference."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -127,7 +127,7 @@ def _eight_bits(t: Any) -> dict[str, Any]:
 
 
 def _with_values(t: Any) -> Any:
-    """The formula's weights are those that eight bits of the float32 ones stand for."""
+    """The weights of the formula are the float32 weights, quantized to eight bits and back."""
     return {**t, **{name: weights.dequantize().double() for name, weights in _eight_bits(t).items()}}
 
 

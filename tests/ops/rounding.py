@@ -1,4 +1,4 @@
-"""The size of one rounding, from which the tolerances of the ops are derived; and a comparison without any."""
+"""The size of one rounding, from which the tolerances of the ops are derived; and an exact comparison."""
 
 import torch
 

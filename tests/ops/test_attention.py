@@ -1,4 +1,4 @@
-"""Attention against its definition in float64: grouped, causal to the bottom right, windowed, cached."""
+"""Attention, compared with its definition in float64: grouped, causal to the bottom right, windowed, cached."""
 
 import itertools
 from functools import lru_cache
@@ -126,7 +126,7 @@ ROOM = 40
 @pytest.mark.parametrize("window", [None, 1, 4, 100])
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 def test_cached_attention_reads_each_row_to_its_own_length_and_no_further(tokens, window, heads):
-    """NaN stands in every entry that no query of the row may see: past its last one, and before its window."""
+    """Every position that no query of the row may see is NaN: past its last one, and before its window."""
     q, keys, values = qkv(tokens, ROOM, heads, batch=len(OFFSETS))
     want = []
     for row, offset in enumerate(OFFSETS):

@@ -1,4 +1,4 @@
-"""Under `torch.autocast` ops do what torch's own of the kind do, with gradients and without."""
+"""Under `torch.autocast`, ops behave as the corresponding ops of torch, with gradients and without."""
 
 import pytest
 import torch

@@ -1,6 +1,6 @@
-"""The bits of a row depend on nothing beside it: not on B or T, on its neighbours, its chunk or the number of threads.
+"""The bits of a row depend on nothing else: not on B or T, other rows, its chunk or the number of threads.
 
-Each op runs on a whole [B, T] with some threads, and on a few tokens of one row of it with others.
+Each op runs on a whole [B, T], and on a few tokens of one of its rows with another number of threads.
 """
 
 from collections.abc import Callable

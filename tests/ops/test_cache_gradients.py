@@ -1,4 +1,4 @@
-"""A forward through a cache has no gradient yet, and says so; one over whole sequences has the right one."""
+"""A forward through a cache has no gradient, and says so; a forward over whole sequences has the right one."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""rms_norm, swiglu and rotate against their definitions in float64."""
+"""rms_norm, swiglu and rotate, compared with their definitions in float64."""
 
 import pytest
 import torch

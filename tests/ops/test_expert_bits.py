@@ -1,4 +1,4 @@
-"""A token's bits through experts depend on itself alone, and are those of the experts as plain feed-forwards."""
+"""A token's bits through experts depend only on the token, and equal those of plain feed-forward blocks."""
 
 import pytest
 import torch

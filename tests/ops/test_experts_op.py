@@ -1,4 +1,4 @@
-"""experts: the weighted sum of the chosen feed-forwards, whatever the format; the others are not read."""
+"""experts: the weighted sum of the chosen feed-forward blocks, in any format; the others are not read."""
 
 import math
 
@@ -56,7 +56,7 @@ def test_stock_experts_have_the_bits_of_packed_ones_alone_and_among_others(dtype
     if ops.choice().form == "definition":
         pytest.skip("torch's product rounds a row by how many rows there are")
     weights = for_activation(layer(dtype, 6, 40, 70, biases=True), activation)
-    x, (ids, shares) = random(23, 70, dtype=DTYPE_OF[dtype]), routes(23, 5, 2)  # nobody chose the last
+    x, (ids, shares) = random(23, 70, dtype=DTYPE_OF[dtype]), routes(23, 5, 2)  # no token chose the last expert
     whole = ops.experts(x, ids, shares, **weights, activation=activation)
     like = {"gate": None} | packed({name: weight for name, weight in weights.items() if weight is not None})
     assert torch.equal(whole, ops.experts(x, ids, shares, **like, activation=activation))

@@ -1,4 +1,4 @@
-"""Every op has the right gradient, or raises where one is asked for: in every dtype and form, however it is called."""
+"""Every op has the right gradient, or raises if one is needed: in every dtype and form, however it is called."""
 
 import pytest
 import torch

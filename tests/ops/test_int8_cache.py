@@ -1,4 +1,4 @@
-"""Rows of 8-bit integers with a scale: kernels write what the definition stores, and attend to what it loads."""
+"""Rows of 8-bit integers with a scale: kernels write and read the same rows as the definition."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ def test_rows_are_those_that_the_format_stores(form, dtype, dim):
     ops.write_cache(cache, new, offsets)
     for row, start in enumerate(offsets.tolist()):
         expected[row, :, start : start + 20] = INT8.store(new[row])
-    # A NaN's payload is nobody's.
+    # The payload of a NaN is arbitrary.
     scales = [each[..., dim:].contiguous().view(torch.float32) for each in (cache, expected)]
     assert torch.equal(*(scale.nan_to_num(7.0) for scale in scales))
     assert torch.equal(cache[..., :dim], expected[..., :dim])

@@ -1,4 +1,4 @@
-"""The dense cache writes where it is told to, and nowhere else."""
+"""The dense cache writes at the given positions, and nowhere else."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""linear_by_head: each head's features through a matrix of its own, with the bits of `linear`."""
+"""linear_by_head: each head's features times a separate matrix, with the bits of `linear`."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""linear: stock and packed weights are both the matrix product."""
+"""linear: stock and packed weights give the matrix product."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Updates by adapters: kernel == definition, each row alone, and as the products written out."""
+"""Updates by adapters: kernel == definition, each row alone, and the products written out."""
 
 import pytest
 import torch

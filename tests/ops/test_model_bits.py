@@ -1,4 +1,4 @@
-"""A whole decoder keeps the promise of its ops: the logits of a token are the same bits however it is processed."""
+"""A whole decoder keeps the guarantee of its ops: a token's logits have the same bits however it is processed."""
 
 import dataclasses
 from functools import lru_cache
@@ -60,7 +60,7 @@ def cut(draw, total: int) -> list[int]:
 @given(data=st.data(), tokens=st.integers(1, 600), batch=st.integers(1, 4), seed=st.integers(0, 2**16))
 @few
 def test_a_token_alone_in_a_batch_and_in_a_chunk(dtype, format, data, tokens, batch, seed):
-    """The row among others, which stand at other positions, and alone in chunks, over other numbers of threads."""
+    """The row in a batch with rows at other positions, and alone in chunks, with other numbers of threads."""
     subject = model(dtype, format)
     rows = torch.stack([ids(tokens, seed + row) for row in range(batch)])
     row = data.draw(st.integers(0, batch - 1))

@@ -1,4 +1,4 @@
-"""Every op runs where torch runs: compiled whole, under autograd, with fake tensors. And the choice of its form."""
+"""Every op works wherever torch does: compiled, under autograd, with fake tensors. And the choice of its form."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Caches in blocks: the ops and the cache give what the dense cache gives."""
+"""Paged caches: the ops and the cache give the results of the dense cache."""
 
 import os
 import pickle

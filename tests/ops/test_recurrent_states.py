@@ -1,4 +1,4 @@
-"""The ops that keep recurrent states: they compute the recurrence, and how a text is cut into calls changes nothing."""
+"""The ops with recurrent states compute the recurrence, and the division of a text into calls changes nothing."""
 
 import itertools
 
@@ -22,7 +22,7 @@ class Layer:
 
     channels: int  # of the convolution
     also: tuple[int, ...]  # features of the other inputs
-    kept: tuple[int, int]  # what lies at a place: [heads or groups, width]
+    kept: tuple[int, int]  # the contents of a place: [heads or groups, width]
     vectors: int  # how many numbers are learned for each head
 
     def __init__(self, slots=1, dtype=torch.float32, seed=0):
@@ -216,7 +216,7 @@ def test_a_state_that_is_not_there_is_not_a_number(kind):
     layer = kind()
     layer(part(tokens, 0, 40), [0])
     before = layer.state.clone(), layer.inputs.clone(), layer.block_numbers.clone()
-    assert layer(part(tokens, 20, 21), [20]).isnan().all()  # the state of position 20 was not kept
+    assert layer(part(tokens, 20, 21), [20]).isnan().all()  # the state of position 20 is no longer stored
     assert kind()(part(tokens, 20, 21), [20]).isnan().all()
     for now, then in zip((layer.state, layer.inputs, layer.block_numbers), before, strict=True):
         assert same_bits(now, then)

@@ -1,4 +1,4 @@
-"""rope: position = (offset + index) * scale, in both layouts, against float64."""
+"""rope: position = (offset + index) * scale, in both layouts, compared with float64."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""top_experts: which experts, in which order, and with what weights."""
+"""top_experts: the chosen experts, their order and their weights."""
 
 import math
 

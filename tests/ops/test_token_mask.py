@@ -1,4 +1,4 @@
-"""Masks leave admitted logits as they are, and say whether any is left: the kernel as the definition."""
+"""Masks keep the logits of allowed ids, and report whether any is left: the kernel equals the definition."""
 
 import itertools
 

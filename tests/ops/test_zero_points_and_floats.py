@@ -1,4 +1,4 @@
-"""The formats of checkpoints that others quantized: their values by hand, and the product in every form of the ops."""
+"""The formats of checkpoints quantized by other tools: values by hand, and products in every form of the ops."""
 
 import pytest
 import torch

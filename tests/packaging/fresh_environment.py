@@ -1,4 +1,4 @@
-"""An environment with nothing of the clone in it, and the packages that Onward needs."""
+"""An environment without the clone, with the packages that Onward needs."""
 
 import os
 import subprocess

@@ -1,7 +1,7 @@
-"""What an installed Onward must do: `python main_job.py`, outside the clone, in the environment to test.
+"""The main job of an installed Onward: `python main_job.py`, outside the clone, in the environment to test.
 
-It imports nothing of the tests, so that it runs wherever a wheel was built. `--no-kernels` is for an install that was
-made without a compiler.
+It imports nothing from the tests, so that it runs wherever a wheel was built. `--no-kernels` is for an install without
+a compiler.
 """
 
 import json

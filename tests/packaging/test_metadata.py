@@ -1,4 +1,4 @@
-"""What is said about the package in more than one place is the same in each."""
+"""Metadata of the package that is in several places is the same in each."""
 
 import re
 import tomllib

@@ -1,4 +1,4 @@
-"""native/README.md's example, an op with a kernel: its two files and two lines work in a copy of the sources."""
+"""The example of native/README.md, an op with a kernel: its two files and two lines work in a copy of the sources."""
 
 import os
 import re

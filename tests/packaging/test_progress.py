@@ -1,4 +1,4 @@
-"""native/progress.py: an install is never silent, and a failure shows what was printed."""
+"""native/progress.py: an install is never silent, and a failure shows the output."""
 
 import os
 import pty

@@ -1,4 +1,4 @@
-"""The source distribution: what is in it, and an install from it on a machine without a compiler."""
+"""The source distribution: its contents, and an install from it on a machine without a compiler."""
 
 import subprocess
 import sys

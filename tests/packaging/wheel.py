@@ -1,6 +1,6 @@
 """The wheel in dist/, installed in a fresh environment, does the main job. `make wheel-test` builds it and runs this.
 
-Not named test_…: the compiler takes a minute or more, so `make test` leaves it out.
+It isn't named test_…, so that `make test` leaves it out: the compiler takes a minute or more.
 """
 
 import zipfile

@@ -1,8 +1,8 @@
-"""A disk that loses power: what may be left of files and names after any of the store's calls.
+"""A disk that loses power: the possible states of files and names after any of the store's calls.
 
-A page of a file that was written since the file's last `sync` may be old, new or torn (half of each), whatever became
-of other pages; so may the file's size. A name that was created, renamed or deleted since the last `sync_folder` may be
-as before or as after, whatever became of other names.
+A page that was written since the file's last `sync` may be old, new or torn (half of each), independently of other
+pages; so may the file's size. A name that was created, renamed or deleted since the last `sync_folder` may be in the
+old or the new state, independently of other names.
 """
 
 import errno

@@ -1,4 +1,4 @@
-"""Whenever the power fails or the process is killed, what is found afterwards is right."""
+"""Whenever the power fails or the process is killed, the files found afterwards are correct."""
 
 import operator
 import os
@@ -75,7 +75,7 @@ def test_after_a_power_loss_every_file_is_whole_or_not_there(max_bytes: int) -> 
             names = [name for name in files if key_of(name)]
             assert all(is_whole(left, name) for name in names), f"after {calls} calls"
             found = blocks_found(left)
-            if max_bytes > 2**20:  # what was flushed is found
+            if max_bytes > 2**20:  # flushed blocks are found
                 flushed = max((number for count, number in flushes if count <= calls), default=0)
                 assert all(map(operator.ge, found, durable[flushed])), f"after {calls} calls"
     assert states > 500

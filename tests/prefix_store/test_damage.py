@@ -1,4 +1,4 @@
-"""Damage is a miss: never an error, never wrong bytes. A disk that cannot be written means one warning."""
+"""Damage is a miss: never an error, never wrong bytes. If a disk cannot be written, there is one warning."""
 
 import errno
 import hashlib

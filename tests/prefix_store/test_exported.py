@@ -1,4 +1,4 @@
-"""A prefix in a file of its own: whole or refused."""
+"""A prefix in a separate file: complete or refused."""
 
 import os
 import stat

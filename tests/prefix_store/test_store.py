@@ -1,4 +1,4 @@
-"""What is put is found by its ids alone, in this process and in others, within the bound."""
+"""A stored prefix is found by its ids alone, in this process and in others, within the size limit."""
 
 import itertools
 import os

@@ -1,4 +1,4 @@
-"""What the tests of the prefix store write and expect."""
+"""The texts and blocks that the tests of the prefix store write and expect."""
 
 import random
 from collections.abc import Sequence

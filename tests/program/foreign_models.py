@@ -1,4 +1,4 @@
-"""Models that are none of ours, written as their authors would: for tests of programs."""
+"""Models written with plain torch, as their authors would write them: for tests of programs."""
 
 import math
 from typing import NamedTuple

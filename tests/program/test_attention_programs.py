@@ -1,4 +1,4 @@
-"""Programs whose attention has a softcap, or values of another width than the keys: the bits of eager calls."""
+"""Programs with a softcap in attention, or values of another width than the keys: the bits of eager calls."""
 
 from typing import Any
 

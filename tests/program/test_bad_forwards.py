@@ -1,4 +1,4 @@
-"""What cannot be a program is refused in one sentence that names the line or the argument."""
+"""Forwards that can't be programs are refused in one sentence that names the line or the argument."""
 
 import inspect
 from collections.abc import Callable
@@ -150,7 +150,7 @@ def test_nothing_is_written_past_the_cache(kind: str, tokens: int, offset: int) 
     with pytest.raises(ProgramError, match=r"must lie within the cache|outside the"):
         program(ids, offsets, cache)
     assert all(not leaf[..., 1, :, :, :].any() for leaf in leaves if leaf.dim() == 5), "the row has no such positions"
-    # And it goes on as if nothing had been: what lies at or past an offset is never read.
+    # And it continues normally, because positions at or past an offset are never read.
     ours, _ = program(ids[:, :1], torch.zeros(2, dtype=torch.int32), cache)
     fresh, _ = program(ids[:, :1], torch.zeros(2, dtype=torch.int32), make(2, 8))
     assert torch.equal(ours, fresh)

@@ -1,4 +1,4 @@
-"""Forwards that are none of ours decode natively: the tokens of eager calls, without an operator left to torch."""
+"""Forwards in plain torch decode natively: the tokens of eager calls, and no operator left to torch."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""A residual sum and the norm of it become one call; where that would change what is computed they stay two."""
+"""A residual sum and its norm become one call, unless that would change the result."""
 
 from collections import Counter
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Updates by adapters of products of one x run in one call of a program, with the bits of each alone."""
+"""Adapter updates of products with the same x run in one call of a program, with the bits of separate calls."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""CUDA graphs (captured by a double here, for real where there is a GPU), inductor and eager: the same program."""
+"""CUDA graphs (captured by a double, or for real with a GPU), inductor and eager: the same program."""
 
 import os
 import shutil
@@ -33,7 +33,7 @@ def model() -> Model:
 
 
 class Capture:
-    """What `GraphCapture` does, without a GPU: what replays runs the same step over the same memory."""
+    """A double of `GraphCapture` without a GPU: a replay runs the same step on the same memory."""
 
     def __init__(self) -> None:
         self.captured = self.replayed = 0
@@ -100,7 +100,7 @@ def test_only_the_graphs_that_are_used_are_kept(model: Model, monkeypatch: pytes
 
 
 def test_graphs_of_other_addresses_survive_a_miss(model: Model) -> None:
-    """Also one whose capture fails: whoever comes back replays without a capture."""
+    """Also after a failed capture: later calls replay without capturing again."""
     executable, capture = graphs(model)
     first, second, third = (model.new_cache(1, 32) for _ in range(3))
     expected = executable.step(ForwardBatch(tokens([1]), at(0), first)).logits

@@ -1,4 +1,4 @@
-"""Programs over caches in blocks: the bits of eager calls and of the dense cache, and no trace for what is not new."""
+"""Programs with paged caches: the bits of eager calls and of the dense cache, without unnecessary traces."""
 
 from typing import Any
 
@@ -222,7 +222,7 @@ def test_explaining_touches_neither_the_rows_nor_much_memory() -> None:
 
 
 def test_caches_in_turns_are_recognised() -> None:
-    """An engine's steps go over other rows each time, in one memory: nothing is made anew."""
+    """An engine's steps use different rows of the same memory each time: nothing is created again."""
     model = tiny("qwen3", "bfloat16")
     program: Any = compiled(model)
     assert model.new_blocks is not None

@@ -1,4 +1,4 @@
-"""Plain torch that spells out an op runs as that op, with its bits; what only looks like one stays as it is."""
+"""Plain torch that spells out an op runs as that op, with its bits; similar code stays as it is."""
 
 import math
 from collections.abc import Callable

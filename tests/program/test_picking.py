@@ -1,4 +1,4 @@
-"""A step samples the next ids at its end, in the same native call: the ids that the sampler picks from its logits."""
+"""A step samples the next ids in the same native call: the ids that the sampler picks from its logits."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Programs live long: they do not grow, survive interrupts, serve several threads and hold nothing that is over."""
+"""Long-lived programs don't grow, survive interrupts, serve several threads and don't keep dead objects alive."""
 
 import gc
 import subprocess

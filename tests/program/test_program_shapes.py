@@ -1,4 +1,4 @@
-"""Whatever rows, tokens and offsets come: the bits of eager calls, and few traces."""
+"""For any rows, tokens and offsets: the bits of eager calls, and few traces."""
 
 from collections.abc import Callable
 from typing import Any
@@ -131,7 +131,7 @@ def stacked_cache(batch: int, rows: int | None = None) -> dict[str, Tensor]:
 
 
 def test_caches_whose_strides_depend_on_the_rows() -> None:
-    """New caches and views of a larger one are told apart; each is right."""
+    """New caches and views of a larger one are distinguished; each is right."""
     params = plain_params()
     program = onward.compile(plain, params=params, cache=stacked_cache(6), tokens=0)
     single = onward.compile(plain, params=params, cache=stacked_cache(1), tokens=0)

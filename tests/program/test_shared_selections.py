@@ -1,4 +1,4 @@
-"""Products of one x whose inputs are in one order gather x once and run in one call, with the bits of each alone."""
+"""Products of one x with the same input order gather x once and run in one call, with the bits of separate calls."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Bodies in OpenAI's format: a field is served or refused, and none is left out in silence."""
+"""Bodies in OpenAI's format: a field works or is rejected, and none is silently ignored."""
 
 import dataclasses
 import re

@@ -1,4 +1,4 @@
-"""A protocol is one file with a class, and one line: the server, its document and batches then serve it."""
+"""A protocol is one file with a class, and one line: the server, its document and batches then support it."""
 
 import json
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,4 @@
-"""What is computed with quantized weights is computed by each form: the definition, and every library here."""
+"""Tests with quantized weights run with each form: the definition, and every library here."""
 
 import pytest
 

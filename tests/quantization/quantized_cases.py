@@ -1,4 +1,4 @@
-"""Quantized weights to test with, and what the formats are, written down a second time."""
+"""Quantized weights for the tests, and a second, independent definition of the formats."""
 
 import re
 from pathlib import Path
@@ -33,7 +33,7 @@ def integers(format, rows, inputs, seed=0):
 
 
 def numbers(format, q):
-    """What q stand for, less their scales."""
+    """The values of q without their scales."""
     return torch.tensor(IQ4_NL)[q.long()] if format == "iq4_nl" else q
 
 
@@ -48,7 +48,7 @@ def spread(scales, inputs):
 
 
 def documented_functions():
-    """What docs/quantized-checkpoints.md defines for converters, by name."""
+    """The formats that docs/quantized-checkpoints.md defines for converters, by name."""
     names = {}
     section = DOCS.read_text(encoding="utf-8").partition("\n### Write a folder with your own converter\n")[2]
     exec("\n".join(re.findall(r"```python\n(.*?)```", section, re.DOTALL)), names)

@@ -1,4 +1,4 @@
-"""Quantized for the model's own texts: every family, the same bytes, the same bits for a seed, and less lost."""
+"""Calibration on the model's own texts: every family, the same size, deterministic, and a smaller error."""
 
 from dataclasses import replace
 from pathlib import Path

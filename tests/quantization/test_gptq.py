@@ -1,4 +1,4 @@
-"""Rounding with feedback: outputs err less, in the same format and bytes, and never more than rounded to nearest."""
+"""Rounding with feedback: smaller errors of outputs in the same format and size, never larger than to nearest."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""A budget of bits: kept, spent where iq4_nl costs most, and what it costs is what the model itself says."""
+"""Mixed precision: the limit is respected, bits go where iq4_nl costs most, and costs are measured on the model."""
 
 import itertools
 import json

@@ -1,4 +1,4 @@
-"""Whole models: every matrix quantized once, everything else left, and the text hardly worse."""
+"""Whole models: every matrix is quantized once, the rest is unchanged, and the text is hardly worse."""
 
 import dataclasses
 import math

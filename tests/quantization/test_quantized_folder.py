@@ -1,4 +1,4 @@
-"""A quantized folder loads as what was written, mapped; what is wrong with one is said."""
+"""A quantized folder loads the weights that were written, mapped; a faulty one gives a clear error."""
 
 import json
 from pathlib import Path

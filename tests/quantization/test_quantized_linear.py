@@ -1,4 +1,4 @@
-"""The product with quantized weights: kernels and definition within the rounding that float32 explains."""
+"""The product with quantized weights: kernels and definition agree within float32 rounding."""
 
 import pytest
 import torch
@@ -191,7 +191,7 @@ def test_what_does_not_fit_the_weight_is_refused(format):
             ops.linear(x, weight)
     with pytest.raises(RequestError, match=r"expects a float bias \[17\]; got bias torch.float32 \[1\]"):
         ops.linear(noise(2, 33), weight, noise(1))
-    for ids in ([17], [-1], [0, 16, 31]):  # the block goes on to row 31
+    for ids in ([17], [-1], [0, 16, 31]):  # the block extends to row 31
         with pytest.raises(RequestError, match=r"ids of a table of 17 rows lie in 0 … 16; got"):
             weight.rows(torch.tensor(ids))
     with pytest.raises(RequestError, match="int32 or int64"):

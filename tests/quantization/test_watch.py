@@ -1,4 +1,4 @@
-"""What a calibration sees of a layer's experts: each one's own inputs, and no Hessian of those that got too few."""
+"""Calibration of experts: each expert's own inputs, and no Hessian for those with too few."""
 
 import pytest
 import torch

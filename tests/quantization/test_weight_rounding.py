@@ -1,4 +1,4 @@
-"""From floats to integers: how far a weight may move, and that the search for scales is worth its name."""
+"""From floats to integers: the maximum change of a weight, and the gain from searching scales."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Draws follow the distribution they should, and nothing but seed, position and logits decides one."""
+"""Draws follow the right distribution, and depend only on seed, position and logits."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def allowed(
     temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, typical_p=1.0, xtc_probability=0.0, xtc_threshold=0.1,
     logits=LOGITS,
 ) -> torch.Tensor:  # fmt: skip
-    """The distribution asked for, by sorted lists in float64: nothing of the code under test."""
+    """The requested distribution, computed with sorted lists in float64, without the code under test."""
     probs = (logits.to(torch.float64) / temperature).softmax(-1)
     if top_k:
         probs = torch.where(probs >= sorted(probs.tolist())[-top_k], probs, 0.0)

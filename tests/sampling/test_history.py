@@ -1,4 +1,4 @@
-"""A history counts as it goes; a recount from nothing agrees after any run of changes."""
+"""A history's incremental counts agree with a recount after any sequence of changes."""
 
 from collections import Counter
 

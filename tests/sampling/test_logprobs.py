@@ -1,4 +1,4 @@
-"""Log-probabilities against float64, in one order, the same alone and in a batch."""
+"""Log-probabilities, compared with float64: in one order, and the same alone and in a batch."""
 
 import math
 

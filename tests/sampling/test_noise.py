@@ -1,4 +1,4 @@
-"""The noise is Philox, keyed by seed, position and token id, and Gumbel."""
+"""The noise is Gumbel noise from Philox, keyed by seed, position and token id."""
 
 import math
 
@@ -21,7 +21,7 @@ def words(text: str) -> list[int]:
 
 
 def signed(seed: int) -> torch.Tensor:
-    """The 64 bits of a seed as they stand in an int64 tensor."""
+    """The 64 bits of a seed as an int64."""
     return torch.tensor([seed - 2**64 if seed >= 2**63 else seed])
 
 

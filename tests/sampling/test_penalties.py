@@ -1,4 +1,4 @@
-"""Bias, penalties and bans on literal numbers; against transformers' where it has them; DRY against its definition."""
+"""Bias, penalties and bans with literal numbers, compared with transformers if it has them; DRY with its definition."""
 
 import math
 

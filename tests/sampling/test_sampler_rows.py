@@ -1,4 +1,4 @@
-"""Every option in one batch: each row as it is alone; several positions of a row as one after the other."""
+"""Every option in one batch: each row equals the row alone; several positions of a row equal single positions."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""exp and log of sampling: near enough to the true ones, and the same bits everywhere, which pinned values show."""
+"""exp and log of sampling are accurate, and have the same bits everywhere, as pinned values show."""
 
 import hashlib
 import math

@@ -1,4 +1,4 @@
-"""Nothing that is asked for is ignored: what cannot be served raises, and says what was got."""
+"""No option is ignored: unsupported values raise an error that names the value."""
 
 import pytest
 import torch

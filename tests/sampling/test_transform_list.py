@@ -1,4 +1,4 @@
-"""The transforms that `SamplingParams` lists are what everything else follows."""
+"""The transforms listed by `SamplingParams` are those that all generated code follows."""
 
 import dataclasses
 import re

@@ -1,4 +1,4 @@
-"""Each filter on literal probabilities; all of them against transformers'."""
+"""Each filter with literal probabilities; all of them compared with transformers."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""A real uvicorn on a loopback port, in a thread, over engines that are checked at the end."""
+"""A real uvicorn on a loopback port, in a thread, with engines that are checked at the end."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack

@@ -94,7 +94,7 @@ class LiveServer:
 
 
 class Stream:
-    """What a stream has sent. events: the data of each; comments: how many there were."""
+    """The contents of a stream. events: the data of each; comments: their number."""
 
     def __init__(self, status: int, headers: Mapping[str, str], text: str) -> None:
         self.status, self.headers, self.text = status, headers, text
@@ -117,7 +117,7 @@ def deltas(chunks: list[dict[str, Any]], index: int = 0) -> Iterator[dict[str, A
 
 
 def text_of(chunks: list[dict[str, Any]], index: int = 0) -> str:
-    """What the chunks of one choice add up to."""
+    """The sum of the chunks of one choice."""
     parts = [
         choice["text"] if "text" in choice else choice["delta"].get("content", "") for choice in deltas(chunks, index)
     ]

@@ -1,4 +1,4 @@
-"""Adapters by the name of a model, and control vectors by theirs, over HTTP."""
+"""Adapters and control vectors by name over HTTP."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Text that is no text, in every field of every endpoint: one error of the request, or an answer; never one of ours."""
+"""Invalid text in every field of every endpoint: one error of the request, or an answer; never an internal error."""
 
 import json
 from collections.abc import Iterator
@@ -93,7 +93,7 @@ def nested(depth: int) -> Iterator[str]:
     yield '{"a":' * depth + "1" + "}" * depth
 
 
-# Values as JSON writes them, and whether a body with one is refused wherever it stands.
+# Values in JSON, and whether a body with the value in any place is rejected.
 BAD = {
     '"\\ud800"': True,
     '"a\\udfffb"': True,

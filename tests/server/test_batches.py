@@ -1,4 +1,4 @@
-"""Batches over HTTP: the results are those of `onward batch`, however often they are interrupted, and who owns them."""
+"""Batches over HTTP: the results of `onward batch`, also after interruptions, and their owners."""
 
 import asyncio
 import json
@@ -57,7 +57,7 @@ def text_at(client: openai.OpenAI, id: str | None) -> bytes:
 
 
 def by_command(lm: onward.LanguageModel, source: bytes, created: int, folder: Path) -> bytes:
-    """What `onward batch` writes for a file with this time."""
+    """The output of `onward batch` for a file with this modification time."""
     folder.mkdir()
     (folder / "in.jsonl").write_bytes(source)
     os.utime(folder / "in.jsonl", (created, created))

@@ -1,4 +1,4 @@
-"""What requests hold is within one budget, and what one client sends leaves room for the others."""
+"""The memory of all requests is within one budget, and one client leaves room for the others."""
 
 import asyncio
 import contextlib

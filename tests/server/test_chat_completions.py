@@ -1,4 +1,4 @@
-"""Answers and streams of chats and completions: the same text as in code, and OpenAI's rules for chunks."""
+"""Answers and streams of chats and completions: the text of the Python API, and OpenAI's rules for chunks."""
 
 import asyncio
 import json

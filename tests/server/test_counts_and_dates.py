@@ -1,4 +1,4 @@
-"""What is counted equals what answers say of themselves, and what is rendered again has the same date."""
+"""Metrics equal the counts in answers, and a prompt that is rendered again has the same date."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""Custom and allowed tools, and functions of older clients, through OpenAI's client: whole, streamed and answered."""
+"""Custom and allowed tools, and the older functions, through OpenAI's client: whole, streamed and answered."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Tools with the demo model as it ships: its template shows them, and calls that have to come are valid."""
+"""Tools with the shipped demo model: its template shows them, and required calls are valid."""
 
 import json
 from typing import Any

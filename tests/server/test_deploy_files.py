@@ -1,4 +1,4 @@
-"""The files in deploy/ name flags and metrics that the server has. `make lint-deploy` has their own tools read them."""
+"""The files in deploy/ use existing flags and metrics. `make lint-deploy` checks them with their own tools."""
 
 import json
 import re
@@ -59,7 +59,7 @@ def test_metrics_and_their_labels_exist(server: LiveServer) -> None:
     assert server.post("/v1/completions", body).status_code == 200
     assert server.post("/v1/completions", {"prompt": "x", "model": "none"}).status_code == 404
     server.wait_idle()
-    # What Prometheus adds, and the metric that it makes itself.
+    # Suffixes that Prometheus adds, and the metric that it creates itself.
     labels: dict[str, set[str]] = {"up": {"job", "instance"}}
     for line in server.get("/metrics").text.splitlines():
         if found := re.match(r"(onward_\w+)(?:\{(.*)\})? ", line):

@@ -1,4 +1,4 @@
-"""An answer that fails on its way leaves nothing running, whichever part of it failed."""
+"""An answer that fails leaves nothing running, whichever part of it failed."""
 
 import asyncio
 import contextlib
@@ -99,7 +99,7 @@ def test_nothing_stays_live_when_an_answer_cannot_be_made(engine, monkeypatch, u
 
 
 def test_what_is_submitted_for_a_request_that_was_cancelled_meanwhile_is_cancelled(engine, monkeypatch):
-    """The thread that submits stands before the engine while the task that asked is cancelled."""
+    """The submitting thread waits before the engine while the requesting task is cancelled."""
     app = create_app({"tiny": engine}, Settings())
     stands, goes_on = threading.Event(), threading.Event()
     submit, submitted = engine.submit, []

@@ -1,4 +1,4 @@
-"""An ingress loses the replica that serves a stream, after any of its messages, and another one goes on."""
+"""An ingress loses the replica that serves a stream, after any of its messages, and another replica continues."""
 
 import asyncio
 import json

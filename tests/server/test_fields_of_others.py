@@ -1,4 +1,4 @@
-"""Fields of other servers' bodies: what they do, what they refuse, and their streams."""
+"""Fields of other servers' bodies: their effects, their errors, and their streams."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""Files over HTTP, by OpenAI's own client and by hand: uploads, limits, owners, expiry, and what a restart keeps."""
+"""Files over HTTP, with OpenAI's client and by hand: uploads, limits, owners, expiry, and restarts."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""How many files a chat over HTTP enters until the model runs: what a reader has to know of its way."""
+"""The number of files that a chat over HTTP passes through before the model runs, as a measure for readers."""
 
 import asyncio
 import json

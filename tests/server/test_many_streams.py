@@ -1,4 +1,4 @@
-"""Many clients at once, of whom some leave and some read slowly: every stream that ends is the solo run's."""
+"""Many clients at once, some of which disconnect or read slowly: every complete stream equals a single run."""
 
 import asyncio
 import json

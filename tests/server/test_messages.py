@@ -1,4 +1,4 @@
-"""/v1/messages: the chat that a body means, its answer as content blocks, the events of a stream, and errors."""
+"""/v1/messages: the chat of a body, its answer as content blocks, the events of a stream, and errors."""
 
 import dataclasses
 import json

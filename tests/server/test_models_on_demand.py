@@ -1,4 +1,4 @@
-"""Models on demand over HTTP: loaded at the first request, unloaded when idle or for room, never while they serve."""
+"""Models on demand over HTTP: loaded at the first request, unloaded when idle or for room, never while in use."""
 
 import contextlib
 import json

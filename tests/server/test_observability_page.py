@@ -1,4 +1,4 @@
-"""docs/observability.md lists the metrics and the log fields that a server writes: all of them, and no others."""
+"""docs/observability.md lists exactly the metrics and log fields that a server writes."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Limits, keys, disconnects, silence, several models, and what is told of the server's state."""
+"""Limits, keys, disconnects, silence, several models, and reports of the server's state."""
 
 import http.client
 import json

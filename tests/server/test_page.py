@@ -1,4 +1,4 @@
-"""The page at / in a real browser: its first view, a chat, a branch, a reload, a server that goes away and returns."""
+"""The page at / in a real browser: its first view, a chat, a branch, a reload, a server that restarts."""
 
 import contextlib
 import io

@@ -1,4 +1,4 @@
-"""A real `onward serve demo`: it says where it listens, drains at a signal, and ends at once at a second one."""
+"""A real `onward serve demo`: it prints its address, drains at a signal, and ends at once at a second one."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Receipts over HTTP: the texts of every endpoint are verified, also those of streams and of many clients."""
+"""Receipts over HTTP: the texts of every endpoint are verified, including streams and many clients."""
 
 import json
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""A request that comes again with its Idempotency-Key gets the same answer, and joins one that still runs."""
+"""A request repeated with its Idempotency-Key gets the same answer, and joins one that is still running."""
 
 import asyncio
 import json
@@ -183,7 +183,7 @@ def test_keys_are_of_one_server(start: Start, lm: onward.LanguageModel) -> None:
 
 # ── the date ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
-# A date that is another one each time it is asked for, unless the time is the request's own.
+# A date that changes with each call, unless the time comes from the request.
 DATED = "{{ strftime_now('%A %d %B %Y %X.%f %Z') }} {{ messages[-1].content }}"
 
 

@@ -1,4 +1,4 @@
-"""The policy for models on demand at random: limits hold, nothing is unloaded while it serves, all get a turn."""
+"""The policy for models on demand, at random: limits hold, models in use stay loaded, all get a turn."""
 
 import hypothesis
 from hypothesis import strategies as st

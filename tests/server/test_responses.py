@@ -1,4 +1,4 @@
-"""/v1/responses: the chat that a body means, its answer as items, and the events of a stream."""
+"""/v1/responses: the chat of a body, its answer as items, and the events of a stream."""
 
 import dataclasses
 import json
@@ -79,7 +79,7 @@ ANSWERS = [
 def test_logprobs_are_of_the_content_alone(
     lm: onward.LanguageModel, text: str, tools: tuple[str, ...] | None, said: str, whole: bool
 ) -> None:
-    """Every token with a character of the content is told once, in order, and no other."""
+    """Every token with a character of the content is sent once, in order, and no other token is."""
     thinking = True if "</think>" in text else None
     request = lm.request([1])
     request = dataclasses.replace(request, answer=AnswerFormat(FORMATS["hermes"], tools, thinking))

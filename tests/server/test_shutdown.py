@@ -1,4 +1,4 @@
-"""SIGTERM ends a server within its drain time and some seconds, whatever runs."""
+"""SIGTERM ends a server within its drain time and a few seconds, whatever is running."""
 
 import http.client
 import json

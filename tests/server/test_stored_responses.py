@@ -1,4 +1,4 @@
-"""Stored responses and conversations: what continues what, to whom they belong, and how long they stay."""
+"""Stored responses and conversations: continuations, owners, and lifetimes."""
 
 import json
 import sqlite3

@@ -1,4 +1,4 @@
-"""A stream that broke goes on after any of its events, here or on another server, with what it would have sent."""
+"""A broken stream continues after any of its events, here or on another server, with the same rest."""
 
 import asyncio
 import json
@@ -249,7 +249,7 @@ class Caller:
         self.app = app
 
     async def messages(self, url: str, body: Any, given: dict[str, Any] | None, stop: int | None = None) -> list[Any]:
-        """What it sends; up to the message numbered `stop`, where the caller leaves."""
+        """The messages of the application, up to number `stop`, where the caller disconnects."""
         sent: list[Any] = []
         received = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
         left = asyncio.Event()
@@ -321,7 +321,7 @@ def test_whoever_calls_in_process_hands_an_answer_from_one_to_another(lm: onward
 
 
 def test_whoever_calls_in_process_is_told_of_the_ids_that_the_application_has_kept(lm: onward.LanguageModel) -> None:
-    """Another one may have called before. Without them it could not have the text go on a second time."""
+    """Another ingress may have called before. Without the ids, the text could not be continued a second time."""
     asked = {"messages": ASKED, "max_tokens": 200, "ignore_eos": True, "stream": True}
     with onward.Engine(lm) as engine:
         app = create_app({"demo": engine}, Settings(access_log=False))

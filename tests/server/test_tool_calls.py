@@ -1,4 +1,4 @@
-"""Calls of tools in chunks, with logprobs and ids, and as items of responses."""
+"""Tool calls in chunks, with logprobs and ids, and as items of responses."""
 
 import json
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ TEMPLATE = """\
 PARAMETERS: dict[str, Any] = {"type": "object", "properties": {"sky": {"enum": ["rain", "sun"]}}, "required": ["sky"]}
 PARAMETERS["additionalProperties"] = False
 TOOL = {"type": "function", "function": {"name": "forecast", "parameters": PARAMETERS}}
-# One call, or a small model would go on calling.
+# Only one call, because a small model would make more and more calls.
 ONE_CALL: dict[str, Any] = {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False}
 FORCED = {"messages": MESSAGES, "max_tokens": 300, "seed": 3, **ONE_CALL}
 

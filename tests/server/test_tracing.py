@@ -1,4 +1,4 @@
-"""The spans of requests: their tree, their times, their attributes, and the way to a collector."""
+"""The spans of requests: their tree, times and attributes, and their export to a collector."""
 
 import os
 import subprocess

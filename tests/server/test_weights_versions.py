@@ -1,4 +1,4 @@
-"""Updates of the weights over HTTP, and their versions beside the ids of the tokens and in the usage."""
+"""Updates of the weights over HTTP, and their versions for token ids and in the usage."""
 
 import json
 import shutil
@@ -94,7 +94,7 @@ def test_weights_of_a_folder(start: Start, folder: Path) -> None:
 
 @pytest.mark.parametrize("in_flight", ["finish", "recompute", "keep"])
 def test_requests_that_run(start: Start, folder: Path, in_flight: str) -> None:
-    """A stream goes on, and its usage has the number of its newest weights."""
+    """A stream continues, and its usage has the number of the newest weights."""
     server = start({"demo": onward.load(folder / "first")}, management=True, weights_dir=folder)
     body = {"messages": MESSAGES, "max_tokens": 300, "ignore_eos": True, "return_token_ids": True}
     body |= {"stream_options": {"include_usage": True}, "stream": True, "model": "demo"}

@@ -43,7 +43,7 @@ def packed(model: Model) -> Model:
 
 
 def contents(completion: Completion) -> tuple[Any, ...]:
-    """All of a completion but its time, and what was kept of its prompt."""
+    """All fields of a completion, except its timing and its number of cached tokens."""
     return completion.text, completion.token_ids, completion.finish_reason, completion.prompt_tokens, completion.seed
 
 

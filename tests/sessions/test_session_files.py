@@ -1,4 +1,4 @@
-"""A saved session goes on as if it had not stopped; what is no such file, or another model's, is refused."""
+"""A saved session continues as if uninterrupted; other files and sessions of other models are refused."""
 
 import dataclasses
 import json

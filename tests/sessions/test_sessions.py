@@ -1,4 +1,4 @@
-"""A session gives the tokens of fresh calls, whatever was edited, interrupted, saved or trained in between."""
+"""A session gives the tokens of fresh calls, after any edit, interruption, save or training step."""
 
 import contextlib
 import dataclasses
@@ -216,7 +216,7 @@ def test_truncating_takes_back() -> None:
 @given(at=st.integers(0, 12), error=st.sampled_from((KeyboardInterrupt, RuntimeError, MemoryError)))
 @few
 def test_an_error_anywhere_in_a_step_leaves_what_was_processed(at: int, error: type[BaseException]) -> None:
-    """A scripted model raises after any number of calls; and it complains of positions that nobody wrote."""
+    """A scripted model raises after any number of calls; and it reports positions that were never written."""
     calls = 0
 
     def script(tokens: list[int]) -> int:

@@ -1,4 +1,4 @@
-"""Sessions and other calls share one prefix cache: none of them takes from a session what it has pinned."""
+"""Sessions and other calls share one prefix cache: none of them evicts a session's pinned text."""
 
 import subprocess
 import sys

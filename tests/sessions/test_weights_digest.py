@@ -1,4 +1,4 @@
-"""Digests of weights: every byte counts, the layout does not, and they are read once for a state of the weights."""
+"""Digests of weights: every byte counts, the layout doesn't, and each state of the weights is read once."""
 
 import dataclasses
 import threading

@@ -1,4 +1,4 @@
-"""What each drafter proposes; and one that fails is one clear error."""
+"""The proposals of each drafter; a drafter that fails gives one clear error."""
 
 import tracemalloc
 from pathlib import Path
@@ -381,5 +381,5 @@ def test_coupled_draws_agree_as_often_as_is_promised():
         distance = float((target.softmax(-1) - draft.softmax(-1)).abs().sum() / 2)
         one, other = (sampler(logits.expand(draws, -1), positions) for logits in (target, draft))
         agreed = float((one == other).double().mean())
-        deviation = 5 * (0.25 / draws) ** 0.5  # five standard deviations of a share of so many
+        deviation = 5 * (0.25 / draws) ** 0.5  # five standard deviations of a share of this sample
         assert (1 - distance) / (1 + distance) - deviation < agreed < 1 - distance + deviation

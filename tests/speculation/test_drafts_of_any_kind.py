@@ -1,4 +1,4 @@
-"""What `draft=` takes, a `Speculator` takes as its drafter."""
+"""A `Speculator` accepts the same drafters as `draft=`."""
 
 from itertools import groupby
 

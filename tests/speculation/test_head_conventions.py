@@ -1,5 +1,5 @@
-"""The positions of heads: which features meet which token, which position is drafted, and what takes the place of
-features where the target has not been."""
+"""The positions of heads: the features and the token of each input, the drafted position, and the inputs at positions
+that the target has not processed."""
 
 import math
 from functools import partial

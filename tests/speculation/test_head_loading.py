@@ -1,4 +1,4 @@
-"""Heads of random checkpoints: what loads, and one clear error for what does not."""
+"""Heads from random checkpoints: those that load, and one clear error for those that don't."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Drafts of EAGLE-3 and MTP heads: the text is that of plain decoding, whatever the cache brought along."""
+"""Drafts of EAGLE-3 and MTP heads: the text of plain decoding, with any state of the cache."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Drafts through what users hold: `draft=` on requests, on a model and on `load`."""
+"""Drafts through the public API: `draft=` for requests, for a model and for `load`."""
 
 import json
 
@@ -146,7 +146,7 @@ def test_a_cache_of_the_callers_is_enough_for_drafts_too(lm):
 
 
 def test_rows_that_end_early_leave_the_batch():
-    """Their rows of both caches are given up; those that go on are drafted as before."""
+    """Their rows of both caches are released; drafts for the other rows continue as before."""
     lm = LanguageModel(tiny_model(), defaults=GenerateOptions(max_new_tokens=30))
     per_prompt = [{"max_new_tokens": count} for count in (3, 30, 11, 1)]
     prompts = [[1, 2], [3], [4, 5, 6], [7]]

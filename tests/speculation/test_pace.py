@@ -1,4 +1,4 @@
-"""How much is drafted, on a clock of the tests' own: gains are taken, losses are bounded."""
+"""The length of drafts, with a simulated clock: gains are taken, losses are bounded."""
 
 import random
 
@@ -51,7 +51,7 @@ class Machine:
         return Guess(timed)
 
     def seconds(self, new, speculator=None, rows=1):
-        """What so many new tokens take; and what drafting brought the first row."""
+        """The time for `new` tokens, and the draft counts of the first row."""
         began = self.now
         sequences = sequences_of([[1, 2]] * rows, [new] * rows, [SamplingParams()] * rows)
         decode(self.model(), sequences, room=new + 4, speculator=speculator)

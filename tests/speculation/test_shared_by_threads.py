@@ -1,4 +1,4 @@
-"""What a speculator has learnt is shared by all who draft with it: by calls in several threads, and an engine's."""
+"""All users of a speculator share what it learned: calls in several threads, and an engine."""
 
 import random
 import sys

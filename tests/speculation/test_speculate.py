@@ -1,4 +1,4 @@
-"""Speculation between any two inferencers: only `prefill` and the cutting of a cache are asked of them."""
+"""Speculation between any two inferencers, which need only `prefill` and truncation of their caches."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ PROMPTS = torch.tensor([[1, 2, 3], [7, 8, 9]])
 
 
 def plain(inferencer, strategy, new, prompts=PROMPTS):
-    """What prefill and decode give."""
+    """The output of prefill and decode."""
     kv = inferencer.new_cache(len(prompts), prompts.shape[1] + new)
     first = inferencer.prefill(prompts, kv, strategy).token_ids
     return torch.cat((first, inferencer.decode(first, kv, new - 1, strategy).token_ids), 1)

@@ -1,4 +1,4 @@
-"""speculated == plain: the same ids, logprobs, ends and cache, whoever drafts and however wrong."""
+"""speculated == plain: the same ids, logprobs, ends and cache, with any drafter, however wrong."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""A suffix lookup learns whole outputs, each once, however the requests that made them overlap."""
+"""A suffix lookup learns whole outputs, each once, even if their requests overlap."""
 
 import gc
 import weakref

@@ -1,4 +1,4 @@
-"""Verification where ids cannot be chosen: logits that are not finite, and bans that leave nothing to draw."""
+"""Verification if no id can be chosen: logits that are not finite, and bans that leave no id."""
 
 import pytest
 import torch

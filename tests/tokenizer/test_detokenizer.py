@@ -1,4 +1,4 @@
-"""Streaming is decoding in pieces: the pieces add up, and no half character is ever among them."""
+"""Streaming is decoding in pieces: the pieces add up to the text, and never contain half a character."""
 
 from functools import lru_cache
 

@@ -1,4 +1,4 @@
-"""Stop strings end the text before the first of them and never leak, wherever tokens cut them."""
+"""Stop strings end the text before the first of them and never leak, wherever tokens split them."""
 
 import functools
 from itertools import groupby
@@ -33,7 +33,7 @@ def earliest(text, stops):
 
 
 def stream_of(pieces, stops):
-    """What is given out for each piece up to the one that stops, and at the end; and whether it stopped."""
+    """The emitted text for each piece up to the one that stops, and at the end; and whether it stopped."""
     stream = StopStrings(Pieces(pieces), stops)
     given_out = []
     for token in range(len(pieces)):

@@ -1,4 +1,4 @@
-"""The least number of tokens of a text is one: no text that fits a context is refused by its length."""
+"""The lower bound on a text's number of tokens is correct: no text that fits a context is refused by its length."""
 
 import threading
 import time

@@ -1,4 +1,4 @@
-"""Each token has its own bytes: they add up to the text, and those of an alternative are the ones that it would add."""
+"""Each token has its own bytes: they add up to the text, also for alternatives."""
 
 import pytest
 from hypothesis import given

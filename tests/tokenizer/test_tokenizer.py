@@ -1,4 +1,4 @@
-"""tokenizer.json and what tokenizer_config.json says of it."""
+"""tokenizer.json, and the settings in tokenizer_config.json."""
 
 import json
 
@@ -316,7 +316,7 @@ def test_a_text_that_the_vocabulary_cannot_spell_is_an_error_that_names_the_file
 
 
 class Panics:
-    """Stands for a tokenizer whose Rust code panics in one of its methods."""
+    """A double of a tokenizer whose Rust code panics in one of its methods."""
 
     def __init__(self, method: str) -> None:
         self._inner = byte_level_tokenizer()

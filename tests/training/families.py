@@ -1,4 +1,4 @@
-"""The families that are trained, at tiny sizes, and comparisons of their logprobs."""
+"""The trained families, at tiny sizes, and comparisons of their logprobs."""
 
 import tempfile
 from collections.abc import Iterable, Sequence

@@ -1,4 +1,4 @@
-"""The logprobs that are trained are those that were sampled from, bit for bit."""
+"""The trained logprobs equal the sampled ones, bit for bit."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Gradients of whole models against transformers' module in float64, and the error of that module in the dtype."""
+"""Gradients of whole models, compared with transformers' module in float64 and with its error in the dtype."""
 
 import pytest
 import torch

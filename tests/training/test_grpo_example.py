@@ -1,4 +1,4 @@
-"""examples/grpo.py: it counts sentences, its loss is the objective that it names, and it runs."""
+"""examples/grpo.py: it counts sentences, its loss is the GRPO objective, and it runs."""
 
 import importlib.util
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A module of transformers whose parameters are trained by torch, and read by Onward's forward."""
+"""A module of transformers whose parameters torch trains, and Onward's forward reads."""
 
 import pytest
 import torch

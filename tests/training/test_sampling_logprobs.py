@@ -1,4 +1,4 @@
-"""Logprobs under the distribution that was drawn from: those of `generate` are those of `lm.logprobs`, bit for bit."""
+"""Logprobs under the sampling distribution: `generate` and `lm.logprobs` are equal, bit for bit."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""LoRA adapters trained beside float and quantized weights: equal logprobs, exact gradients, files of peft."""
+"""LoRA adapters trained on float and quantized weights: equal logprobs, exact gradients, files for peft."""
 
 import copy
 import pickle

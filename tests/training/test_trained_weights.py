@@ -1,4 +1,4 @@
-"""Weights as parameters: forwards follow every change, prefixes of older weights are never found, and errors."""
+"""Weights as parameters: forwards follow every change, prefixes of older weights are not reused, and errors."""
 
 import copy
 import pickle

@@ -1,4 +1,4 @@
-"""Training checkpoints: written by torch.distributed.checkpoint itself, or in its format with tensors cut at will."""
+"""Training checkpoints: written by torch.distributed.checkpoint, or in its format with tensors split at will."""
 
 import io
 import json
@@ -28,7 +28,7 @@ def stock_checkpoint(folder: Path, family: str = "llama", **overrides: object) -
 
 
 def save(folder: Path, stock: Path, state: dict) -> Path:
-    """What a trainer of one process leaves, with the config of `stock` beside it."""
+    """A checkpoint of a trainer with one process, and the config of `stock` in the same folder."""
     with warnings.catch_warnings():
         # It tells everyone without a process group that there is none, who says so (no_dist) too.
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)

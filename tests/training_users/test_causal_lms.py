@@ -1,4 +1,4 @@
-"""Causal language models of transformers as they are: ids, logits and beams equal those of their own `generate`."""
+"""Unmodified causal language models of transformers: ids, logits and beams equal those of their own `generate`."""
 
 import dataclasses
 
@@ -83,7 +83,7 @@ NAMES = [
 
 
 def continued(module, prompt, **options):
-    """What `transformers.generate` adds to a prompt."""
+    """The ids that `transformers.generate` adds to a prompt."""
     ids = torch.tensor([prompt])
     module.eval()
     options = {"max_new_tokens": NEW_TOKENS, "do_sample": False} | options
@@ -221,7 +221,7 @@ def test_what_is_known_of_the_model_and_how_it_runs():
 
 
 def test_the_whole_context_is_served():
-    """Padding behind short rows never asks for a position past the learned ones."""
+    """Padding after short rows never uses a position past the learned ones."""
     module = build("gpt2, learned positions")
     lm = onward.LanguageModel(onward.Model.from_module(module))
     prompts = [[1, 2, 3], list(range(40))]

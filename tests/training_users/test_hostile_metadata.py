@@ -1,4 +1,4 @@
-"""A .metadata is a stranger's pickle: nothing of it runs, and what it wants is named."""
+"""A .metadata file is a stranger's pickle: none of it runs, and the refused name is in the error."""
 
 import builtins
 import contextlib

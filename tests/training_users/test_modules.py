@@ -1,4 +1,4 @@
-"""A module as a Model: its own live weights, eval mode within a forward, its modes as they were afterwards."""
+"""A module as a Model: live weights, eval mode within a forward, and its previous modes afterwards."""
 
 import dataclasses
 import importlib.util
@@ -150,7 +150,7 @@ def test_every_part_gets_its_mode_back(raises, mixed):
 
     def call(module, *arguments):
         returned = module(*arguments)
-        module.head.train()  # what a module does to its modes in there is undone too
+        module.head.train()  # changes that a module makes to its modes there are undone, too
         if raises:
             raise RuntimeError("out of luck")
         return returned

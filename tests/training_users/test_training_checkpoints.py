@@ -1,4 +1,4 @@
-"""Decoding from a training checkpoint: the weights are the same as after an export, whatever the trainer's layout."""
+"""Decoding from a training checkpoint: the weights equal those of an export, for any layout of the trainer."""
 
 import json
 import pickle
@@ -185,7 +185,7 @@ def test_two_tensors_for_one_weight_are_refused(tmp_path, stock):
 
 
 def test_a_single_number_is_no_weight_and_left_alone(tmp_path, stock, expected):
-    """Trainers keep the step as a tensor beside the weights."""
+    """Trainers store the step as a tensor next to the weights."""
     path, tensors = stock
     state = tensors | {"step": torch.tensor(3), "loss": torch.tensor(0.5)}
     assert same(onward.load(save(tmp_path / "run", path, state)), expected)

@@ -1,4 +1,4 @@
-"""The name map that docs/training.md shows is the one that is tested. (tests/docs runs the page.)"""
+"""The name map in docs/training.md is the tested one. (tests/docs runs the page.)"""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""What `mypy --strict` makes of code that brings its own model. An ignore that ignores nothing fails."""
+"""The result of `mypy --strict` for code with its own model. An unnecessary `type: ignore` fails."""
 
 from collections.abc import Iterator
 from typing import Any, assert_type

@@ -1,4 +1,4 @@
-"""What `mypy --strict` makes of a user's code. `make types` checks this file; an ignore that ignores nothing fails."""
+"""The result of `mypy --strict` for a user's code. `make types` checks this file; an unnecessary ignore fails."""
 
 from typing import assert_type
 

@@ -1,4 +1,4 @@
-"""Forked children decode as their parent does: after it decoded, and while another of its threads does."""
+"""Forked children decode as their parent does: after it has decoded, and while another of its threads decodes."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Keywords that a function does not have: an error that names the one that was meant, before any work."""
+"""Unknown keywords: an error that names the one that was probably meant, before any work."""
 
 from collections.abc import Callable
 from typing import Any

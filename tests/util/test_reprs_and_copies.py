@@ -1,4 +1,4 @@
-"""What a notebook shows fits on a line; copies and pickles decode alike, or say why there are none; logs are quiet."""
+"""Reprs fit on a line; copies and pickles decode alike, or raise a clear error; logs are quiet."""
 
 import copy
 import logging

@@ -1,4 +1,4 @@
-"""Text and JSON from outside, and Python's own values: read, or refused by one error that names the place."""
+"""Text and JSON from outside, and Python's own values: read, or refused with one error that names the place."""
 
 import itertools
 import json

@@ -1,4 +1,4 @@
-// Attention of queries over dense or cached keys: how the work is cut, and the C interface.
+// Attention of queries over dense or cached keys: how the work is divided, and the C interface.
 #include <atomic>
 #include <cstring>
 
@@ -9,19 +9,19 @@
 namespace onward::attention {
 namespace {
 
-// Rows of a unit: enough that laying out a block costs little beside using it, few enough that their
-// state stays in the second level cache.
+// Rows of a unit: enough that packing a block is cheap compared with using it, and few enough that their
+// state stays in the second-level cache.
 constexpr int64_t kUnitRows = 256;
 constexpr int64_t kUnitQueries = 64;
-// Segments of few rows may be spread over the team, each with a state of its own until the merge.
+// The segments of a unit with few rows may be divided between threads. Each has a separate state until the merge.
 constexpr int64_t kSpreadRows = 32;
-// The most key/value heads of a unit.
+// Maximum number of key/value heads in a unit.
 constexpr int64_t kUnitHeads = 8;
-// The work of a unit: blocks * (rows + what reading a block costs, in rows) * features. A chunk of so
-// much takes a few microseconds.
+// The work of a unit is blocks * (rows + kLoadingRows) * features, where kLoadingRows is the cost of reading
+// a block, in rows. A chunk of kWorkPerChunk takes a few microseconds.
 constexpr int64_t kLoadingRows = 4;
 constexpr int64_t kWorkPerChunk = 4096;
-// More are a mistake of the caller; working memory grows with them.
+// A larger number is a caller's mistake, and would need a large amount of working memory.
 constexpr int64_t kMostFeatures = 1 << 20;
 
 class Plan {
@@ -39,18 +39,18 @@ class Plan {
     segments_ = ceil_div(longest, kSegment);
     while (heads_ < kUnitHeads && may_double_heads()) heads_ *= 2;
     const int64_t work = ceil_div(longest, kBlock) * (rows() + kLoadingRows) * (p.keys.dim + p.values.dim) / 2;
-    // As many chunks as there is work for, and the same number for every thread.
+    // As many chunks as the work justifies, and the same number for every thread.
     const int64_t parts = ceil_div(units(), ceil_div(kWorkPerChunk, work + 1));
     grain_ = ceil_div(units(), parts > 1 ? round_up(parts, num_threads()) : 1);
   }
 
   int64_t units() const { return p_.batch * p_.kv_heads / heads_ * chunks_; }
-  int64_t heads() const { return heads_; }  // of keys and values, of a unit
+  int64_t heads() const { return heads_; }  // key/value heads of a unit
   int64_t segments() const { return segments_; }
   int64_t grain() const { return grain_; }  // units of a chunk
   int64_t rows() const { return queries_ * heads_ * p_.group(); }
 
-  // Later queries see more: they come first, so that the last unit to finish is a short one.
+  // Later queries see more keys. They come first, so that the last units to run are short.
   Unit unit(int64_t index) const {
     const int64_t per_row = p_.kv_heads / heads_, per_chunk = p_.batch * per_row;
     const int64_t first = (chunks_ - 1 - index / per_chunk) * queries_;
@@ -59,13 +59,13 @@ class Plan {
             left < queries_ ? left : queries_};
   }
 
-  // Too few units to keep the team busy, and something to share.
+  // Whether to divide segments between threads: there are too few units to keep all threads busy.
   bool spread() const {
     return units() < 4 * num_threads() && segments_ > 1 && queries_ * p_.group() <= kSpreadRows;
   }
 
  private:
-  // Single queries over blocks in which the heads lie side by side, if every thread still has its share.
+  // For single queries over blocks in which the heads are adjacent, if enough units remain for every thread.
   bool may_double_heads() const {
     return p_.table.blocks != nullptr && p_.queries == 1 && p_.kv_heads % (2 * heads_) == 0 &&
            p_.group() <= kTileRows && p_.keys.head_stride == kBlock * p_.keys.position_stride &&
@@ -87,7 +87,7 @@ Status run_units(const Problem& p, const Plan& plan) {
   return ok ? kOk : kOutOfMemory;
 }
 
-// The segments of every unit as items of their own, then their merge in order: the same steps as
+// Runs the segments of every unit as separate work items, then merges them in order: the same steps as in
 // Worker::run.
 template <class T, class S>
 Status run_segments(const Problem& p, const Plan& plan) {
@@ -155,8 +155,8 @@ Problem part(const Problem& p, int64_t first, int64_t count) {
   return rows;
 }
 
-// Single queries of one text at neighbouring positions come as rows that name the same blocks: `count` of
-// them from `first` on, as one row of so many queries. Their keys and values are then read once for all.
+// Single queries of one sequence at consecutive positions arrive as rows with the same blocks. Makes rows
+// first, …, first + count - 1 into one row of `count` queries, so that their keys and values are read once.
 Problem joined(const Problem& p, int64_t first, int64_t count) {
   Problem row = part(p, first, 1);
   row.queries = count;
@@ -165,7 +165,7 @@ Problem joined(const Problem& p, int64_t first, int64_t count) {
   return row;
 }
 
-// Whether the row is the next position of the text of the row before it.
+// Whether the row is the next position of the previous row's sequence.
 bool continues(const Problem& p, int64_t row) {
   if (row == 0 || p.offsets[row] != p.offsets[row - 1] + 1) return false;
   const int32_t* blocks = p.table.blocks + row * p.table.row_stride;
@@ -181,7 +181,7 @@ Status attend_as(const Problem& p) {
 
 template <class T, class S>
 Status attend_joining(const Problem& p) {
-  int64_t singles = 0;  // the first of the rows before `row` that wait for their turn
+  int64_t singles = 0;  // rows singles, …, row - 1 are collected and run together
   for (int64_t row = 0, count; row < p.batch; row += count) {
     for (count = 1; row + count < p.batch && continues(p, row + count);) ++count;
     const bool last = row + count == p.batch;
@@ -221,21 +221,21 @@ struct OnwardAttention {
   int64_t dim, value_dim;         // D, E
   const void *q, *keys, *values;  // [B, H, T, D], [B, G, S, D], [B, G, S, E]
   void* out;                      // [B, H, T, E]
-  // Of rows, heads, positions; in elements. Features are contiguous.
+  // Strides of rows, heads and positions, in elements. Features are contiguous.
   int64_t q_strides[3], keys_strides[3], values_strides[3], out_strides[3];
   const int32_t* offsets;   // [B], or null: every query sees every key
-  int64_t window;           // 0: none
+  int64_t window;           // 0: no window
   const float* mask;        // [B, H, T, S], added to the scores, or null
-  int64_t mask_strides[4];  // 0 where it repeats
+  int64_t mask_strides[4];  // 0 broadcasts
   const float* sinks;       // [H], or null
   float scale;
-  float softcap;            // scores become softcap tanh(score / softcap) before the mask; 0: not
+  float softcap;            // scores become softcap tanh(score / softcap) before the mask; 0: no softcap
   int32_t dtype;
-  int32_t cache_format;     // of keys and values: kFloatRows, kInt8Rows
+  int32_t cache_format;     // of keys and values: kFloatRows or kInt8Rows
   // int32 [B, positions / 64], or null: keys are [N, G, 64, D], values [N, G, 64, E], and entry m of a row is the block
   // of its positions 64 m, …, 64 m + 63.
   const int32_t* table;
-  int64_t table_stride;  // of rows
+  int64_t table_stride;  // between rows
 };
 
 // softmax(q k^T * scale + mask) v. See problem.h for the definition.
@@ -252,7 +252,7 @@ ONWARD_API int32_t onward_attention(const OnwardAttention* arguments) {
   p.batch = a.batch, p.heads = a.heads, p.kv_heads = a.kv_heads;
   p.queries = a.queries, p.positions = a.positions;
   p.q = tensor(a.q, a.q_strides, a.dim, a.dim), p.keys = tensor(a.keys, a.keys_strides, a.dim, a.dim + scale);
-  // Values that are the first features of the keys have the keys' scales.
+  // If the values are the first features of the keys, they share the keys' scales.
   const int64_t stored = scale > 0 && a.values == a.keys ? a.dim : a.value_dim;
   p.values = tensor(a.values, a.values_strides, a.value_dim, stored + scale);
   p.out = tensor(a.out, a.out_strides, a.value_dim, a.value_dim);
@@ -263,8 +263,8 @@ ONWARD_API int32_t onward_attention(const OnwardAttention* arguments) {
   return attend(p);
 }
 
-// The keys and values up to the last query of the first row of the batch, head by head: all of them, or
-// through a table as many blocks as Reads can name.
+// The keys and values of the first row of the batch up to its last query, head by head: all of them, or with
+// a block table as many blocks as Reads has room for.
 static onward::Reads reads_of_attention(const OnwardAttention* a) {
   using namespace onward;
   using attention::kBlock;
@@ -292,7 +292,7 @@ static onward::Reads reads_of_attention(const OnwardAttention* a) {
   }
   reads.block_bytes = kBlock * a->keys_strides[2] * size;
   reads.runs[0] = run(a->keys, a->keys_strides, 0, rows);
-  // Values of other widths than the keys lie otherwise than Reads can say.
+  // Reads cannot describe values whose rows are not as wide as those of the keys.
   if (a->values_strides[0] == a->keys_strides[0] && a->values_strides[2] == a->keys_strides[2]) {
     reads.runs[1] = run(a->values, a->values_strides, 0, rows);
   }

@@ -1,6 +1,6 @@
-// What the terms of a sum are multiplied as: floats, which serve every element type, pairs of bf16, where
-// one instruction multiplies and adds them into float32, or pairs of 16-bit integers over a cache of
-// 8-bit ones. Queries, weights and packed values are laid out in words of 32 bits, each a float or a pair.
+// The formats in which terms are multiplied: floats (for every element type), pairs of bf16 (if one
+// instruction multiplies and adds them into float32), or pairs of 16-bit integers (for a cache of 8-bit
+// integers). Queries, weights and packed values are stored in 32-bit words, each a float or a pair.
 #pragma once
 #include <cstring>
 #include <type_traits>
@@ -20,15 +20,15 @@ inline f32x16 load(const I8* p) { return to_f32(load_bytes(&p->value)); }
 
 namespace onward::attention {
 
-// The formats of a cache's rows (KVFormat.code in Python): floats of the dtype of the queries, or D
-// integers and the float that multiplies them.
+// The formats of a cache's rows (KVFormat.code in Python): floats of the queries' dtype, or D integers and
+// their float scale.
 constexpr int32_t kFloatRows = 0, kInt8Rows = 1;
 
-// Whether rows of this element have a scale. Their products are taken without it, of integers: a key's scale then
-// multiplies its scores, and a value's the weights.
+// Whether rows of this element type have a scale. Dot products are of the integers alone; afterwards the scale of a key
+// multiplies its scores, and the scale of a value multiplies its weights.
 template <class S>
 constexpr bool kScaled = std::is_same_v<S, I8>;
-// Bytes of a scale, which end a row.
+// Bytes of a scale, at the end of a row.
 constexpr int64_t kScaleBytes = sizeof(float);
 
 inline float scale_of(const I8* row, int64_t width) {
@@ -37,9 +37,9 @@ inline float scale_of(const I8* row, int64_t width) {
   return scale;
 }
 
-// Writes `dim` floats as integers; returns the scale that multiplies them. store(d, integers): of the features
-// d, …, d + 15, which past `dim` are 0. limit: the integer of the largest magnitude. Floats of which one is infinite or
-// NaN have the scale NaN, floats that are all but 0 the scale 0, and both the integers 0.
+// Quantizes `dim` floats to integers and returns their scale. Calls store(d, integers) for the features d, …, d + 15;
+// features past `dim` are 0. The feature of the largest magnitude becomes +-limit. If a float is infinite or NaN, the
+// scale is NaN; if all floats are below 1e-30, it is 0; in both cases the integers are 0.
 template <class T, class Store>
 inline float store_integers(const T* x, int64_t dim, float limit, Store store) {
   f32x16 most = zero_f32(), poison = zero_f32();
@@ -59,7 +59,7 @@ inline float store_integers(const T* x, int64_t dim, float limit, Store store) {
   return largest / limit;
 }
 
-// A row of the cache: of the largest feature the integer is 127.
+// Quantizes a row of the cache; the feature of the largest magnitude becomes +-127.
 template <class T>
 inline void store_row(const T* x, int64_t dim, I8* row) {
   const float scale = store_integers(x, dim, 127.0f, [&](int64_t d, i32x16 integers) {
@@ -70,8 +70,8 @@ inline void store_row(const T* x, int64_t dim, I8* row) {
   std::memcpy(row + dim, &scale, kScaleBytes);
 }
 
-// Inner loops whose arrays must become registers: unrolled, inlined into one function each, and that
-// function kept apart, so that the compiler's choices do not change with what surrounds them.
+// For inner loops whose arrays must be kept in registers: they are unrolled and inlined into one function,
+// which is not inlined, so that surrounding code doesn't change the compiler's choices.
 #define ONWARD_UNROLL_TILE _Pragma("GCC unroll 16")
 #define ONWARD_INLINE __attribute__((always_inline)) inline
 #define ONWARD_APART __attribute__((noinline))
@@ -80,8 +80,8 @@ struct Floats {
   using Vector = f32x16;
   using Sum = f32x16;
   static constexpr int64_t kFeatures = 16;  // of a vector of keys and queries
-  static constexpr int64_t kPositions = 1;  // that a vector of values and a word of weights hold
-  static constexpr int kVectors = 1;        // of values that are read together
+  static constexpr int64_t kPositions = 1;  // per vector of values and per word of weights
+  static constexpr int kVectors = 1;        // vectors of values that are read together
 
   static Sum zero() { return zero_f32(); }
   static Sum step(Sum sum, Vector a, Vector b) { return fma(a, b, sum); }
@@ -91,7 +91,7 @@ struct Floats {
   static Vector features(const T* row, int64_t d, int64_t dim) {
     return WHOLE ? load(row + d) : load_first(row + d, dim - d);
   }
-  // Returns what multiplies the query's scores.
+  // Returns the factor of the query's scores.
   template <class T>
   static float store_query(float* words, const T* row, int64_t dim) {
     for (int64_t d = 0; d < dim; d += kFeatures) store(words + d, load_first(row + d, dim - d));
@@ -107,15 +107,15 @@ struct Floats {
   static f32x16 as_floats(Vector v) { return v; }
   static void store_words(float* p, Vector v) { store(p, v); }
   static Vector weight(const float* word) { return splat(*word); }
-  // Rounds weights to what the words can hold, stores them, returns them as stored.
+  // Rounds weights to the format of the words, stores them, and returns the rounded weights.
   static f32x16 store_weights(float* words, int64_t j, f32x16 weights) {
     store(words + j, weights);
     return weights;
   }
 };
 
-// Integers of 16 bits, for rows of 8 bits: sums are exact, so their order doesn't matter. A query has the scale of its
-// largest feature, the weights of a query and a block that of the largest one: a step of either is 2^-15 of it.
+// 16-bit integers, for rows of 8-bit integers. Sums are exact, so their order doesn't matter. The scale of a query is
+// set by its largest feature, that of a query's weights in a block by the largest weight; one step is 2^-15 of it.
 struct Integers {
   using Vector = i32x16;
   using Sum = i32x16;
@@ -131,7 +131,7 @@ struct Integers {
   static Vector features(const I8* row, int64_t d, int64_t dim) {
     return WHOLE ? widen_i8(&row[d].value) : widen_first_i8(&row[d].value, dim - d);
   }
-  // No sum of `dim` products with up to 127 leaves 31 bits.
+  // The integers are so small that a sum of `dim` products with values up to 127 fits in 31 bits.
   template <class T>
   static float store_query(float* words, const T* row, int64_t dim) {
     const int64_t fits = 0x7fffffff / (127 * dim), limit = fits < kMost ? fits : kMost;
@@ -164,7 +164,7 @@ struct Integers {
     std::memcpy(&pair, word, sizeof pair);
     return splat(pair);
   }
-  // Stores weights that are at least 0 and no more than a scale; returns what multiplies them, NaN if any is NaN.
+  // Stores weights between 0 and their scale. Returns the factor of the integers; NaN if a weight is NaN.
   template <int VECTORS>
   static float store_weights(float* words, const f32x16 (&weights)[VECTORS]) {
     f32x16 most = zero_f32(), all = zero_f32();
@@ -225,14 +225,14 @@ struct Bf16Pairs {
   }
 };
 
-// T: of the queries, S: of the rows of the cache.
+// T: element type of the queries. S: element type of the cache's rows.
 template <class T, class S>
 struct FormatOf {
   static constexpr bool kPairs = kDotsBf16 && std::is_same_v<T, Bf16> && std::is_same_v<S, Bf16>;
   using type = std::conditional_t<kScaled<S>, Integers, std::conditional_t<kPairs, Bf16Pairs, Floats>>;
 };
 
-// Rows of the cache, one a position.
+// Rows of the cache, one per position.
 template <class T>
 struct Rows {
   const T* first = nullptr;
@@ -240,8 +240,8 @@ struct Rows {
   const T* operator[](int64_t j) const { return first + j * stride; }
 };
 
-// What to ask memory for while rows are read: at row j the row j of `rows`, from row `until` on those of
-// `then`. The rows need not exist. Several readers of the same rows take turns in asking.
+// The rows to prefetch while others are read: with row j, row j of `rows`, and from row `until` on the rows of
+// `then`. The rows need not exist. Several readers of the same rows take turns.
 template <class T>
 struct Ahead {
   Rows<T> rows;
@@ -250,12 +250,12 @@ struct Ahead {
   int64_t turns = 1, turn = 0;
 
   const T* at(int64_t j) const { return j < until ? rows[j] : then[j - until]; }
-  // Whether rows of this width follow each other in memory without a gap.
+  // Whether rows of this width are contiguous in memory.
   bool dense(int64_t width) const { return rows.stride == width && then.stride == width; }
 };
 
-// Asks for the line of `p` at this place between loads: a compiler would gather such requests, and then
-// keys came 3 to 5 % slower.
+// Prefetches the cache line of `p` exactly here, between loads. The compiler would move prefetches together,
+// which made reading the keys 3 to 5 % slower.
 ONWARD_INLINE void fetch_here(const void* p) {
 #if defined(__x86_64__)
   asm volatile("prefetcht0 %0" ::"m"(*static_cast<const char*>(p)) : "memory");
@@ -264,7 +264,7 @@ ONWARD_INLINE void fetch_here(const void* p) {
 #endif
 }
 
-// A block of values as it lies in the cache.
+// A block of values as stored in the cache.
 template <class F, class T>
 struct ValueRows {
   Rows<T> rows;
@@ -276,13 +276,14 @@ struct ValueRows {
   }
 };
 
-// The same, paired at every use, for a unit of one tile: every read asks for as many lines ahead.
+// A block of values as stored in the cache, paired at every use, for units of few tiles. Every read prefetches as
+// many lines.
 template <class F, class T>
 struct StreamedValues {
   ValueRows<F, T> values;
   Ahead<T> ahead;
   bool dense;
-  uint64_t asks;  // bit i: whether reading positions kPositions i … asks for what is ahead
+  uint64_t asks;  // bit i: whether reading positions kPositions i … prefetches
 
   template <bool WHOLE>
   ONWARD_INLINE void read(int64_t j, int64_t d, typename F::Vector (&vectors)[F::kVectors]) const {
@@ -295,7 +296,7 @@ struct StreamedValues {
   }
 };
 
-// The same packed: [64 / kPositions, padded dim] words. For units of many tiles.
+// A packed block of values: [64 / kPositions, padded dim] words. For units of many tiles.
 template <class F>
 struct PackedValues {
   const float* packed;
@@ -330,7 +331,7 @@ ONWARD_APART PackedValues<F> pack_values(const ValueRows<F, T>& values, int64_t 
 }
 
 // A block of keys for units of many tiles, 16 positions to a vector: word 16 s + l of the keys 16 g … 16 g + 15 is
-// vector (16 g + l) * steps + s. The sum of lane l of a dot product walks along neighbouring vectors.
+// vector (16 g + l) * steps + s. The sum of lane l of a dot product reads consecutive vectors.
 struct PackedKeys {
   const float* packed;
   int64_t steps;  // vectors of features of a key

@@ -1,16 +1,16 @@
-// What an attention call is about, and the vocabulary of this folder.
+// The definition of an attention call, and the terms that this folder uses.
 //
 // Definition. Query t of row b and head h sees a range of key positions, its `Span`. Over that range,
 // with the scores s_j = q . k_j * scale + mask_j and the weights w_j = e^(s_j - max s),
 //   out = sum_j w_j v_j / (sum_j w_j + e^(sink_h - max s)).
 // With a softcap c the score before its mask is c tanh(q . k_j * scale / c).
 //
-// Exactness. The bits of an output depend on its own query, span, keys and values alone. Keys are
-// visited in blocks of 64 at absolute multiples of 64, in order of position, with a running maximum
-// (online softmax). Eight blocks make a segment: segments start afresh and are merged in order, so
-// that several threads may share one long row. A block or segment in which a query sees nothing does
-// not count at all. Places of a block that are computed though they are outside the span have a weight
-// of 0, which leaves every sum as it was.
+// Exactness. The bits of an output depend only on its query, span, keys and values. Keys are visited in
+// blocks of 64 that begin at multiples of 64, in order of position, with a running maximum (online
+// softmax). Eight blocks make a segment. Every segment starts with an empty state, and segments are
+// merged in order, so that several threads can share one long row. Blocks and segments in which a query
+// sees nothing are skipped. Positions of a block that are computed but lie outside the span have a
+// weight of 0, which leaves every sum unchanged.
 #pragma once
 #include <cstdint>
 
@@ -31,12 +31,12 @@ inline Span overlap(Span a, Span b) {
   return {a.first > b.first ? a.first : b.first, a.last < b.last ? a.last : b.last};
 }
 
-// A tensor of which the last axis, the features, is contiguous; strides in elements.
+// A tensor whose last axis, the features, is contiguous; strides in elements.
 struct Tensor {
   const void* data;
   int64_t batch_stride, head_stride, position_stride;
-  int64_t dim;  // features: those of queries and keys, or those of values and outputs
-  int64_t width;  // elements of a row, with a scale if it has one
+  int64_t dim;  // features
+  int64_t width;  // elements of a row, including its scale if it has one
 
   template <class T>
   const T* at(int64_t batch, int64_t head, int64_t position) const {
@@ -55,10 +55,10 @@ struct Mask {  // float [batch, heads, queries, positions]; a stride of 0 repeat
   }
 };
 
-// Where the keys and values of a row lie in blocks of memory, each of kBlock positions: entry m of a row is
-// the block of its positions kBlock m, …, kBlock m + kBlock - 1. A block of keys that is visited lies in one.
+// The block table. Entry m of a row is the number of the memory block with its positions kBlock m, …,
+// kBlock m + kBlock - 1. Blocks of memory are the blocks in which keys are visited.
 struct Table {
-  const int32_t* blocks;  // null: none, a row's positions lie one after the other
+  const int32_t* blocks;  // null: no table, a row's positions are consecutive
   int64_t row_stride;
 
   int32_t at(int64_t row, int64_t position) const {
@@ -71,8 +71,8 @@ struct Problem {
   int32_t rows;   // the format of keys and values
   int64_t batch, heads, kv_heads, queries, positions;
   Tensor q, keys, values, out;
-  Table table;             // of keys and values: their batch_stride is then from block to block
-  const int32_t* offsets;  // [batch]: causal, query t of row b at position offsets[b] + t; null: not
+  Table table;             // of keys and values, whose batch_stride is then the stride between blocks
+  const int32_t* offsets;  // [batch]: causal, query t of row b at position offsets[b] + t; null: not causal
   int64_t window;          // positions a causal query sees, itself included; 0: all
   float scale;
   float softcap;       // 0: none
@@ -95,7 +95,7 @@ struct Problem {
   }
 };
 
-// What a query has seen so far of a segment or of its span.
+// The online softmax over the part of a segment or span that has been visited.
 struct State {
   float* max;   // [rows]; -inf before the first key
   float* sum;   // [rows, 16]: the sum of weights, in 16 lanes

@@ -1,5 +1,5 @@
-// From the scores of a tile and a block to weights, with a running maximum (Milakov & Gimelshein,
-// arXiv 1805.02867), and the merge of two states.
+// Computes weights from the scores of a tile and a block, with a running maximum (Milakov & Gimelshein,
+// arXiv 1805.02867), and merges two states.
 #pragma once
 #include <limits>
 
@@ -10,7 +10,7 @@ namespace onward::attention {
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
-// A query that has seen nothing has the maximum -inf: its scores are compared with 0 instead, for
+// The maximum of a query that has seen no key is -inf. 0 is subtracted from its scores instead, because
 // (-inf) - (-inf) would be NaN and the weight must be 0.
 inline float reference_of(float max) { return max == -kInfinity ? 0.0f : max; }
 inline f32x16 reference_of(f32x16 max) {
@@ -23,14 +23,14 @@ struct Curtain {
   constexpr Curtain() {
     for (int64_t i = 0; i < 3 * kBlock; ++i) limits[i] = i / kBlock == 1 ? kInfinity : -kInfinity;
   }
-  // Of places j … j + 15 of a block of which [first, last) is seen.
+  // The limits of positions j … j + 15 of a block of which [first, last) is seen.
   f32x16 at(Span seen, int64_t j) const {
     return min(load(limits + kBlock - seen.first + j), load(limits + 2 * kBlock - seen.last + j));
   }
 };
 inline constexpr Curtain kCurtain;
 
-// 16 entries of a mask from position `j` on; what lies past the keys counts as 0.
+// 16 entries of a mask from position `j` on; 0 past the last key.
 inline f32x16 load_mask(const float* mask, int64_t stride, int64_t j, int64_t positions) {
   const int64_t n = positions - j;
   if (n <= 0) return zero_f32();
@@ -40,7 +40,7 @@ inline f32x16 load_mask(const float* mask, int64_t stride, int64_t j, int64_t po
   return load(lanes);
 }
 
-// What a query sees of a block.
+// The part of a block that a query sees.
 struct View {
   Span seen;           // in 0 … 64
   const float* mask;   // at the block's first position, or null
@@ -55,7 +55,7 @@ inline void cap_scores(float* scores, int64_t positions, float scale, float cap)
   }
 }
 
-// The scores of the first `positions` of a block to their final values in place; returns the largest.
+// Computes the final scores of the first `positions` of a block in place; returns the largest.
 inline float finish_scores(float* scores, int64_t positions, float scale, const View& view) {
   f32x16 largest = splat(-kInfinity);
   for (int64_t j = 0; j < positions; j += 16) {
@@ -63,8 +63,8 @@ inline float finish_scores(float* scores, int64_t positions, float scale, const 
     if (view.mask != nullptr) {
       score = add(score, load_mask(view.mask, view.mask_stride, j, view.mask_length));
     }
-    // The operands' order turns NaN into the limit: out of the span it vanishes, within it the +inf
-    // makes the maximum infinite and the result NaN.
+    // This order of the operands turns NaN into the limit: -inf outside the span, so that it has no effect;
+    // +inf inside, which makes the maximum infinite and the result NaN.
     if (view.seen.first > 0 || view.seen.last < kBlock) {
       score = min(score, kCurtain.at(view.seen, j));
     }
@@ -74,23 +74,23 @@ inline float finish_scores(float* scores, int64_t positions, float scale, const 
   return highest(largest);
 }
 
-// finish_scores of a whole block that is seen without a mask.
+// finish_scores for a block that is entirely visible and has no mask.
 inline float finish_whole_scores(float* scores, float scale) {
   f32x16 score[4];
   ONWARD_UNROLL_TILE for (int v = 0; v < 4; ++v) {
     score[v] = mul(load(scores + v * 16), splat(scale));
     store(scores + v * 16, score[v]);
   }
-  // As there: where a score is NaN, the largest so far.
+  // As in finish_scores: a NaN score leaves the maximum unchanged.
   f32x16 largest = splat(-kInfinity);
   ONWARD_UNROLL_TILE for (int v = 0; v < 4; ++v) largest = max(score[v], largest);
   return highest(largest);
 }
 
-// Scores to weights, stored as words of F; adds them to the lanes of `sum`. What is divided by later
-// are the weights as rounded, which multiply the values: so the output stays between the smallest
-// and the largest value. scales: of the values if rows have them; the weights times them are stored as integers.
-// Returns what multiplies the stored weights.
+// Computes weights from scores, stores them as words of F, and adds them to the lanes of `sum`. The sum is of the
+// rounded weights, which also multiply the values: so the output stays between the smallest and the largest
+// value. If rows have `scales` (those of the values), the products of weights and scales are stored as integers.
+// Returns the factor of the stored weights.
 template <class F, int VECTORS>
 inline float make_weights(const float* scores, float max, float decay, float* words, float* sum, const float* scales) {
   const f32x16 reference = splat(reference_of(max));
@@ -127,7 +127,7 @@ inline f32x16 decay_of(f32x16 before, f32x16 after) {
   return exp(sub(before, reference_of(after)));
 }
 
-// Adds what a later segment saw to `total`.
+// Adds the state of a later segment to `total`.
 inline void merge(const State& total, const State& later, int64_t rows) {
   for (int64_t r = 0; r < rows; ++r) {
     const float before = total.max[r], max = before < later.max[r] ? later.max[r] : before;

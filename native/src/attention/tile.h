@@ -1,29 +1,28 @@
-// The two products of a tile: up to 6 query rows (heads of a group, neighbouring queries) against one
-// block of keys, and their weights against its values.
+// The two products of a tile: up to 6 query rows (heads of a group, consecutive queries) with one block of
+// keys, and their weights with its values.
 //
-// Every sum walks its terms in one order, in every instance: the bits do not depend on ROWS and
-// VECTORS. The compiler must keep the accumulators in registers: read the disassembly when touching
-// this.
+// Every instance adds the terms of a sum in the same order: the bits don't depend on ROWS and VECTORS.
+// The compiler must keep the accumulators in registers. Check the disassembly after a change.
 #pragma once
 #include "formats.h"
 
 namespace onward::attention {
 
-// Of shapes::attention, by instruction set:
-//   kTileRows, tile_vectors(rows)   the accumulators of Blend: rows * vectors, beside the vectors and one broadcast. Few
-//                                   rows take more vectors, for want of independent sums.
-//   kSumsAtOnce                     dot products that dot_products takes together
-//   kScoreRows, kScoreGroups        rows and groups of 16 packed keys that are scored together: their sums, and those
-//                                   that wait for their partners in the tree of additions, in as many registers
+// shapes::attention, per instruction set:
+//   kTileRows, tile_vectors(rows)   Blend has rows * vectors accumulators, in addition to the vectors and one broadcast.
+//                                   Few rows take more vectors, to have enough independent sums.
+//   kSumsAtOnce                     dot products that dot_products computes together
+//   kScoreRows, kScoreGroups        rows and groups of 16 packed keys that are scored together. Their sums need as many
+//                                   registers again for partial results in the tree of additions.
 using namespace shapes::attention;
 
-// In which order the rows ahead of the keys are asked for. Rows that follow each other without a gap are
-// asked for line by line, which the processor takes for the stream it is; in the order in which the loops
-// read, across the rows, they came at four fifths of the pace.
+// The order in which rows of keys are prefetched. Contiguous rows are prefetched line by line, so that the
+// processor detects a stream. In the order in which the loops read them, across rows, reading was a fifth
+// slower.
 enum class Fetch { kLines, kRows };
 
-// The dot products of ROWS queries with neighbouring keys: kSumsAtOnce in all, row by row. WHOLE: dim
-// is a multiple of what a vector holds.
+// The dot products of ROWS queries with consecutive keys: kSumsAtOnce in all, row by row. WHOLE: dim is a
+// multiple of the features of a vector.
 template <class F, int ROWS, bool WHOLE, Fetch FETCH, class T>
 ONWARD_INLINE void dot_products(const float* queries, int64_t query_words, const Rows<T>& keys,
                                 int64_t first_key, int64_t dim, const Ahead<T>& ahead, float* out) {
@@ -35,7 +34,7 @@ ONWARD_INLINE void dot_products(const float* queries, int64_t query_words, const
   ONWARD_UNROLL_TILE for (int k = 1; k < kKeys; ++k) key_rows[k] = key_rows[k - 1] + keys.stride;
   typename F::Sum sum[kSumsAtOnce];
   ONWARD_UNROLL_TILE for (int i = 0; i < kSumsAtOnce; ++i) sum[i] = F::zero();
-  int64_t others = ahead.turn;  // who ask before it is this reader's turn
+  int64_t others = ahead.turn;  // readers that prefetch before it is this reader's turn
   for (int64_t d = 0; d < dim; d += F::kFeatures, queries += 16) {
     const bool asks = others-- == 0;
     if (asks) others = ahead.turns - 1;
@@ -62,7 +61,7 @@ struct Scoring {
   float* scores;  // [rows, 64]
 };
 
-// Two rows of scores from `j` on, for the next 16 keys.
+// Two rows of scores for the 16 keys from `j` on.
 template <class F, bool WHOLE, Fetch FETCH, class T>
 ONWARD_INLINE void score_pair(const Scoring<T>& s, const Rows<T>& keys, const float* queries,
                               const Ahead<T>& ahead, float* scores, int64_t j) {
@@ -75,8 +74,8 @@ ONWARD_INLINE void score_pair(const Scoring<T>& s, const Rows<T>& keys, const fl
   }
 }
 
-// scores = the dot products of the queries with the keys. Two rows go together and share each key; pairs
-// take turns in asking for what is ahead.
+// scores = the dot products of the queries with the keys. Rows are processed in pairs that share each load of
+// a key; pairs take turns in prefetching.
 template <class F, bool WHOLE, Fetch FETCH, class T>
 ONWARD_APART void score_keys(const Scoring<T>& s, const Rows<T>& keys) {
   for (int64_t j = 0; j < s.positions; j += kSumsAtOnce) {
@@ -103,7 +102,7 @@ inline void score_keys(const Scoring<T>& s, const Rows<T>& keys) {
 inline f32x16 floats(f32x16 a) { return a; }
 inline f32x16 floats(i32x16 a) { return to_f32(a); }
 
-// Against packed keys: queries from the first of the rows on, keys from the first of the groups on.
+// Operands of score_packed: queries from the first row on, packed keys from the first group on.
 struct PackedScoring {
   const float* queries;
   int64_t query_words;
@@ -112,7 +111,7 @@ struct PackedScoring {
 };
 
 // The sums of lanes LANE, LANE + WIDTH, … of the dot products of ROWS queries with GROUPS times 16 keys, in the order of
-// sum_lanes: so they have the bits of dot_products. STEPS: those of the keys where the loop shall be unrolled, or 0.
+// sum_lanes, so that they have the bits of dot_products. STEPS: vectors per key to unroll the loop, or 0.
 template <class F, int ROWS, int GROUPS, int STEPS, int WIDTH, int LANE>
 ONWARD_INLINE void sum_of_lanes(const PackedScoring& p, typename F::Sum (&sum)[ROWS * GROUPS]) {
   if constexpr (WIDTH == 16) {
@@ -146,7 +145,7 @@ ONWARD_APART void score_packed(const PackedScoring& p, float* scores) {
   }
 }
 
-// score_keys against packed keys, for ROWS rows.
+// score_keys for packed keys and ROWS rows.
 template <class F, int ROWS, int STEPS, class T>
 inline void score_rows(const Scoring<T>& s, const PackedKeys& keys, int64_t row) {
   const float* queries = s.queries + row * s.query_words;
@@ -160,7 +159,7 @@ inline void score_rows(const Scoring<T>& s, const PackedKeys& keys, int64_t row)
   }
 }
 
-// The same for up to kScoreRows rows from `row` on; returns how many.
+// The same for up to kScoreRows rows from `row` on; returns their number.
 template <class F, int STEPS, int ROWS = kScoreRows, class T>
 inline int64_t score_some(const Scoring<T>& s, const PackedKeys& keys, int64_t row) {
   if constexpr (ROWS > 1) {
@@ -184,16 +183,16 @@ inline void score_keys(const Scoring<T>& s, const PackedKeys& keys) {
   }
 }
 
-// What Blend adds to, and what it needs beside the values.
+// The operands of a blend except the values.
 struct Blend {
-  const float *weights, *decay, *factors;  // [rows, 64 / kPositions] words, [rows], [rows]: of integers
+  const float *weights, *decay, *factors;  // [rows, 64 / kPositions] words, [rows], [rows]
   int64_t positions;             // of the block, a multiple of 16
   float* out;                    // [rows, padded]
   int64_t dim, padded;
 };
 
-// out[r] = out[r] * decay[r] + weights[r] * values, for VECTORS vectors of features from d on. Integers are summed
-// alone, and their sum times factors[r] is what is added.
+// out[r] = out[r] * decay[r] + weights[r] * values, for VECTORS vectors of features from d on. Integer products are
+// summed separately, and their sum times factors[r] is added.
 template <class F, int ROWS, int VECTORS, bool WHOLE, class Values>
 ONWARD_APART void blend_features(const Blend& b, const Values& values, int64_t d) {
   constexpr bool kExact = std::is_same_v<F, Integers>;
@@ -211,7 +210,7 @@ ONWARD_APART void blend_features(const Blend& b, const Values& values, int64_t d
     }
   }
   const float* weights = b.weights;
-  const Values rows = values;  // its own copy: requests for lines would make the compiler read it again
+  const Values rows = values;  // a copy, because prefetches make the compiler read the original again
   for (int64_t j = 0; j < b.positions; j += F::kPositions, ++weights) {
     ONWARD_UNROLL_TILE for (int v = 0; v < VECTORS; v += F::kVectors) {
       typename F::Vector value[F::kVectors];
@@ -236,7 +235,7 @@ ONWARD_APART void blend_features(const Blend& b, const Values& values, int64_t d
   }
 }
 
-// The same for all features from d on.
+// blend for all features from d on.
 template <class F, int ROWS, int VECTORS, class Values>
 inline void blend_all_features(const Blend& b, const Values& values, int64_t d) {
   for (; d + VECTORS * 16 <= b.dim; d += VECTORS * 16) {
@@ -249,7 +248,7 @@ inline void blend_all_features(const Blend& b, const Values& values, int64_t d) 
   }
 }
 
-// The same for a number of rows known at run time.
+// blend for a number of rows known only at run time.
 template <class F, int ROWS = 1, class Values>
 inline void blend_values(int64_t rows, const Blend& blend, const Values& values) {
   if constexpr (ROWS < kTileRows) {

@@ -1,8 +1,8 @@
-// What one thread does: some neighbouring queries of one row of the batch, with all heads of one
-// group, over one segment of the keys of their key/value head, which is read once for all of them.
-// A single query may come with the groups of several neighbouring key/value heads: their parts of a
-// block lie side by side, and a processor that has begun to fetch a stream fetches some 4 KB past
-// its end, a quarter of what one head has in a block.
+// The work of one thread: consecutive queries of one row of the batch, with all heads of one group, over
+// one segment of the keys of their key/value head. The keys are read once for all of them. A unit of a
+// single query may have the groups of several consecutive key/value heads. Their parts of a block are
+// adjacent in memory, and a processor that prefetches a stream reads about 4 KB past its end, which is a
+// quarter of a head's part of a block.
 #pragma once
 #include "../scratch.h"
 #include "softmax.h"
@@ -10,33 +10,33 @@
 
 namespace onward::attention {
 
-// How far ahead a stream of keys and values is asked for.
+// How far ahead a stream of keys and values is prefetched.
 constexpr int64_t kAheadBytes = 4096;
 
-// Up to so many tiles of one key/value head stream its blocks as they lie. For more, packing a block first
-// costs less than it saves.
+// Up to this number of tiles of one key/value head read its blocks unpacked. With more tiles, packing a block
+// saves more than it costs.
 constexpr int64_t kStreamTiles = 6;
 
-// What a block keeps of each of a tile's rows, up to 16: two floats.
+// Floats per block of a tile: two for each of up to 16 rows.
 constexpr int64_t kRowFloats = 2 * 16;
 
 struct Unit {
-  int64_t row, kv_head, heads, first_query, queries;  // heads: of keys and values, from kv_head on
+  int64_t row, kv_head, heads, first_query, queries;  // heads: key/value heads from kv_head on
 };
 
-// T: of queries and outputs. S: of the rows of keys and values.
+// T: element type of queries and outputs. S: element type of keys and values.
 template <class T, class S>
 class Worker {
   using F = typename FormatOf<T, S>::type;
 
  public:
-  // rows, heads: the most a unit has. ok() is false where there is no memory.
+  // rows, heads: the maximum of a unit. ok() is false if memory cannot be allocated.
   Worker(const Problem& problem, int64_t rows, int64_t heads)
       : p_(problem),
         group_(p_.group()),
         padded_(padded(p_.values)),
         query_words_(ceil_div(p_.keys.dim, F::kFeatures) * 16) {
-    // Tiles of a unit that are streamed.
+    // Maximum number of tiles of a streamed unit.
     const int64_t streams = heads > kStreamTiles ? heads : kStreamTiles;
     // Every array begins on a cache line.
     const int64_t sizes[] = {kBlock * query_words_,
@@ -73,7 +73,7 @@ class Worker {
 
   bool ok() const { return ok_; }
 
-  // All that the unit's queries see, written to the output.
+  // Computes the outputs of the unit's queries.
   void run(const Unit& unit) {
     const Span seen = seen_by(unit);
     int64_t start = seen.first / kSegment * kSegment;
@@ -85,7 +85,7 @@ class Worker {
     finish(unit, total_);
   }
 
-  // What the unit's queries see of the segment that begins at `start`, to `state`.
+  // Computes `state` for the segment that begins at `start`.
   void run_segment(const Unit& unit, int64_t start, const State& state) {
     const Span segment = overlap(seen_by(unit), {start, start + kSegment});
     if (unit.queries > 1 && hides_poison(unit, segment)) {
@@ -104,7 +104,7 @@ class Worker {
     }
   }
 
-  // The end of run() where the segments, `segments` of them from position 0 on, have been run apart.
+  // The end of run() for segments that have been run separately: `segments` of them, from position 0 on.
   template <class StateOf>
   void merge_and_finish(const Unit& unit, int64_t segments, StateOf&& state_of) {
     const Span seen = seen_by(unit);
@@ -120,14 +120,14 @@ class Worker {
     const float* mask;  // at position 0, or null
     float factor;       // of its scores
   };
-  // Rows of a unit that go through the kernels together.
+  // Rows of a unit that are computed together.
   struct Tile {
     int64_t first, rows;
     Span seen;
   };
 
   static int64_t padded(const Tensor& tensor) { return round_up(tensor.dim, 32); }
-  // The stride of a copy of rows.
+  // The stride between copied rows.
   static int64_t copied(const Tensor& tensor) { return round_up(tensor.width, 32); }
 
   template <class Element>
@@ -135,18 +135,18 @@ class Worker {
     return ceil_div(count * int64_t(sizeof(Element)), int64_t(sizeof(float)));
   }
 
-  // Query heads of a unit, and rows: one for each of its queries and query heads.
+  // The query heads of a unit, and its rows: one per query and query head.
   int64_t heads_of(const Unit& unit) const { return unit.heads * group_; }
   int64_t rows_of(const Unit& unit) const { return unit.queries * heads_of(unit); }
 
-  // From the first position that any query of the unit sees to the last.
+  // From the first to the last position that any query of the unit sees.
   Span seen_by(const Unit& unit) const {
     return {p_.span(unit.row, unit.first_query).first,
             p_.span(unit.row, unit.first_query + unit.queries - 1).last};
   }
 
-  // Whether a value that some query of the unit must not see is infinite or NaN: it would spoil the
-  // sums of that query even with a weight of 0. Then the queries go one by one.
+  // Whether a value that some query of the unit must not see is infinite or NaN. It would corrupt the sums
+  // of that query even with a weight of 0, so the queries are then computed one by one.
   bool hides_poison(const Unit& unit, Span segment) const {
     const Span shared = {p_.span(unit.row, unit.first_query + unit.queries - 1).first,
                          p_.span(unit.row, unit.first_query).last};
@@ -189,8 +189,8 @@ class Worker {
     }
   }
 
-  // The queries of a tile stand in one block of positions, so that all of them see the tile's last
-  // block: none is made to look at a later one. Of several key/value heads each has a tile.
+  // Divides the rows of a unit into tiles. The positions of a tile's queries are in one block, so that no
+  // query visits a block after its position. With several key/value heads, each head is a tile.
   void cut_tiles(const Unit& unit) {
     if (unit.heads > 1) {
       for (tile_count_ = 0; tile_count_ < unit.heads; ++tile_count_) {
@@ -214,7 +214,7 @@ class Worker {
 
   static int64_t first_block(Span segment) { return segment.first / kBlock * kBlock; }
 
-  // The block of keys that begins at `start`, of which those in `seen` concern the unit.
+  // Processes the block of keys that begins at `start`. The unit sees those in `seen`.
   void run_block(const Unit& unit, int64_t start, Span seen, const State& state) {
     const Place place{unit.row, unit.kv_head, start};
     const Rows<S> keys = rows_at(place, p_.keys, seen, partial_keys_);
@@ -236,8 +236,8 @@ class Worker {
     }
   }
 
-  // Asks for one of tile_count_ shares of the block at `start`: that a block comes from far away costs a unit of few
-  // queries a fifth of its time.
+  // Prefetches one of tile_count_ shares of the block at `start`. Without this, a unit of few queries spends a fifth of
+  // its time waiting for memory.
   void fetch_share(const Unit& unit, int64_t start, int64_t share) const {
     if (start >= seen_by(unit).last) return;
     const Place place{unit.row, unit.kv_head, start};
@@ -252,9 +252,9 @@ class Worker {
     }
   }
 
-  // The same for all blocks of a segment and a unit of few tiles, which runs at the pace of memory: first
-  // all keys, then all values, so that there is one long stream to ask for in advance. Every block of a
-  // head goes through the same steps in the same order as in run_block.
+  // Processes all blocks of a segment for a unit of few tiles, which is limited by memory bandwidth: first all
+  // keys, then all values, so that each is one long stream to prefetch. Every block of a head goes through the
+  // steps of run_block in the same order.
   void stream_segment(const Unit& unit, Span segment, const State& state) {
     const int64_t begin = first_block(segment);
     const Place first{unit.row, unit.kv_head, begin};
@@ -273,14 +273,14 @@ class Worker {
       read_scales(keys, p_.keys, task.positions, key_scales_);
       scale_scores(tiles_[tile], place.start, buffers);
     });
-    // Scales are read where values are, which then come from memory in one stream.
+    // Scales are read together with the values, so that both are one stream.
     if constexpr (!kScaled<S>) {
       walk(unit, segment, [&](const Place& place, int64_t tile, const Buffers& buffers) {
         weigh(tiles_[tile], place.start, state.from_row(tiles_[tile].first), buffers);
       });
     }
     const Rows<S> next_keys = keys_after(unit, segment);
-    uint64_t asks = 0;  // those of the first reader
+    uint64_t asks = 0;  // of the first reader
     for (int64_t i = 0; i < kBlock; i += readers(unit)) asks |= uint64_t(1) << i;
     walk(unit, segment, [&](const Place& place, int64_t tile, const Buffers& buffers) {
       const ValueRows<F, S> rows{rows_at(place, p_.values, segment, partial_values_), p_.values.dim};
@@ -295,18 +295,18 @@ class Worker {
     });
   }
 
-  // How many tiles of a unit read the same block, and which of these a tile is. They take turns in asking
-  // for what is ahead: where the first alone asked, memory had nothing to do most of the time.
+  // The number of tiles that read the same block, and the index of a tile among them. They take turns in
+  // prefetching: when only the first tile prefetched, memory was idle most of the time.
   int64_t readers(const Unit& unit) const { return unit.heads > 1 ? 1 : tile_count_; }
   static int64_t reader(const Unit& unit, int64_t tile) { return unit.heads > 1 ? 0 : tile; }
 
-  // Where a block of a key/value head begins.
+  // The beginning of a block of a key/value head.
   struct Place {
     int64_t row, kv_head, start;
   };
 
-  // Every block of the segment, and in it the tiles of the unit that see something of it: those of several
-  // heads in the order of memory.
+  // Visits every block of the segment, and for each block the tiles that see part of it; the tiles of several
+  // heads are in memory order.
   template <class Visit>
   void walk(const Unit& unit, Span segment, Visit&& visit) {
     for (int64_t at = first_block(segment), i = 0; at < segment.last; at += kBlock) {
@@ -317,11 +317,11 @@ class Worker {
     }
   }
 
-  // While a block is read, of positions that end at `end`: the rows some way ahead, then `next`. The way is
-  // a block where several tiles read it, for the first comes to a row before the others have asked, and where rows
-  // have scales, which are read before the rest of a block. Through
-  // a table they lie in one piece to the end of the block; then come those of the unit's next head or of the
-  // following block, or if that has few positions those of `next` that will be wanted after them.
+  // The rows to prefetch while a block is read; the positions of the segment end at `end`, and `next` follows. The
+  // distance is kAheadBytes. It is a block if several tiles read the block, because the first tile reaches a row
+  // before the others have prefetched it, and if rows have scales, which are read before the rest of a block.
+  // With a block table, rows are contiguous up to the end of the block. After them come the rows of the unit's
+  // next head or of the following block, or, if that block has few positions, the rows of `next`.
   Ahead<S> ahead_of(const Unit& unit, const Place& place, const Tensor& tensor, int64_t end,
                     const Rows<S>& next) const {
     const int64_t far = ceil_div(kAheadBytes, tensor.width * int64_t(sizeof(S)));
@@ -338,7 +338,7 @@ class Worker {
     return {ahead, here - distance, following};
   }
 
-  // What this thread will probably score next: the following segment, or other heads'.
+  // The keys that this thread will probably score next: of the following segment, or of the next heads.
   Rows<S> keys_after(const Unit& unit, Span segment) const {
     if (segment.last < seen_by(unit).last) {
       return rows_at({unit.row, unit.kv_head, segment.last}, p_.keys);
@@ -346,7 +346,7 @@ class Worker {
     return rows_at({unit.row, unit.kv_head + unit.heads, first_block(seen_by(unit))}, p_.keys);
   }
 
-  // How much of the block at `start` is worked on.
+  // The number of positions of the block at `start` to process.
   static int64_t positions_in(int64_t start, Span seen) {
     return seen.last - start < kBlock ? round_up(seen.last - start, 16) : kBlock;
   }
@@ -355,8 +355,8 @@ class Worker {
     return {p_.template cached<S>(tensor, place.row, place.kv_head, place.start), tensor.position_stride};
   }
 
-  // The same, in a copy where not all of the rows are seen: the others may not be read, zeros stand
-  // for them.
+  // The same, but a copy unless all rows are seen: rows that are not seen may not be read, and are zeros in the
+  // copy.
   Rows<S> rows_at(const Place& place, const Tensor& tensor, Span seen, S* copy) const {
     const Rows<S> rows = rows_at(place, tensor);
     const int64_t start = place.start;
@@ -381,7 +381,7 @@ class Worker {
     }
   }
 
-  // Where one block of a tile keeps what it passes from step to step. number: in the order of `walk`.
+  // Intermediate results of one block and tile. number: in the order of `walk`.
   struct Buffers {
     float *scores, *weights;  // [rows, 64], [rows, 64 / kPositions] words
     float *decay, *factors;   // [16]
@@ -416,7 +416,7 @@ class Worker {
     for (int64_t i = 0; i < tile.rows; ++i) {
       largest[i] = final_scores(queries_[tile.first + i], start, positions, b.scores + i * kBlock);
     }
-    // Lanes past the tile's rows hold what lies behind, which stays. A largest score that is NaN is not counted.
+    // Lanes past the tile's rows are those of later rows and stay unchanged. A NaN in `largest` is ignored.
     const f32x16 before = load(state.max), after = max(load(largest), before);
     store(state.max, after);
     const mask16 higher = less(before, after);
@@ -429,7 +429,7 @@ class Worker {
     }
   }
 
-  // Scales, caps and masks the scores of a query in a block; returns the largest.
+  // Scales, caps and masks the scores of a query for a block; returns the largest.
   float final_scores(const Query& query, int64_t start, int64_t positions, float* scores) const {
     float scale = p_.scale * query.factor;
     if (p_.softcap > 0) {
@@ -457,7 +457,7 @@ class Worker {
             p_.positions - start};
   }
 
-  // Divides by the sum of weights and writes.
+  // Divides by the sum of weights and writes the outputs.
   void finish(const Unit& unit, const State& state) const {
     for (int64_t r = 0, i = 0; i < unit.queries; ++i) {
       for (int64_t h = 0; h < heads_of(unit); ++h, ++r) {
@@ -472,7 +472,7 @@ class Worker {
         const f32x16 divisor = splat(sum == 0.0f ? 1.0f : sum), factor = splat(decay);
         T* out = const_cast<T*>(p_.out.at<T>(unit.row, head, unit.first_query + i));
         for (int64_t d = 0; d < p_.out.dim; d += 16) {
-          // + 0: a term of weight 0 may have turned a zero's sign.
+          // + 0: a term of weight 0 may have flipped the sign of a zero.
           const f32x16 value = div(mul(load(state.out + r * padded_ + d), factor), divisor);
           store_first(out + d, add(value, zero_f32()), p_.out.dim - d);
         }
@@ -495,7 +495,7 @@ class Worker {
   Tile* tiles_;
   int64_t tile_count_ = 0;
   S *partial_keys_, *partial_values_;
-  float *key_scales_, *value_scales_;  // of a block, if rows have them
+  float *key_scales_, *value_scales_;  // of a block, if rows have scales
 };
 
 }  // namespace onward::attention

@@ -1,10 +1,10 @@
-// Each token through the few experts that were chosen for it:
+// Computes each token with the experts chosen for it:
 //   out[t] = sum over e of weight[t, e] * (down_e(activation(gate_e(x[t]), up_e(x[t]))))
 //
-// Tokens are sorted by expert, and each expert that anyone chose is read once for all of them: two
-// loops of the team, one over gate and up, one over down. The first is cut by experts, rows and blocks,
-// the second by columns of the result: so a token's sum has one thread, and one order, that of the
-// experts' numbers. A token's bits depend on itself alone: each product is one of linear/kernels.h.
+// Tokens are sorted by expert, so that each chosen expert is read once for all of its tokens. There are two
+// parallel loops, over gate and up and over down. The first is divided by experts, rows and blocks, the
+// second by columns of the result. So one thread adds up a token's sum, in the order of the experts'
+// numbers. A token's bits depend on that token alone: the products are those of linear/kernels.h.
 #include "experts.h"
 
 #include <cstring>
@@ -19,10 +19,10 @@ namespace {
 
 using namespace linear;
 
-constexpr int64_t kMostRows = 8192;            // at once: their panels and sums are in memory
-constexpr int64_t kStreamBytes = 128 << 10;    // weights per piece that few rows go through
-constexpr int64_t kResidentBytes = 192 << 10;  // the same of many rows: they stay in a cache
-constexpr int64_t kInlineBytes = 128 << 10;    // weights times rows not worth a second thread
+constexpr int64_t kMostRows = 8192;            // at once, to limit working memory
+constexpr int64_t kStreamBytes = 128 << 10;    // weights per piece, with few rows
+constexpr int64_t kResidentBytes = 192 << 10;  // weights per piece, with many rows: they stay in a cache
+constexpr int64_t kInlineBytes = 128 << 10;    // up to this many weights times rows, one thread is faster
 constexpr int64_t kPiecesPerThread = 4;
 
 f32x16 bias_at(const void* biases, int32_t dtype, int64_t place, int64_t left) {
@@ -44,7 +44,7 @@ struct Geglu {
 struct GegluTanh {
   f32x16 operator()(f32x16 gate, f32x16 up) const { return mul(gelu_tanh(gate), up); }
 };
-// The order of the operands of min and max lets NaN through.
+// The order of the operands of min and max propagates NaN.
 struct ClampedSwiglu {
   float alpha, limit;
   f32x16 operator()(f32x16 gate, f32x16 up) const {
@@ -54,7 +54,7 @@ struct ClampedSwiglu {
   }
 };
 
-// No gate.
+// Has no gate.
 struct Relu2 {
   f32x16 operator()(f32x16, f32x16 up) const {
     up = max(zero_f32(), up);
@@ -62,7 +62,7 @@ struct Relu2 {
   }
 };
 
-// Body(row of the part, rows) for its tiles.
+// Calls body(first row in the part, rows) for each tile of a part.
 template <class Body>
 inline void for_tiles(Format format, int64_t rows, Body&& body) {
   const int64_t tiles = tiles_of(format, rows);
@@ -72,7 +72,7 @@ inline void for_tiles(Format format, int64_t rows, Body&& body) {
   }
 }
 
-// Few rows go through the weights at the pace of memory, block after block.
+// The number of blocks to multiply at once: one for few rows, which are limited by memory bandwidth.
 int64_t step_of(Format format, int64_t part_rows, int64_t tile_rows) {
   return part_rows <= stream_rows(format) ? 1 : blocks_at_once(format, tile_rows);
 }
@@ -83,7 +83,7 @@ const uint8_t* packed(const void* weights, int64_t block, int64_t bytes) {
 
 // ── gate and up ───────────────────────────────────────────────────────────────────────────────────
 
-// Rows of the list times some blocks of one matrix, to [rows, inner_stride].
+// Multiplies rows of the list with some blocks of one matrix, into [rows, inner_stride].
 void multiply(const Work& w, const uint8_t* panel, int64_t rows, const uint8_t* weights,
               int64_t blocks, float* to) {
   alignas(64) float sums[kStreamRows * kMaxBlocks * 16];
@@ -118,7 +118,7 @@ void activate(const Work& w, const Part& part, const Piece& piece) {
   }
 }
 
-// One piece: gate and up take turns, so that each stream's prefetches reach its own next block.
+// Computes one piece. gate and up alternate, so that the prefetches of each reach its next block.
 void gate_and_up(const Work& w, const Piece& piece) {
   const Part& part = w.parts[piece.part];
   const int64_t first_block = part.expert * w.up_blocks;
@@ -173,7 +173,7 @@ void down_part(const Work& w, const Part& part, int64_t begin, int64_t end) {
   });
 }
 
-// Columns of the result, blocks begin … end - 1: all experts, then the one rounding.
+// Computes the columns of blocks begin … end - 1 of the result: sums over all experts, then one rounding.
 void down_columns(const Work& w, int64_t begin, int64_t end) {
   const int64_t first = begin * kBlockRows;
   const int64_t last = end * kBlockRows < w.call.width ? end * kBlockRows : w.call.width;
@@ -191,9 +191,9 @@ void down_columns(const Work& w, int64_t begin, int64_t end) {
   });
 }
 
-// ── the cuts ──────────────────────────────────────────────────────────────────────────────────────
+// ── chunks ──────────────────────────────────────────────────────────────────────────────────────
 
-// Blocks in groups of whole steps.
+// Blocks in groups; a group is a whole number of steps.
 struct Groups {
   int64_t blocks, step, count;
   int64_t first(int64_t group) const {
@@ -202,7 +202,7 @@ struct Groups {
   }
 };
 
-// `bytes` of the blocks, at least `least` groups where there are so many steps.
+// Divides blocks of `bytes` in all into groups: at least `least`, if there are enough steps.
 Groups cut(const Work& w, int64_t blocks, int64_t bytes, int64_t least) {
   const bool streaming = w.rows <= stream_rows(w.format) * w.num_parts;
   const int64_t step = streaming ? 1 : blocks_at_once(w.format, rows_of_tile(w.format));
@@ -279,8 +279,8 @@ bool valid(const OnwardExperts& call) {
 }  // namespace
 }  // namespace onward::experts
 
-// The call that experts.h describes. x is rounded as onward_linear_many does it, and so is what comes out of
-// the activation, which is float; sums over experts are float, with one rounding to the dtype of out.
+// See OnwardExperts for the arguments. x and the activation's float results are rounded as in
+// onward_linear_many. Sums over experts are float, rounded once to the dtype of out.
 ONWARD_API int32_t onward_experts(const OnwardExperts* arguments) {
   using namespace onward;
   using namespace onward::experts;

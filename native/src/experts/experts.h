@@ -1,4 +1,4 @@
-// A layer of experts: what one call computes, and the memory that it works in.
+// A layer of experts: the arguments of a call, and its working memory.
 #pragma once
 #include "../linear/kernel_table.h"
 
@@ -9,8 +9,8 @@ struct OnwardExperts {
   int64_t x_stride;
   const int32_t* ids;    // [tokens, chosen], each in 0 … experts - 1
   const float* weights;  // [tokens, chosen]
-  // Packed, expert after expert: gate and up [inner, width], down [width, inner]; no gate for kRelu2. Biases or null:
-  // [experts, inner] and [experts, width].
+  // Packed weights, expert after expert: gate and up [inner, width], down [width, inner]; no gate for kRelu2. Biases
+  // [experts, inner] and [experts, width], or null.
   const void *gate, *up, *down;
   const void *gate_bias, *up_bias, *down_bias;
   void* out;  // [tokens, width]
@@ -29,12 +29,12 @@ enum Activation : int32_t { kSwiglu, kGeglu, kGegluTanh, kClampedSwiglu, kRelu2,
 struct Part {
   int64_t expert, first, rows;
 };
-// Blocks of its weights with which a part is multiplied at once.
+// A part and some blocks of its expert's weights, the unit of work.
 struct Piece {
   int64_t part, begin, end;
 };
 
-// Takes pieces of one allocation; without a base it counts what they need.
+// Divides one allocation into arrays. Without a base address, it only adds up their sizes.
 class Arena {
  public:
   explicit Arena(uint8_t* base) : base_(base) {}
@@ -51,8 +51,8 @@ class Arena {
   int64_t used_ = 0;
 };
 
-// Some tokens of a call. A row is a token at one of its experts; the list has all rows, those of
-// expert 0 first, each expert's in the order of the tokens.
+// Some tokens of a call. A row is a pair of a token and one of its experts. The list has all rows, sorted by
+// expert and then by token.
 struct Work {
   const OnwardExperts& call;
   Format format;
@@ -68,15 +68,15 @@ struct Work {
   int64_t down_block_bytes = linear::block_bytes(format, call.inner);
 
   int64_t num_parts = 0, num_pieces = 0;
-  int32_t *ends = nullptr, *token_of = nullptr;  // of each expert in the list; of each row
-  float* weight_of = nullptr;                    // of each row
+  int32_t *ends = nullptr, *token_of = nullptr;  // [experts]: the end of each in the list; [rows]
+  float* weight_of = nullptr;                    // [rows]
   Part* parts = nullptr;
   uint8_t *panels = nullptr, *inner_panels = nullptr;
   float *gate = nullptr, *up = nullptr;  // [rows, inner_stride]
   float* sums = nullptr;                 // [tokens, sums_stride]
 
   void lay_out(Arena& arena);
-  // False where a chosen expert is none.
+  // Returns false if an id is not the number of an expert.
   bool make_lists();
 };
 

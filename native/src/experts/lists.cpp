@@ -1,4 +1,4 @@
-// Who goes where: the tokens of each expert, from the experts of each token.
+// Lists the tokens of each expert, from the experts of each token.
 #include <cstring>
 
 #include "experts.h"
@@ -21,7 +21,7 @@ void Work::lay_out(Arena& arena) {
   sums = arena.take<float>(tokens * sums_stride);
 }
 
-// Counting sort. An expert with many rows is cut into parts of nearly equal size.
+// A counting sort. The rows of an expert with many rows are divided into parts of nearly equal size.
 bool Work::make_lists() {
   const int32_t* ids = call.ids + first_token * call.chosen;
   const float* weights = call.weights + first_token * call.chosen;

@@ -1,4 +1,4 @@
-// The experts that a token goes through, and the weight of each, from a router's logits.
+// Chooses each token's experts and their weights from a router's logits.
 #include <cmath>
 
 #include "../program.h"
@@ -20,16 +20,16 @@ struct Router {
   bool normalize;
   float scale;
 
-  // Where no bias and no group matters, logits and scores have one order, and logits have no roundings.
+  // Without bias and groups, logits and scores have the same order, and logits have no rounding errors.
   bool by_logits() const { return score == kSoftmaxOfChosen || (bias == nullptr && groups == 1); }
 };
 
-// NaN beats numbers, so that a broken row can be seen; nothing beats the first of equals.
+// NaN beats every number, so that a broken row is noticed. Among equal values the first wins.
 bool beats(float challenger, float best) {
   return !std::isnan(best) && (std::isnan(challenger) || challenger > best);
 }
 
-// The best `most` of values, the best first, of equals the first.
+// The `most` best values, the best first; among equal values the first comes first.
 struct Best {
   float* values;
   int32_t* ids;
@@ -47,7 +47,8 @@ struct Best {
   }
 };
 
-// Softmax of x[0 … n - 1] as numerators, in its own place, and their sum in one order. x is padded to whole vectors.
+// Replaces x[0 … n - 1] by the numerators of its softmax, and returns their sum, taken in one fixed order. x is padded
+// to whole vectors.
 float exponentials(float* x, int64_t n) {
   float largest = -INFINITY;
   for (int64_t i = 0; i < n; ++i) largest = x[i] > largest ? x[i] : largest;
@@ -61,7 +62,7 @@ float exponentials(float* x, int64_t n) {
   return sum_lanes(sum);
 }
 
-// The score of each expert, in place of its logit.
+// Replaces the logit of each expert by its score.
 void score(const Router& router, float* x) {
   if (router.score == kSigmoid) {
     for (int64_t i = router.experts; i < round_up(router.experts, 16); ++i) x[i] = 0.0f;
@@ -72,7 +73,7 @@ void score(const Router& router, float* x) {
   }
 }
 
-// Marks the groups whose one or two best experts have the largest sums.
+// Marks the groups with the largest sums of the scores of their one or two best experts.
 void keep_groups(const Router& router, const float* values, bool* kept) {
   float sums[kMostExperts];
   int32_t ids[kMostExperts];
@@ -101,7 +102,7 @@ void choose(const Router& router, const float* values, int32_t* ids) {
   }
 }
 
-// One row: x holds its logits and has room for whole vectors.
+// Routes one row. x holds its logits and has room for whole vectors.
 void route(const Router& router, float* x, int32_t* ids, float* weights) {
   if (router.by_logits()) choose(router, x, ids);
   if (router.score == kSoftmaxOfChosen) {
@@ -130,11 +131,11 @@ void route(const Router& router, float* x, int32_t* ids, float* weights) {
 }  // namespace
 }  // namespace onward::experts
 
-// For each row of logits [rows, experts]: the ids [rows, count] of the experts with the best scores, the best
-// first, of equals the lowest; and their weights. `score`: softmax (0), softmax of the chosen alone (1),
-// sigmoid (2). With `bias` [experts] (or null) score + bias chooses, and with `groups` > 1 only experts of the
-// `kept_groups` groups whose `group_best` best, one or two, have the largest sum. Weights are scores; with
-// `normalize` divided by their sum (+ 1e-20); times scale.
+// For each row of logits [rows, experts]: the ids [rows, count] of the experts with the highest scores, the highest
+// first and among equal scores the lowest id first, and their weights. `score`: softmax (0), softmax over the
+// chosen experts only (1), sigmoid (2). With `bias` [experts] (or null), experts are chosen by score + bias. With
+// `groups` > 1, they are chosen from the `kept_groups` groups whose `group_best` (one or two) best experts have the
+// largest sum. Weights are scores, divided by their sum (+ 1e-20) with `normalize`, times scale.
 ONWARD_API int32_t onward_top_experts(int64_t rows, int64_t experts, const void* logits, int32_t dtype,
                                       int64_t stride, int64_t count, int32_t score, const float* bias,
                                       int64_t groups, int64_t kept_groups, int64_t group_best,

@@ -13,7 +13,7 @@ enum Binary : int32_t {
   kOr, kXor, kBinaries
 };
 
-// False where an integer was divided by 0.
+// Returns false if an integer was divided by 0.
 template <class C>
 using Block = bool (*)(const C* a, const C* b, int64_t count, C* out);
 
@@ -35,7 +35,7 @@ inline C remainder(C x, C y) {
   return rest != 0 && (y < 0) != (rest < 0) ? rest + y : rest;
 }
 
-// floor(x / y), exact where the quotient rounds to an integer that it does not reach.
+// floor(x / y), correct also if the quotient is rounded up to an integer.
 template <class C>
 inline C floor_division(C x, C y) {
   if (y == 0) return x / y;
@@ -69,7 +69,7 @@ Block<C> float_operation(int32_t op) {
     case kDiv: return ONWARD_EACH(x / y);
     case kFloorDiv: return ONWARD_EACH(floor_division(x, y));
     case kRemainder: return ONWARD_EACH(remainder(x, y));
-    // NaN wins from either side.
+    // A NaN in either operand wins.
     case kMin: return ONWARD_EACH(((x < y) | (x != x)) ? x : y);
     case kMax: return ONWARD_EACH(((x > y) | (x != x)) ? x : y);
     default: return comparison<C>(op);
@@ -78,7 +78,7 @@ Block<C> float_operation(int32_t op) {
 
 using Int = int64_t;
 
-// Towards minus infinity. y is not 0; division by -1 wraps instead of trapping.
+// Rounds towards minus infinity. y is not 0; division by -1 wraps instead of trapping.
 inline Int integer_floor_division(Int x, Int y) {
   if (y == -1) return Int(-uint64_t(x));
   const Int quotient = x / y;
@@ -141,9 +141,9 @@ int32_t run(const Walk& walk, const Operand (&o)[3], int32_t op, int32_t compute
 }  // namespace
 }  // namespace onward::generic
 
-// out = op(a, b), both converted to `compute` (F32, F64 or I64) first, the result rounded once. Bitwise
-// operations and all but true division exist in I64; there, division by 0 is refused (with some of out
-// written). out may be a or b, with the same strides.
+// out = op(a, b). Both are first converted to `compute` (F32, F64 or I64), and the result is rounded once. I64
+// has bitwise operations, and all others except true division; integer division by 0 is an error (part of out
+// may have been written). out may be a or b, with the same strides.
 ONWARD_API int32_t onward_binary(int32_t op, int32_t compute, int64_t ndim, const int64_t* shape,
                                  const void* a, int32_t a_dtype, const int64_t* a_strides,
                                  const void* b, int32_t b_dtype, const int64_t* b_strides, void* out,

@@ -1,14 +1,14 @@
-// Elementary functions in double arithmetic, for results in float32: their own errors stay below 1e-10
-// relative, so that the result is the nearest float or, once in thousands, its neighbour.
+// Elementary functions in double arithmetic, for results in float32. Their relative errors are below 1e-10,
+// so that the result is the nearest float or, once in thousands, its neighbor.
 //
-// All in arithmetic and selections, so that the compiler makes vectors of a loop over them.
+// They use only arithmetic and selections, so that the compiler vectorizes loops over them.
 #pragma once
 #include <cstdint>
 #include <cstring>
 
 namespace onward::generic {
 
-// Called in a loop that stays a call, a function keeps the loop scalar.
+// A function that isn't inlined keeps the compiler from vectorizing a loop.
 #define ONWARD_INLINE inline __attribute__((always_inline))
 
 constexpr double kRounder = 0x1.8p52;  // adding it leaves no bits for a fraction
@@ -26,24 +26,23 @@ ONWARD_INLINE double double_of(uint64_t bits) {
   return a;
 }
 
-// a where the condition holds, else b; by bits, because a branch (which compilers make of ?: as they like)
-// keeps a loop scalar.
+// condition ? a : b, by bit operations, because compilers may turn ?: into a branch, which can't be vectorized.
 ONWARD_INLINE double choose(bool condition, double a, double b) {
   const uint64_t mask = -uint64_t(condition);
   return double_of((bits_of(a) & mask) | (bits_of(b) & ~mask));
 }
 ONWARD_INLINE double magnitude(double x) { return double_of(bits_of(x) & 0x7fffffffffffffff); }
 ONWARD_INLINE double with_sign(double a, double x) { return double_of(bits_of(a) | (bits_of(x) & 0x8000000000000000)); }
-// NaN stays.
+// NaN stays NaN.
 ONWARD_INLINE double limited(double x, double limit) {
   return choose(magnitude(x) > limit, with_sign(limit, x), x);
 }
 
-// 2^n, n an integer within -1022 … 1023: the sum's last bits are the biased exponent.
+// 2^n for an integer n in -1022 … 1023: the last bits of the sum are the biased exponent.
 ONWARD_INLINE double power_of_two(double n) { return double_of(bits_of(n + (kRounder + 1023)) << 52); }
 
-// e^x - 1 = scale * minus_one + (scale - 1), e^x = scale * (1 + minus_one); scale a power of two. x is
-// limited to where a float result is 0 or infinity anyway; NaN comes out in minus_one.
+// e^x - 1 = scale * minus_one + (scale - 1) and e^x = scale * (1 + minus_one), with scale a power of two. x is
+// limited to the range beyond which a float result is 0 or infinity. If x is NaN, minus_one is NaN.
 struct Exponential {
   double scale, minus_one;
 };
@@ -80,7 +79,7 @@ ONWARD_INLINE double tanh(double x) {
 }
 
 // The natural logarithm. x = 2^n m with m in sqrt(1/2) … sqrt(2), log m = 2 atanh((m - 1) / (m + 1)).
-// Subnormal floats are normal here; subnormal doubles do not occur.
+// Subnormal floats are normal as doubles; subnormal doubles don't occur.
 ONWARD_INLINE double log(double x) {
   constexpr uint64_t kOne = 0x3ff0000000000000, kRoot = 0x3fe6a09e667f3bcd;
   const uint64_t bits = bits_of(x);
@@ -102,15 +101,15 @@ ONWARD_INLINE double log(double x) {
   return choose(x < 0.0, __builtin_nan(""), result);
 }
 
-// Near 0 by its series, since 1 + x would lose x.
+// Near 0 a series is used, because 1 + x would lose the bits of x.
 ONWARD_INLINE double log1p(double x) {
   const double series = x * (1.0 - x * (0.5 - x * (1.0 / 3 - x * 0.25)));
   const double far = log(1.0 + x);
   return choose(magnitude(x) < 1e-3, series, far);
 }
 
-// erfc(z) for z >= 0: e^(-z^2) t P(u) with t = 1 / (1 + z / 3) and u = t stretched to -1 … 1; P of degree
-// 14 interpolates at the Chebyshev points of 0 <= z <= 15, to 5e-12 relative.
+// erfc(z) for z >= 0: e^(-z^2) t P(u) with t = 1 / (1 + z / 3), and u = t scaled to -1 … 1. P has degree 14
+// and interpolates at the Chebyshev points of 0 <= z <= 15, with a relative error of 5e-12.
 ONWARD_INLINE double erfc_positive(double z) {
   z = limited(z, 15.0);
   const double t = 1.0 / (1.0 + z * (1.0 / 3));
@@ -133,14 +132,14 @@ ONWARD_INLINE double erfc_positive(double z) {
   return exp(-z * z) * t * sum;
 }
 
-// The standard normal distribution.
+// The distribution function of the standard normal distribution.
 ONWARD_INLINE double normal_cdf(double x) {
   const double z = magnitude(x);
   const double tail = choose(z > 20.0, 0.0, 0.5 * erfc_positive(z * 0x1.6a09e667f3bcdp-1));
   return choose(x < 0.0, tail, 1.0 - tail);
 }
 
-// Below 1 by a polynomial in x^2 (degree 8, Chebyshev points, 1e-12 relative), above by erfc.
+// Below 1, a polynomial in x^2 (degree 8, Chebyshev points, relative error 1e-12); above 1, erfc.
 ONWARD_INLINE double erf(double x) {
   const double z = magnitude(x), square = x * x;
   double sum = 1.058938064107502e-06;
@@ -156,7 +155,7 @@ ONWARD_INLINE double erf(double x) {
   return choose(z < 1.0, x * sum, with_sign(far, x));
 }
 
-// x times the distribution in the form with tanh: (1 + tanh(u)) / 2 = sigmoid(2u).
+// The tanh form of gelu: x (1 + tanh(u)) / 2 = x sigmoid(2u).
 ONWARD_INLINE double gelu_tanh(double x) {
   const double u = 0.79788456080286535588 * (x + 0.044715 * x * x * x);
   return x * sigmoid(2.0 * u);

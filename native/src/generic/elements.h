@@ -1,4 +1,4 @@
-// Elements of every type that a tensor of a user's model may hold, and their conversions.
+// All element types that a tensor of a user's model may have, and their conversions.
 #pragma once
 #include "../api.h"
 
@@ -16,9 +16,9 @@ inline int64_t element_bytes(int32_t code) {
   return kBytes[code];
 }
 
-// Converts `count` contiguous elements. Floats are rounded to nearest even, from double by way of
-// float; a float becomes an integer by truncation (one that does not fit, or NaN, the lowest integer)
-// and a bool by comparison with 0; integers wrap. The arrays do not overlap.
+// Converts `count` contiguous elements. Floats are rounded to nearest even; doubles are rounded to float
+// first. A float is truncated to an integer (NaN and floats out of range become the lowest integer), and
+// compared with 0 to become a bool. Integers wrap. The arrays do not overlap.
 using Convert = void (*)(const void* from, int64_t count, void* to);
 Convert converter(int32_t from, int32_t to);
 

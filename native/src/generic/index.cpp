@@ -1,4 +1,4 @@
-// Advanced indexing: x[rows, positions], gather, index_select, and writing back.
+// Advanced indexing: x[rows, positions], gather, index_select, and assignment.
 #include <algorithm>
 
 #include "../program.h"
@@ -30,12 +30,12 @@ struct Problem {
   const int64_t *out_strides, *x_strides;
   int64_t element_bytes, num_indices;
   Index indices[kMaxIndices];
-  int64_t run = 1;  // the elements in a row that lie side by side in both, with one value of each index
-  int64_t outer = 0;  // dimensions before them
+  int64_t run = 1;  // consecutive elements that are contiguous in x and out and have the same index values
+  int64_t outer = 0;  // dimensions before those of a run
   int64_t runs = 1;
 };
 
-// Every value of an index within its dimension. Each place is looked at once, however often it is used.
+// Whether every value of an index is within its dimension. Each value is checked once, even if it is broadcast.
 bool inside(const Index& index, int64_t ndim, const int64_t* shape) {
   int64_t at[kMaxDims] = {}, offset = 0;
   for (;;) {
@@ -53,7 +53,7 @@ bool inside(const Index& index, int64_t ndim, const int64_t* shape) {
   }
 }
 
-// Joins the last dimensions, where no index moves, into runs.
+// Joins the last dimensions, along which no index varies, into runs.
 void find_runs(Problem* p) {
   p->outer = p->ndim;
   while (p->outer > 0) {
@@ -91,7 +91,7 @@ Place place_of(const Problem& p, int64_t run) {
   return place;
 }
 
-// One element or more. A constant size lets the compiler make a move of the copy.
+// Copies one or more elements. With a constant size, the compiler turns memcpy into a move.
 inline void copy(const unsigned char* from, int64_t bytes, unsigned char* to) {
   if (bytes == 4) std::memcpy(to, from, 4);
   else if (bytes == 2) std::memcpy(to, from, 2);
@@ -109,8 +109,8 @@ void move_runs(const Problem& p, int64_t begin, int64_t end, bool put) {
   }
 }
 
-// Whether the elements of a row lie side by side in the result and are what one index says of a row of x,
-// the same for all rows: index_select along the last dimension.
+// Whether this is index_select along the last dimension: rows of the result are contiguous, and one index, the
+// same for all rows, selects their elements from a row of x.
 bool selects_columns(const Problem& p) {
   const int64_t last = p.outer - 1;
   if (p.num_indices != 1 || p.run != 1 || last < 0 || p.out_strides[last] != 1 || p.x_strides[last] != 0) return false;
@@ -120,7 +120,7 @@ bool selects_columns(const Problem& p) {
   return p.indices[0].strides[last] == 1 && (p.element_bytes == 2 || p.element_bytes == 4);
 }
 
-// As move_runs, where selects_columns: a division a row, not one an element and dimension.
+// move_runs for selects_columns: one division per row instead of one per element and dimension.
 template <class Element, class Number>
 void select_columns(const Problem& p, int64_t begin, int64_t end) {
   const Index& index = p.indices[0];
@@ -155,12 +155,11 @@ Move column_move(const Problem& p) {
 }  // namespace
 }  // namespace onward::generic
 
-// Over the places of a result of `shape`: out = x at (the place's coordinates times x_strides, 0 for what is
-// indexed, plus the sum over the indices of value times stride); with `put` the other way, x = out, in
-// order of the places, so that the last of several values for one element stays.
-// index_words: for each index its address, code (I32 or I64), the stride and the size of the dimension of x
-// that it indexes, and its own ndim strides. Values from -size to size - 1; if one is outside, nothing
-// is written.
+// For each element of a result of `shape`: out = x[offset], where offset is the sum of the element's coordinates
+// times x_strides (0 for indexed dimensions) and of each index value times its stride. With `put`, x[offset] = out,
+// in order, so that the last of several values for one element stays.
+// index_words: for each index its address, code (I32 or I64), the stride and the size of the dimension of x that it
+// indexes, and its ndim strides. Values are in -size … size - 1; if a value is out of range, nothing is written.
 ONWARD_API int32_t onward_index(int64_t ndim, const int64_t* shape, void* out, const int64_t* out_strides,
                                 void* x, int64_t element_bytes, const int64_t* x_strides,
                                 int64_t num_indices, const int64_t* index_words, int32_t put) {

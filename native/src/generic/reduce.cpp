@@ -1,8 +1,8 @@
-// Sums, extremes and the like over some dimensions of a strided tensor.
+// Reductions over some dimensions of a strided tensor.
 //
-// A float32 sum is taken as norm.h takes it: element i (in row-major order of the inner dimensions) in lane
-// i % 64, and a fixed tree over the lanes. So its bits depend on the values in a row alone, not on their
-// strides or type, other rows or threads.
+// A float32 sum has the order of norm.h: element i (in row-major order of the inner dimensions) is added to lane
+// i % 64, and a fixed tree adds the lanes. So its bits depend only on the values in a row, not on their strides
+// or type, other rows or threads.
 #include <limits>
 
 #include "../program.h"
@@ -16,7 +16,7 @@ enum Reduce : int32_t { kSum, kMean, kMax, kMin, kArgmax, kAny, kAll, kReduction
 
 constexpr int64_t kGrain = 1 << 14;
 
-// Two values to one, for single values and for lanes. NaN wins from either side.
+// Combine two values, either single values or lanes. A NaN in either operand wins.
 struct Add {
   static f32x16 apply(f32x16 a, f32x16 b) { return add(a, b); }
   template <class C>
@@ -60,7 +60,7 @@ float fold(Reader& reader, int64_t count, float neutral) {
   return value[0];
 }
 
-// In double and in integers, one after the other.
+// Doubles and integers are reduced sequentially.
 template <class F, class C>
 C fold(Reader& reader, int64_t count, C value) {
   for (int64_t at = 0; at < count; at += kBlock) {
@@ -86,13 +86,13 @@ template <class C>
 C reduced(int32_t op, Reader& reader, int64_t count) {
   switch (op) {
     case kSum: return fold<Add>(reader, count, C(0));
-    case kMean: return fold<Add>(reader, count, C(0)) / C(count);  // never of integers
+    case kMean: return fold<Add>(reader, count, C(0)) / C(count);  // C is never an integer
     case kMax: return fold<Largest>(reader, count, lowest<C>());
     default: return fold<Smallest>(reader, count, highest<C>());
   }
 }
 
-// The first of the largest; the first NaN, where there is one.
+// The index of the first NaN or, if there is none, of the first of the largest elements.
 template <class C>
 int64_t place_of_largest(Reader& reader, int64_t count) {
   C best{};
@@ -111,7 +111,7 @@ int64_t place_of_largest(Reader& reader, int64_t count) {
   return place;
 }
 
-// Whether any element's truth is `wanted`.
+// Whether (element != 0) == wanted for any element.
 bool found(Reader& reader, int64_t count, bool wanted) {
   for (int64_t at = 0; at < count; at += kBlock) {
     const int64_t n = count - at < kBlock ? count - at : kBlock;
@@ -141,8 +141,8 @@ void reduce_row(const Rows& rows, int64_t row, int32_t op, int32_t compute) {
 }  // namespace
 }  // namespace onward::generic
 
-// out[outer] = op over inner of x[outer, inner]. Floats in float32 (to or from f64 in double), the mean of
-// integers in double, integers in int64. No elements have no largest, smallest or argmax.
+// out[outer] = op over inner of x[outer, inner]. Floats are computed in float32 (in double if x or out is f64),
+// integers in int64, and the mean of integers in double. Max, min and argmax need at least one element.
 ONWARD_API int32_t onward_reduce(int32_t op, int64_t outer_ndim, const int64_t* outer_shape,
                                  int64_t inner_ndim, const int64_t* inner_shape, const void* x,
                                  int32_t x_dtype, const int64_t* x_outer_strides,

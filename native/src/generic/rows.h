@@ -1,4 +1,4 @@
-// Rows for operations that work along some dimensions (inner) for every place in the others (outer).
+// Rows of operations along some dimensions (inner), for every index of the other dimensions (outer).
 #pragma once
 #include "walk.h"
 
@@ -11,7 +11,7 @@ struct Rows {
   int64_t rows() const { return outer.count; }
   int64_t count() const { return inner.count; }
 
-  // Where an operand's (0: x, 1: out) part of a row begins.
+  // The beginning of a row of an operand (0: x, 1: out).
   Operand at(int64_t operand, int64_t row) const {
     Operand o = operand == 0 ? x : out;
     outer.for_pieces(operand, row, row + 1, [&](int64_t offset, int64_t) {
@@ -20,7 +20,7 @@ struct Rows {
     return o;
   }
 
-  // Body(row) for all rows, by the team where there is enough work.
+  // Calls body(row) for all rows, in parallel if there is enough work.
   template <class Body>
   void for_all(int64_t elements_per_chunk, Body&& body) const {
     parallel_for(rows(), ceil_div(elements_per_chunk, count() + 1), [&](int64_t begin, int64_t end) {

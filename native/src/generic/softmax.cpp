@@ -17,7 +17,7 @@ bool make_rows(int64_t outer_ndim, const int64_t* outer_shape, int64_t count, co
          make_walk(kRowMajor, 1, &count, {x, out}, &rows->inner);
 }
 
-// Body(x, first, elements) for the blocks of a row; what lies past the elements may not be read.
+// Calls body(x, first, elements) for each block of a row. Memory past the elements may not be read.
 template <class C, class Body>
 inline void for_row(Reader& reader, int64_t count, Body&& body) {
   for (int64_t at = 0; at < count; at += kBlock) {
@@ -26,7 +26,7 @@ inline void for_row(Reader& reader, int64_t count, Body&& body) {
   }
 }
 
-// e^(x - shift), padded with 0. Element i of a row is in lane i % 64 of the sum, as in norm.h.
+// e^(x - shift), padded with 0. Element i of a row is added to lane i % 64 of the sum, as in norm.h.
 inline f32x16 shifted_exp(const float* x, int64_t n, f32x16 shift) {
   const f32x16 e = exp(sub(load_first(x, n), shift));
   if (n >= 16) return e;
@@ -45,7 +45,7 @@ float largest(Reader& reader, int64_t count) {
   return max_lanes(best);
 }
 
-// The largest element is shifted to 0. A NaN is not seen among the largest, but makes the sum NaN.
+// Shifts the largest element to 0. The maximum ignores NaN, but the sum becomes NaN.
 void softmax_row(Reader& reader, Writer& writer, int64_t count, bool log, float) {
   const float top = largest(reader, count);
   const f32x16 shift = splat(top);
@@ -102,8 +102,8 @@ void cumsum_row(Reader& reader, Writer& writer, int64_t count) {
 }  // namespace
 }  // namespace onward::generic
 
-// out = softmax of x along the dimension of `count` elements, or its logarithm; in float32, f64 in double.
-// A row that is -inf throughout becomes NaN. out may be x, with the same strides.
+// out = softmax of x along the dimension of `count` elements, or its logarithm. Computed in float32, for f64 in
+// double. A row whose elements are all -inf becomes NaN. out may be x, with the same strides.
 ONWARD_API int32_t onward_softmax(int32_t log, int64_t outer_ndim, const int64_t* outer_shape,
                                   int64_t count, const void* x, int32_t x_dtype,
                                   const int64_t* x_outer_strides, int64_t x_stride, void* out,
@@ -125,8 +125,8 @@ ONWARD_API int32_t onward_softmax(int32_t log, int64_t outer_ndim, const int64_t
 }
 ONWARD_INSTRUCTION(onward_softmax);
 
-// out[i] = x[0] + … + x[i] along the dimension of `count` elements; floats in double, integers in int64.
-// out may be x, with the same strides.
+// out[i] = x[0] + … + x[i] along the dimension of `count` elements. Floats are added in double, integers in
+// int64. out may be x, with the same strides.
 ONWARD_API int32_t onward_cumsum(int64_t outer_ndim, const int64_t* outer_shape, int64_t count,
                                  const void* x, int32_t x_dtype, const int64_t* x_outer_strides,
                                  int64_t x_stride, void* out, int32_t out_dtype,

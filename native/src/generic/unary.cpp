@@ -18,13 +18,13 @@ enum Unary : int32_t {
 template <class C>
 using Block = void (*)(const C* x, int64_t count, C* out);
 
-// A loop that the compiler makes vectors of.
+// A loop that the compiler vectorizes.
 template <class C, class F>
 inline void each(const C* __restrict x, int64_t count, C* __restrict out, F&& f) {
   for (int64_t i = 0; i < count; ++i) out[i] = f(x[i]);
 }
 
-// Float operations whose float32 form is exact or the nearest float, and the same in double.
+// Float operations that are exact or correctly rounded in float32, and the same operations in double.
 template <class C>
 Block<C> exact_operation(int32_t op) {
   switch (op) {
@@ -48,7 +48,7 @@ Block<C> exact_operation(int32_t op) {
   }
 }
 
-// The nearest float of a function in double.
+// A function computed in double and rounded to float.
 template <double (*F)(double)>
 void rounded(const float* x, int64_t count, float* out) {
   each(x, count, out, [](float a) { return float(F(double(a))); });
@@ -63,7 +63,7 @@ ONWARD_INLINE double exp2(double x) {
   return power_of_two(n) * exp((x - n) * 0x1.62e42fefa39efp-1);
 }
 
-// Beyond 2^31 the reduction of the argument has no bits left: the C library's has.
+// Beyond 2^31 the argument reduction of sine.h is not accurate, but that of the C library is.
 template <bool SINE>
 void turn(const float* x, int64_t count, float* out) {
   bool far = false;
@@ -98,7 +98,7 @@ Block<float> float_operation(int32_t op) {
   }
 }
 
-// In double the C library's functions, which are good to a unit in the last place.
+// Doubles use the functions of the C library, whose errors are below one unit in the last place.
 #define ONWARD_DOUBLE(expression) \
   [](const double* x, int64_t n, double* o) { each(x, n, o, [](double a) { return expression; }); }
 
@@ -127,7 +127,7 @@ Block<double> double_operation(int32_t op) {
 
 using Int = int64_t;
 
-// Null for what makes a float of an integer. Overflow wraps.
+// Null for operations whose result is a float. Overflow wraps.
 Block<Int> integer_operation(int32_t op) {
   switch (op) {
     case kNeg: return [](const Int* x, Int n, Int* o) { each(x, n, o, [](Int a) { return Int(-uint64_t(a)); }); };
@@ -168,7 +168,7 @@ void run(const Walk& walk, const Operand& x, const Operand& out, int32_t compute
   });
 }
 
-// Every pair of types has one conversion; equal types move as they are, bit for bit.
+// Converts between any two types; elements of equal types are copied bit for bit.
 void copy(const Walk& walk, const Operand& x, const Operand& out) {
   parallel_for(walk.count, kCheapGrain, [&](int64_t begin, int64_t end) {
     Reader reader(walk, 0, x, x.code);
@@ -181,9 +181,8 @@ void copy(const Walk& walk, const Operand& x, const Operand& out) {
 }  // namespace
 }  // namespace onward::generic
 
-// out = op(x). Floats are computed in float32 (f64 in double) and rounded once; functions of integers
-// other than arithmetic as those of floats. out may be x itself. `parameter` is not used by any of today's
-// operations.
+// out = op(x). Floats are computed in float32 (f64 in double) and rounded once. Functions of integers other than
+// arithmetic are computed as floats. out may be x. No operation uses `parameter`.
 ONWARD_API int32_t onward_unary(int32_t op, int64_t ndim, const int64_t* shape, const void* x,
                                 int32_t x_dtype, const int64_t* x_strides, void* out,
                                 int32_t out_dtype, const int64_t* out_strides, double parameter) {

@@ -1,9 +1,9 @@
-// Walks over the elements of strided tensors of one shape, in blocks that operations see as contiguous
-// arrays of the type they compute in.
+// Walks over the elements of strided tensors of one shape, in blocks. Operations see each block as a contiguous
+// array of their compute type.
 //
-// Reader and Writer hide strides and types: a block that lies contiguous in memory in the right type is
-// read in place, any other is gathered and converted into a buffer. So an operation is written once, as
-// a loop over arrays, and all types and strides are right and reasonably fast.
+// Reader and Writer hide strides and types: a block that is contiguous in memory and has the right type is read
+// in place; any other block is gathered and converted into a buffer. So an operation is written once, as a loop
+// over arrays, and works for all types and strides at reasonable speed.
 #pragma once
 #include <cstring>
 
@@ -15,7 +15,7 @@ namespace onward::generic {
 constexpr int64_t kMaxDims = 8;
 constexpr int64_t kMaxOperands = 4;
 constexpr int64_t kBlock = 512;    // elements
-constexpr int64_t kLongRow = 64;   // rows as long as this are never joined in a block
+constexpr int64_t kLongRow = 64;   // a block never joins rows of this length or more
 
 struct Operand {
   const void* data;
@@ -23,8 +23,8 @@ struct Operand {
   const int64_t* strides;  // in elements; 0 broadcasts
 };
 
-// The dimensions that all operands share, adjacent ones joined where strides allow. Elements are
-// numbered in row-major order of what is left.
+// The dimensions that all operands share. Adjacent dimensions are joined if the strides allow it. Elements are
+// numbered in row-major order of the resulting dimensions.
 struct Walk {
   int64_t ndim = 0, count = 1, operands = 0;
   int64_t shape[kMaxDims];
@@ -32,8 +32,8 @@ struct Walk {
 
   int64_t row() const { return shape[ndim - 1]; }
 
-  // Body(offset of the first element, elements) for each piece of elements begin … end - 1 of an operand
-  // that lies in one row.
+  // Divides elements begin … end - 1 of an operand into pieces within one row, and calls body(offset of the
+  // first element, elements) for each.
   template <class Body>
   void for_pieces(int64_t operand, int64_t begin, int64_t end, Body&& body) const {
     const int64_t* step = strides[operand];
@@ -63,7 +63,7 @@ struct Walk {
     }
   }
 
-  // Body(first, count) for the blocks of elements begin … end - 1.
+  // Calls body(first, count) for each block of elements begin … end - 1.
   template <class Body>
   void for_blocks(int64_t begin, int64_t end, Body&& body) const {
     const bool apart = ndim > 1 && row() >= kLongRow;
@@ -81,8 +81,8 @@ struct Walk {
 
 enum Order { kAnyOrder, kRowMajor };
 
-// False where the arguments make no sense. With kAnyOrder the dimensions may change places, so that the
-// last operand (the output) is walked along its memory.
+// Returns false if the arguments are invalid. kAnyOrder allows reordering the dimensions, so that the last
+// operand (the output) is visited in memory order.
 template <int N>
 bool make_walk(Order order, int64_t ndim, const int64_t* shape, const Operand (&operands)[N],
                Walk* walk) {
@@ -125,7 +125,7 @@ bool make_walk(Order order, int64_t ndim, const int64_t* shape, const Operand (&
   return true;
 }
 
-// Moves a piece with a stride to or from contiguous memory.
+// Copies a strided piece to or from contiguous memory.
 template <class Word>
 inline void gather(const void* from, int64_t stride, int64_t count, void* to) {
   constexpr int64_t kBytes = sizeof(Word);
@@ -149,7 +149,7 @@ inline void scatter(const void* from, int64_t stride, int64_t count, void* to) {
   }
 }
 
-// Calls body with a null pointer of an unsigned integer of that size.
+// Calls body with a null pointer to an unsigned integer of this size.
 template <class Body>
 inline void with_word(int64_t bytes, Body&& body) {
   switch (bytes) {
@@ -160,8 +160,8 @@ inline void with_word(int64_t bytes, Body&& body) {
   }
 }
 
-// One thread's view of an input: blocks of it as contiguous elements of type `as`. They may be read up to
-// the block's end and no further, and are valid until the next block.
+// One thread's view of an input: its blocks as contiguous elements of type `as`. A block may not be read past its
+// end, and is valid until the next block is read.
 class Reader {
  public:
   Reader(const Walk& walk, int64_t operand, const Operand& o, int32_t as)

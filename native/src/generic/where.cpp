@@ -1,4 +1,4 @@
-// A choice between two tensors, element by element.
+// Chooses between two tensors, element by element.
 #include "../program.h"
 #include "walk.h"
 
@@ -16,7 +16,7 @@ inline void choose(const uint8_t* __restrict condition, const Word* __restrict a
 }  // namespace
 }  // namespace onward::generic
 
-// out = condition ? a : b. a and b become out's type first.
+// out = condition ? a : b. a and b are first converted to out's type.
 ONWARD_API int32_t onward_where(int64_t ndim, const int64_t* shape, const void* condition,
                                 const int64_t* condition_strides, const void* a, int32_t a_dtype,
                                 const int64_t* a_strides, const void* b, int32_t b_dtype,

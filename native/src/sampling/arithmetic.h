@@ -1,6 +1,5 @@
-// The functions of sampling, operation by operation what src/onward/sampling/noise.py does in torch:
-// only sums, products and quotients that IEEE 754 rounds in one way, so the bits are the same
-// everywhere. No fma, and nothing of libm.
+// The functions of sampling, with the operations of src/onward/sampling/noise.py: only sums, products and
+// quotients, whose rounding IEEE 754 defines, so the bits are the same everywhere. No fma and no libm.
 #pragma once
 #include <cmath>
 
@@ -8,11 +7,11 @@
 
 namespace onward {
 
-// e^s for s <= 0, float32, within 2 units in the last place; s below -40 counts as -40.
+// e^s for s <= 0, float32, within 2 units in the last place; s is clamped to at least -40.
 inline f32x16 relative_probability(f32x16 s) {
   s = max(s, splat(-40.0f));
   const f32x16 n = round(mul(s, splat(0x1.715476p+0f)));
-  // ln 2 in two parts, the first short enough that n times it is exact.
+  // ln 2 in two parts; the first has so few bits that its product with n is exact.
   f32x16 f = sub(s, mul(n, splat(0x1.62e4p-1f)));
   f = sub(f, mul(n, splat(0x1.7f7d1cp-20f)));
   f32x16 sum = splat(0x1.6a244cp-10f);
@@ -33,7 +32,7 @@ inline double logarithm(double x) {
     mantissa += mantissa;
     exponent -= 1;
   }
-  // log m = 2 artanh r with r = (m - 1) / (m + 1), by its series.
+  // The series of log m = 2 artanh r with r = (m - 1) / (m + 1).
   const double f = mantissa - 1.0;
   const double r = f / (f + 2.0);
   const double square = r * r;

@@ -1,10 +1,10 @@
-// What sampling needs of vectors: masks as bits, exact sums, Philox for a block of ids. The headers of instruction
-// sets have the first three, and PhiloxLanes: how many counters philox_block takes at once, and with which steps.
+// Vector operations for sampling: masks as bits, exact sums, Philox for a block of ids. The headers of instruction sets
+// define the first three, and PhiloxLanes: the steps of philox_block and the number of counters it computes at once.
 //
-//   bits(mask16)             one bit a lane
+//   bits(mask16)             one bit per lane
 //   complement_24(words)     the upper 24 bits of ~word as floats
 //   UnitSums                 exact sums of floats in units of 2^-40
-//   philox_block             the 64 words of random bits of 64 neighbouring ids, in their order
+//   philox_block             the 64 words of random bits of 64 consecutive ids, in order
 #pragma once
 #include <cmath>
 
@@ -19,8 +19,8 @@ inline void philox_block(uint32_t first, uint32_t position, uint64_t seed, uint3
   if constexpr (L::kLanes == 0) {
     for (uint32_t quad = 0; quad < 16; ++quad) philox(first + quad, position, seed, words + 4 * quad);
   } else {
-    // Lane 4 g + k works on quad g + k * kLanes / 4: then transposing within groups of four lanes
-    // leaves the ids in their order.
+    // Lane 4 g + k computes quad g + k * kLanes / 4, so that transposing groups of four lanes puts the ids
+    // in order.
     uint32_t order[L::kLanes];
     for (int lane = 0; lane < L::kLanes; ++lane) {
       order[lane] = uint32_t(lane / 4 + lane % 4 * (L::kLanes / 4));

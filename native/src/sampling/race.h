@@ -1,21 +1,20 @@
-// One row's draw: argmax over the kept ids of score + Gumbel noise, without computing most of the noise.
+// Draws an id for one row: argmax of score + Gumbel noise over the kept ids, without computing most of the noise.
 //
-// Gumbel noise is g = -log E with E = -log u exponential: the largest s + g belongs to the id of the
-// smallest arrival time E / e^s, a race in which m = e^s is an id's speed. Let Z be the sum of all
-// m: within a time T some T Z ids arrive. Only these are looked at closely, and who they are costs no
-// logarithm, because E >= 1 - u:
+// Gumbel noise is g = -log E, where E = -log u is exponentially distributed. The id with the largest s + g is the
+// one with the smallest arrival time E / e^s, in a race in which the speed of an id is m = e^s. Let Z be the sum of
+// all m. Within a time T, about T Z ids arrive. Only their noise is computed, and finding them needs no logarithm,
+// because E >= 1 - u:
 //
 //     an id with 1 - u >= 1.0001 m T arrives after T, so its s + g is below -log T.
 //
-// If the best of the others that is kept has s + g >= -log T, it is the draw; else T grows and
-// the race is run again. The likeliest id is always kept and arrives before 23 (u >= 2^-33, so E < 22.9),
-// which ends it. By the same bound an id whose score is 26.01 below the best is never drawn: E is
-// 2^-33 at least, and 2^-33 e^26.01 > 22.9. The margin of 1.0001 is far above the rounding of m (3e-7)
-// and of float and double arithmetic (1e-7, 1e-14).
+// If the best kept id of the others has s + g >= -log T, it is drawn; otherwise the race is repeated with a larger
+// T. The most likely id is always kept and arrives before 23 (u >= 2^-33, so E < 22.9), which ends the race. By the
+// same bound, an id whose score is 26.01 below the best is never drawn: E is at least 2^-33, and
+// 2^-33 e^26.01 > 22.9. The margin of 1.0001 is far above the rounding errors of m (3e-7) and of float and double
+// arithmetic (1e-7, 1e-14).
 //
-// top-p needs no sort: an id is kept while the ids of a greater m have less than p Z together, which
-// is one sum for each id asked about, in integers, so in any order. The first of the race is kept with
-// probability p or more.
+// top-p needs no sort: an id is kept if the ids with a larger m have a sum below p Z. This takes one sum per tested
+// id, of integers and therefore in any order. The first id to arrive is kept with a probability of at least p.
 #pragma once
 #include <algorithm>
 #include <cfloat>
@@ -27,25 +26,25 @@
 
 namespace onward {
 
-constexpr int64_t kBlock = 64;   // ids that are skipped or looked at together: 16 words of Philox
-constexpr int64_t kGrain = 128;  // blocks of a chunk of the team
+constexpr int64_t kBlock = 64;   // ids that are skipped or computed together: 16 Philox counters
+constexpr int64_t kGrain = 128;  // blocks per chunk
 
 struct SampleOptions {
-  float temperature;  // 0: the largest logit
+  float temperature;  // 0: greedy
   int64_t top_k;      // 0: all
   float top_p;        // 1 or more: all
-  float min_score;    // keep scores of at least this; -inf: all
+  float min_score;    // keeps ids with at least this score; -inf: all
   uint64_t seed;
   uint32_t position;
 };
 
 struct Candidate {
-  double score;  // with its noise
+  double score;  // including noise
   int64_t id;
   float m;
 };
 
-// What a row needs besides its logits, laid out in one piece of memory.
+// The working memory of a row, in one allocation.
 struct RowMemory {
   explicit RowMemory(int64_t columns) : blocks(ceil_div(columns, kBlock)) {}
 
@@ -67,15 +66,15 @@ struct RowMemory {
   }
 
   int64_t blocks;
-  Candidate* candidates;  // also the pool in which the k-th largest is looked for
-  int64_t* sums;          // of a block's m, in units of 2^-40
-  uint64_t* masks;        // of a block's ids that may arrive in time
-  float* m;               // relative probabilities e^s; 0 for what a filter before top-p leaves out
-  float* block_max;       // the largest logit; NaN where there is one
-  float* block_m;         // the largest m
+  Candidate* candidates;  // also used to find the k-th largest logit
+  int64_t* sums;          // per block: the sum of m, in units of 2^-40
+  uint64_t* masks;        // per block: the ids that may arrive in time
+  float* m;               // relative probabilities e^s; 0 for ids that a filter before top-p removes
+  float* block_max;       // per block: the largest logit, or NaN if the block has one
+  float* block_m;         // per block: the largest m
 };
 
-// A float as an integer of the same order, and back; not for NaN.
+// Converts floats other than NaN to integers of the same order, and back.
 inline int32_t ordered_bits(float a) {
   int32_t i;
   std::memcpy(&i, &a, sizeof i);
@@ -96,14 +95,14 @@ class Race {
 
   int64_t run() {
     find_maxima();
-    // Infinite, nothing admitted or no numbers: the caller finds the mark where this points.
+    // If the best logit is infinite or NaN, the caller finds it at the returned id.
     if (!std::isfinite(best_) || options_.temperature == 0) return first_best();
     set_thresholds();
     weigh();
     return draw();
   }
 
-  // The logarithm of the sum of e^x; NaN for a row that is no distribution.
+  // The logarithm of the sum of e^x; NaN if the row isn't a distribution.
   double log_sum() {
     find_maxima();
     if (!std::isfinite(best_)) return NAN;
@@ -113,7 +112,7 @@ class Race {
   }
 
  private:
-  // Elements 64 b + 16 v …, -inf past the end.
+  // The 16 elements from 64 * block + 16 * v on; -inf past the end.
   f32x16 logits(int64_t block, int v) const {
     const int64_t at = block * kBlock + 16 * v, left = columns_ - at;
     if (left >= 16) return load(x_ + at);
@@ -163,8 +162,8 @@ class Race {
     return 0;
   }
 
-  // Filters that look at scores alone are thresholds on the logits themselves, because (x - best) / t
-  // rounds monotonically. min-p follows top-p, so where there is a top-p it may not change Z.
+  // Filters that depend only on the score become thresholds on logits, because (x - best) / t is monotonic also
+  // when rounded. min-p comes after top-p, so it must not change Z if there is a top-p.
   void set_thresholds() {
     top_p_ = options_.top_p < 1;
     x_min_ = -FLT_MAX;  // -inf is never kept
@@ -189,7 +188,7 @@ class Race {
     return from_ordered_bits(int32_t(found));
   }
 
-  // k blocks whose largest is at least `bound` hold k elements that are: no other is the k-th.
+  // If the maxima of k blocks are at least `bound`, so are k elements: the k-th largest is not below it.
   float kth_largest(int64_t k) {
     float* pool = reinterpret_cast<float*>(at_.candidates);
     float bound = -INFINITY;
@@ -215,14 +214,14 @@ class Race {
     return pool[k - 1];
   }
 
-  // m of every id, its largest and its sum in each block.
+  // Computes the m of every id, and its maximum and sum for each block.
   void weigh() {
     const f32x16 best = splat(best_), t = splat(options_.temperature), lowest = splat(x_min_);
     parallel_for(at_.blocks, kGrain, [&](int64_t begin, int64_t end) {
       for (int64_t block = begin; block < end; ++block) {
         at_.block_m[block] = 0.0f;
         at_.sums[block] = 0;
-        // Below a score of -28.5 an m is no unit and loses every race.
+        // Below a score of -28.5, m is less than one unit, and the id loses every race.
         const float top = at_.block_max[block];
         if (top < x_min_ || score(top) < -28.5f) continue;
         f32x16 largest = zero_f32();
@@ -244,10 +243,10 @@ class Race {
   }
 
   int64_t draw() {
-    const double z = double(total_) * 0x1p-40;  // 1 or more: the likeliest has m = 1
-    // Some 24 of the kept arrive within the first T, so e^-24 is the chance of a second race.
+    const double z = double(total_) * 0x1p-40;  // 1 or more: the most likely id has m = 1
+    // About 24 of the kept ids arrive within the first T, so the probability of a second race is e^-24.
     double time = 24.0 / (z * std::max(double(top_p_ ? options_.top_p : 1.0f), 0.125));
-    // min-p in terms of m, generously; x_last_ decides.
+    // A lower bound on m from min-p, with a margin; the exact test is x_last_.
     refused_ = x_last_ > x_min_ ? std::exp(options_.min_score) * 0.9999f : 0.0f;
     for (;; time = std::min(64 * time, 64.0)) {
       const int64_t found = collect(time);
@@ -257,11 +256,11 @@ class Race {
         if (candidate.score < in_time) break;
         if (keeps(candidate)) return candidate.id;
       }
-      if (time >= 64) return first_best();  // not reached, by the bound above
+      if (time >= 64) return first_best();  // never reached: the most likely id arrives before 23
     }
   }
 
-  // The ids that may arrive within `time`, the first to arrive first.
+  // Collects the ids that may arrive within `time`, in order of arrival. Returns their number.
   int64_t collect(double time) {
     const float reach = float(time * 0x1p24 * 1.0001);
     const f32x16 reaches = splat(reach), refused = splat(refused_);
@@ -297,7 +296,8 @@ class Race {
     return found;
   }
 
-  // Whether min-p and top-p keep it; what they refuse is refused from now on with all of smaller m.
+  // Whether min-p and top-p keep the candidate. If top-p removes it, every id with the same or a smaller m is
+  // skipped from then on.
   bool keeps(const Candidate& candidate) {
     if (candidate.m <= refused_ || logit(candidate.id) < x_last_) return false;
     if (!top_p_) return true;
@@ -332,9 +332,9 @@ class Race {
   RowMemory& at_;
   float best_ = 0;
   bool top_p_ = false;
-  float x_min_ = 0;    // below it, top-k (and min-p where there is no top-p) keeps nothing
-  float x_last_ = 0;   // below it, no filter on scores does
-  float refused_ = 0;  // ids of this m or less have been refused
+  float x_min_ = 0;    // the threshold of top-k (and of min-p if there is no top-p)
+  float x_last_ = 0;   // the threshold of all filters that depend only on the score
+  float refused_ = 0;  // ids with this m or less are removed
   int64_t total_ = 0;
 };
 

@@ -1,5 +1,5 @@
-// Draws an id for each row: temperature, top-k, top-p, min-p and Gumbel-max in one call; and the sums of logprobs. The
-// definitions are onward.sampling in Python, and the results are the same whatever the instruction set.
+// Draws an id for each row, with temperature, top-k, top-p, min-p and Gumbel-max in one call; and computes the sums for
+// logprobs. The definitions are in onward.sampling in Python; results don't depend on the instruction set.
 #include "program.h"
 #include "race.h"
 #include "scratch.h"
@@ -7,7 +7,7 @@
 namespace onward {
 namespace {
 
-// Calls run(row, x, memory) for each row of [rows, columns], with the memory of its race.
+// Calls run(row, x, memory) for each row of [rows, columns], with working memory for its race.
 template <class Run>
 int32_t for_rows(int64_t rows, int64_t columns, const void* x, int32_t dtype, int64_t stride, const Run& run) {
   if (rows < 0 || columns <= 0 || columns > int64_t(1) << 22) return kBadArgument;
@@ -18,7 +18,7 @@ int32_t for_rows(int64_t rows, int64_t columns, const void* x, int32_t dtype, in
   const bool known = with_dtype(dtype, [&](auto* tag) {
     using T = std::remove_pointer_t<decltype(tag)>;
     for (int64_t first = 0; first < rows; first += together) {
-      // A row alone is shared out; several run one a thread.
+      // A single row is divided between the threads; otherwise each thread takes a row.
       parallel_for(std::min(together, rows - first), 1, [&](int64_t begin, int64_t end) {
         for (int64_t i = begin; i < end; ++i) {
           RowMemory place(columns);
@@ -34,10 +34,10 @@ int32_t for_rows(int64_t rows, int64_t columns, const void* x, int32_t dtype, in
 }  // namespace
 }  // namespace onward
 
-// Row r of x draws with temperature[r] (0: greedy), top_k[r] (0: all), top_p[r] (1: all), min_score[r]
-// (ids score at least this; the best scores 0; -inf: all) and the noise of seeds[r] at positions[r].
-// A row without a finite largest element gives the first NaN, else the first largest.
-// columns in 1 … 2^22: sums of units fit in 64 bits.
+// Draws an id from row r of x with temperature[r] (0: greedy), top_k[r] (0: all), top_p[r] (1: all), min_score[r]
+// (the lowest score that is kept, where the best id has score 0; -inf: all) and the noise of seeds[r] at
+// positions[r]. If the largest element of a row is not finite, the result is the first NaN, or else the first
+// largest element. columns in 1 … 2^22, so that sums of units fit in 64 bits.
 ONWARD_API int32_t onward_sample(int64_t rows, int64_t columns, const void* x, int32_t dtype,
                                  int64_t stride, const float* temperature, const int64_t* top_k,
                                  const float* top_p, const float* min_score, const int64_t* seeds,
@@ -51,8 +51,8 @@ ONWARD_API int32_t onward_sample(int64_t rows, int64_t columns, const void* x, i
 }
 ONWARD_INSTRUCTION(onward_sample);
 
-// out[r] = the logarithm of the sum of e^x[r, c], float64: that of the largest plus the logarithm of a sum in units of
-// 2^-40, which is exact. NaN for a row with NaN, +inf or only -inf.
+// out[r] = the logarithm of the sum of e^x[r, c], float64: the largest x plus the logarithm of an exact sum in units of
+// 2^-40. NaN for a row with NaN, +inf or only -inf.
 ONWARD_API int32_t onward_log_sums(int64_t rows, int64_t columns, const void* x, int32_t dtype,
                                    int64_t stride, double* out) {
   using namespace onward;

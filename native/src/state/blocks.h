@@ -1,10 +1,10 @@
-// What kernels of recurrent states share that keep a matrix S [K, V] of each head as of the beginning of a block of 16
-// positions, and of each position j in the block its key k_j [K], what it adds d_j [V], and the sum G_j = g_0 + … + g_j
-// of the logarithms of decays:
+// Shared by the kernels whose recurrent state is a matrix S [K, V] per head. The cache has S at the beginning of a
+// block of 16 positions and, for each position j of the block, the key k_j [K], the update d_j [V], and the sum
+// G_j = g_0 + … + g_j of the logarithms of the decays:
 //
 //     S after position j = e^{G_j} S + sum over i <= j of e^{G_j - G_i} k_i d_i^T
 //
-// Every sum has one order, and no column's bits depend on which vectors it is computed in.
+// Every sum has a fixed order, and a column's bits don't depend on the vectors in which it is computed.
 #pragma once
 #include <cmath>
 #include <cstring>
@@ -17,13 +17,13 @@
 namespace onward {
 
 constexpr int64_t kBlock = kStateBlock;
-constexpr int64_t kWidest = 256;  // of K and of V
+constexpr int64_t kWidest = 256;  // maximum of K and V
 using shapes::state::kWide;  // vectors of S that are multiplied at once
 
-// Vectors of 16 columns from `column` on; the last of a row may have fewer.
+// Vectors of 16 columns from `column` on; the last vector of a row may have fewer.
 template <int kVectors, bool kPart>
 struct Strip {
-  int64_t columns;  // of the last vector, if kPart
+  int64_t columns;  // in the last vector, if kPart
   f32x16 get(const float* p, int v) const {
     return kPart ? load_first(p + 16 * v, columns) : load(p + 16 * v);
   }
@@ -33,7 +33,7 @@ struct Strip {
   }
 };
 
-// body(strip, vectors, column) for the whole strips of kVectors vectors from `column` on; returns where they end.
+// Calls body(strip, vectors, column) for each whole strip of kVectors vectors from `column` on; returns their end.
 template <int kVectors, class Body>
 inline int64_t over_whole_strips(int64_t column, int64_t width, Body& body) {
   for (; column + 16 * kVectors <= width; column += 16 * kVectors) {
@@ -42,7 +42,7 @@ inline int64_t over_whole_strips(int64_t column, int64_t width, Body& body) {
   return column;
 }
 
-// body(strip, vectors, column) for strips that cover `width` columns.
+// Calls body(strip, vectors, column) for strips that cover `width` columns.
 template <class Body>
 inline void over_strips(int64_t width, Body&& body) {
   int64_t column = over_whole_strips<kWide>(0, width, body);
@@ -92,7 +92,7 @@ inline void read_strip(const float* state, int64_t key_dim, int64_t value_dim, c
   }
 }
 
-// out[x, :] = S^T x for `count` vectors x [K], each sum in order of the key's features.
+// out[x, :] = S^T x for `count` vectors x [K]. Sums are in the order of the key's features.
 inline void read_state(const float* state, int64_t key_dim, int64_t value_dim, const float* const* x, int64_t count,
                        float* const* out) {
   over_strips(value_dim, [&](auto strip, auto vectors, int64_t column) {
@@ -106,8 +106,8 @@ inline void read_state(const float* state, int64_t key_dim, int64_t value_dim, c
   });
 }
 
-// to = S after the 16 positions of a block, whose S may be the same memory. keys: k_i of each. added: d_i [16, V].
-// scaled: working memory [16, V].
+// to = S after the 16 positions of a block; may be the same memory as S. keys: k_i of each position. added: d_i
+// [16, V]. scaled: working memory [16, V].
 inline void end_block(const float* state, const float* const* keys, const float* added, const float* decays, float* to,
                       int64_t key_dim, int64_t value_dim, float* scaled) {
   const float last = decays[kBlock - 1];
@@ -137,13 +137,13 @@ inline void end_block(const float* state, const float* const* keys, const float*
   });
 }
 
-// The number at data[b, t, h]. strides: of b and of t.
+// data[b, t, h] as a float. strides: of b and t.
 template <class T>
 inline float scalar_at(const void* data, const int64_t* strides, int64_t b, int64_t t, int64_t h) {
   return first_lane(load_first(static_cast<const T*>(data) + b * strides[0] + t * strides[1] + h, 1));
 }
 
-// What a row gets whose state is not there: NaN in `count` places.
+// The output of a row whose state is missing: `count` NaNs.
 template <class T>
 inline void store_nan(T* out, int64_t count) {
   const f32x16 nan = splat(std::numeric_limits<float>::quiet_NaN());

@@ -1,17 +1,17 @@
-// The gated delta rule (Yang et al., arXiv 2412.06464): a state S [K, V] of each value head, which every token decays,
-// corrects towards its value at its key, and reads at its query:
+// The gated delta rule (Yang et al., arXiv 2412.06464). Each value head has a state S [K, V]. Every token decays it,
+// corrects it towards the token's value at the token's key, and reads it with the query:
 //
 //     S <- e^g S,    d = beta (v - S^T k),    S <- S + k d^T,    o = S^T q
 //
-// S itself is kept as of the beginning of a block of 16 positions. Within the block the same sums are taken of the
+// The cache has S at the beginning of a block of 16 positions. Within the block, the result is computed from the
 // keys and corrections of its positions i <= j, with G_j = g_0 + ... + g_j:
 //
 //     d_j = beta_j (v_j - e^{G_j} S^T k_j - sum_{i<j} e^{G_j - G_i} (k_i k_j) d_i)
 //     o_j = e^{G_j} S^T q_j + sum_{i<=j} e^{G_j - G_i} (k_i q_j) d_i
 //
-// So a token reads S once and writes nothing of its size, positions can be taken back, and a prompt multiplies S by
-// many keys and queries at once. Blocks begin at multiples of 16, and every sum has one order: how a text is cut
-// into calls changes no bit.
+// So a token reads S once and writes far less than S, positions can be removed, and a prompt multiplies S by many
+// keys and queries at once. Blocks begin at multiples of 16, and every sum has a fixed order: the bits don't depend
+// on the division of a sequence into calls.
 #include "../program.h"
 #include "../team.h"
 #include "blocks.h"
@@ -20,7 +20,7 @@
 struct OnwardGatedDelta {
   int64_t batch, queries, key_heads, value_heads, key_dim, value_dim;
   const void* qkv;         // [B, T, queries | keys | values], of dtype; heads side by side
-  int64_t qkv_strides[2];  // of rows, of tokens
+  int64_t qkv_strides[2];  // strides of rows and tokens
   // [B, T, value_heads] of dtype: g = -e^{log_rate} softplus(decay + decay_bias)
   const void* decay;
   int64_t decay_strides[2];
@@ -29,20 +29,20 @@ struct OnwardGatedDelta {
   const float *log_rate, *decay_bias;  // [value_heads]
   void* out;                           // [B, T, value_heads, value_dim], contiguous
   int32_t dtype;
-  float eps;  // of the norms of queries and keys
-  // Of float; at a place, for each value head: S, keys [16, K], corrections [16, V], G [16].
+  float eps;  // for the norms of queries and keys
+  // Float. A place has, for each value head: S, keys [16, K], corrections [16, V], G [16].
   OnwardState state;
 };
 
 namespace onward {
 namespace {
 
-// What lies at a place for one head.
+// The contents of a place for one head.
 struct Head {
   float *state, *keys, *corrections, *decays;
 };
 
-// Working memory of one head's way through its tokens.
+// Working memory to compute the tokens of one head.
 struct Work {
   float queries[kBlock * kWidest], scaled[kBlock * kWidest];
   float at_keys[kBlock * kWidest], at_queries[kBlock * kWidest];
@@ -112,7 +112,7 @@ struct HeadRun {
     }
   }
 
-  // The keys, queries, decays and betas of the block's positions first … end - 1, from token t on.
+  // Computes the keys, queries, decays and betas of the block's positions first … end - 1, from token t on.
   void prepare(const Head& head, int64_t t, int64_t first, int64_t end) const {
     const int64_t k = delta.key_dim, group = h / (delta.value_heads / delta.key_heads);
     const float rate = first_lane(exp(splat(delta.log_rate[h])));
@@ -127,7 +127,7 @@ struct HeadRun {
     }
   }
 
-  // S^T k and S^T q of the block's positions first … end - 1.
+  // Computes S^T k and S^T q for the block's positions first … end - 1.
   void read(const Head& head, int64_t first, int64_t end) const {
     const float* x[2 * kBlock];
     float* to[2 * kBlock];
@@ -139,7 +139,7 @@ struct HeadRun {
     read_state(head.state, delta.key_dim, delta.value_dim, x, count, to);
   }
 
-  // The correction and the output of the block's position j, which is token t.
+  // Computes the correction and the output of the block's position j, which is token t.
   void take(const Head& head, int64_t t, int64_t j) const {
     const int64_t k = delta.key_dim, v = delta.value_dim;
     const f32x16 since = exp(sub(splat(head.decays[j]), load(head.decays)));
@@ -179,7 +179,7 @@ ONWARD_API int32_t onward_gated_delta(const OnwardGatedDelta* arguments) {
   using namespace onward;
   const auto& d = *arguments;
   if (!valid(d)) return kBadArgument;
-  // A token costs some 6 passes over the state in a cache.
+  // A token costs about 6 passes over a cached state.
   const int64_t grain = ceil_div(1 << 15, d.key_dim * d.value_dim * d.queries);
   const bool known = with_dtype(d.dtype, [&](auto* tag) {
     using T = std::remove_pointer_t<decltype(tag)>;

@@ -1,19 +1,19 @@
-// Where the recurrent states of a row lie, and which of them a call begins with and ends in.
+// The places of a row's recurrent states, and those that a call reads and writes.
 //
-// A state is kept as it was at the beginning of a block of 16 positions, with what each later position of the
-// block adds to it. So taking positions back is forgetting the last of these, as in a cache of keys and values, and
-// whatever lies at or past a row's offset is never read. Every slot has two places, one for each of two blocks:
-// `held` int32 [N, 2] says which, by the number of its block counted from 1; 0: none. A call that begins within one
-// block and ends in a later one leaves the first as it was, so it may be repeated.
+// A state is stored as of the beginning of a block of 16 positions, with the update of each later position of the
+// block. So positions can be removed by dropping the last updates, as in a KV cache, and nothing at or past a row's
+// offset is ever read. Every slot has two places, one for each of two blocks. `held` int32 [N, 2] has the number of
+// each place's block, counted from 1; 0: empty. A call that begins in one block and ends in a later one doesn't
+// change the place of the first, so the call can be repeated.
 #pragma once
 #include <cstdint>
 
 // The states of a call (StateArguments in Python).
 struct OnwardState {
-  void* data;           // [slots, 2, …], what lies at a place being contiguous
-  int64_t strides[2];   // of slots, of places; in elements
+  void* data;           // [slots, 2, …]; each place is contiguous
+  int64_t strides[2];   // strides of slots and places, in elements
   int32_t* held;        // [slots, 2]
-  int64_t held_stride;  // of slots
+  int64_t held_stride;  // between slots
   int64_t slots;
   const int32_t* rows;     // [B]: the slot of each row; null: row b is in slot b
   const int32_t* offsets;  // [B]
@@ -23,12 +23,12 @@ namespace onward {
 
 constexpr int64_t kStateBlock = 16;
 
-// The places of a row that goes from `offset` over `count` positions.
+// The places of a row that computes `count` positions from its offset on.
 struct Places {
   int64_t slot;
-  int from;  // the place that it begins with; -1: it begins with zeros; -2: what lay before is not there
-  int to;    // the place of the last position's block; `from` where that is the same block
-  int32_t block;  // that block, counted from 1
+  int from;  // the place to begin with; -1: begins with zeros; -2: the previous state is missing
+  int to;    // the place of the last position's block; equals `from` if the block is the same
+  int32_t block;  // the last position's block, counted from 1
 };
 
 inline int64_t block_after(int64_t positions) { return (positions + kStateBlock - 1) / kStateBlock; }
@@ -50,7 +50,7 @@ inline bool valid_state(const OnwardState& state, int64_t batch) {
   return true;
 }
 
-// After a call: says what the places hold now. Several layers share `held`; each finds or leaves the same.
+// Updates `held` after a call. The layers share `held`, and each writes the same values.
 inline void note_held(const OnwardState& state, int64_t batch, int64_t count) {
   for (int64_t b = 0; b < batch; ++b) {
     const Places places = places_of(state, b, count);

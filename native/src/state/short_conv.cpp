@@ -1,4 +1,4 @@
-// A causal convolution of each channel with its own few weights, over the tokens of a row and the inputs before.
+// A short causal depthwise convolution over the tokens of a row and the inputs before them.
 #include <limits>
 
 #include "../program.h"
@@ -10,18 +10,18 @@
 struct OnwardShortConv {
   int64_t batch, queries, channels, taps;
   const void* x;         // [B, T, C] of dtype; channels are contiguous
-  int64_t x_strides[2];  // of rows, of tokens
-  const void* weight;    // [taps, C] of dtype, contiguous; the last is that of the token itself
+  int64_t x_strides[2];  // strides of rows and tokens
+  const void* weight;    // [taps, C] of dtype, contiguous; the last tap is that of the token itself
   const void* bias;      // [C] of dtype, or null
   void* out;             // [B, T, C], contiguous
   int32_t dtype, silu;
-  OnwardState state;     // of dtype, [taps - 1 + 16, C] at a place: the inputs from taps - 1 before the block on
+  OnwardState state;     // of dtype, [taps - 1 + 16, C] per place: the inputs from taps - 1 before the block on
 };
 
 namespace onward {
 namespace {
 
-constexpr int64_t kChannels = 256;  // of one piece of work
+constexpr int64_t kChannels = 256;  // per unit of work
 
 template <class T>
 struct Piece {
@@ -34,14 +34,14 @@ struct Piece {
     const auto& state = conv.state;
     return static_cast<T*>(state.data) + places.slot * state.strides[0] + which * state.strides[1] + channel;
   }
-  // The index in a place of an absolute position, for the place of a block counted from 1.
+  // The index of an absolute position in the place of `block`, counted from 1.
   int64_t index(int64_t position, int64_t block) const {
     return position - (block - 1) * kStateBlock + conv.taps - 1;
   }
   const T* token(int64_t t) const {
     return static_cast<const T*>(conv.x) + b * conv.x_strides[0] + t * conv.x_strides[1] + channel;
   }
-  // The input at an absolute position, among the taps - 1 before the offset or later; null: zeros.
+  // The input at an absolute position, which is at least offset - (taps - 1); null: zeros.
   const T* input(int64_t position) const {
     if (position >= offset) return token(position - offset);
     return places.from < 0 ? nullptr : place(places.from) + index(position, block_after(offset)) * conv.channels;
@@ -69,7 +69,7 @@ struct Piece {
     return conv.silu ? times_sigmoid(sum, sum) : sum;
   }
 
-  // Stores at a place the inputs from `first` on that its block has room for.
+  // Stores the inputs from `first` on in a place, as far as its block has room.
   void keep(int which, int64_t block, int64_t first) const {
     const int64_t end = offset + conv.queries, full = block * kStateBlock;
     for (int64_t position = first; position < (end < full ? end : full); ++position) {
@@ -84,8 +84,8 @@ struct Piece {
 }  // namespace
 }  // namespace onward
 
-// out[b, t, c] = sum over i of weight[i, c] * x at t - taps + 1 + i, in order, + bias; then silu, if asked for. What
-// lies before the tokens comes from the state, which afterwards holds them too.
+// out[b, t, c] = sum over i of weight[i, c] * x[b, t - taps + 1 + i, c], in order, + bias; then silu if `silu` is not
+// 0. Inputs before the first token are read from the state, to which the call adds its inputs.
 ONWARD_API int32_t onward_short_conv(const OnwardShortConv* arguments) {
   using namespace onward;
   const auto& c = *arguments;

@@ -1,16 +1,16 @@
-// The recurrence of Mamba2 (Dao & Gu, arXiv 2405.21060): a state S [N, P] of each head, which every token decays, adds
-// to, and reads. Heads of a group share b and c:
+// The recurrence of Mamba2 (Dao & Gu, arXiv 2405.21060). Each head has a state S [N, P], which every token decays,
+// updates, and reads. The heads of a group share b and c:
 //
 //     S <- e^g S + b (dt x)^T,    y = S^T c + D x,    dt = softplus(step + step_bias) within limits, g = -e^{log_rate} dt
 //
-// S itself is kept as of the beginning of a block of 16 positions, and of each position in the block b, dt x and the sum
+// The cache has S at the beginning of a block of 16 positions and, for each position of the block, b, dt x and the sum
 // G_j = g_0 + ... + g_j, so that
 //
 //     y_j = e^{G_j} S^T c_j + sum_{i<=j} e^{G_j - G_i} (b_i c_j) dt_i x_i + D x_j
 //
-// So a token reads S once and writes nothing of its size, positions can be taken back, and a prompt multiplies S by
-// many c at once. Blocks begin at multiples of 16, and every sum has one order: how a text is cut into calls changes
-// no bit.
+// So a token reads S once and writes far less than S, positions can be removed, and a prompt multiplies S by many c at
+// once. Blocks begin at multiples of 16, and every sum has a fixed order: the bits don't depend on the division of a
+// sequence into calls.
 #include "../program.h"
 #include "../team.h"
 #include "blocks.h"
@@ -19,26 +19,26 @@
 struct OnwardSsd {
   int64_t batch, queries, groups, heads, state_dim, head_dim;
   const void* mixed;         // [B, T, x of all heads | b of all groups | c of all groups], of dtype
-  int64_t mixed_strides[2];  // of rows, of tokens
+  int64_t mixed_strides[2];  // strides of rows and tokens
   const void* step;          // [B, T, heads] of dtype
   int64_t step_strides[2];
   const float *log_rate, *step_bias, *skip;  // [heads]; skip is D
   void* out;                                 // [B, T, heads, head_dim], contiguous
   int32_t dtype;
-  float least, most;  // dt
-  // Of float; at a place, for each group: b [16, N], and for each of its heads S, dt x [16, P], G [16].
+  float least, most;  // limits of dt
+  // Float. A place has, for each group: b [16, N], and for each of its heads S, dt x [16, P], G [16].
   OnwardState state;
 };
 
 namespace onward {
 namespace {
 
-// What lies at a place for one head.
+// The contents of a place for one head.
 struct Head {
   float *keys, *state, *added, *decays;
 };
 
-// Working memory of one head's way through its tokens. keys, queries: b and c of the positions of this call.
+// Working memory to compute the tokens of one head. keys, queries: b and c of the positions of this call.
 struct Work {
   float keys[kBlock * kWidest], queries[kBlock * kWidest];
   float at_queries[kBlock * kWidest], scaled[kBlock * kWidest];
@@ -100,7 +100,7 @@ struct HeadRun {
     for (int64_t t = 0; t < ssd.queries; ++t) store_nan(out(t), ssd.head_dim);
   }
 
-  // b, c, dt x and G of the block's positions first … end - 1, from token t on.
+  // Computes b, c, dt x and G of the block's positions first … end - 1, from token t on.
   void prepare(const Head& head, int64_t t, int64_t first, int64_t end) {
     const int64_t n = ssd.state_dim, p = ssd.head_dim;
     const float rate = first_lane(exp(splat(ssd.log_rate[h])));
@@ -109,7 +109,7 @@ struct HeadRun {
       widen(of_groups + group * n, n, work.keys + j * n);
       widen(of_groups + (ssd.groups + group) * n, n, work.queries + j * n);
       keys[j] = work.keys + j * n;
-      // The heads of a group share what is kept of b: one of them writes it, and all read only what older calls wrote.
+      // The heads of a group share the stored b. One of them writes it, and all read only the b of earlier calls.
       if (h % of_group == 0) std::memcpy(head.keys + j * n, keys[j], size_t(n) * sizeof(float));
       float dt = softplus(scalar_at<T>(ssd.step, ssd.step_strides, b, t, h) + ssd.step_bias[h]);
       dt = dt < ssd.least ? ssd.least : dt > ssd.most ? ssd.most : dt;
@@ -120,7 +120,7 @@ struct HeadRun {
     }
   }
 
-  // S^T c of the block's positions first … end - 1.
+  // Computes S^T c for the block's positions first … end - 1.
   void read(const Head& head, int64_t first, int64_t end) const {
     const float* vectors[kBlock];
     float* to[kBlock];
@@ -131,7 +131,7 @@ struct HeadRun {
     read_state(head.state, ssd.state_dim, ssd.head_dim, vectors, end - first, to);
   }
 
-  // The output of the block's position j, which is token t.
+  // Computes the output of the block's position j, which is token t.
   void take(const Head& head, int64_t t, int64_t j) const {
     const int64_t n = ssd.state_dim, p = ssd.head_dim;
     const f32x16 whole = exp(splat(head.decays[j])), skip = splat(ssd.skip[h]);
@@ -159,7 +159,7 @@ ONWARD_API int32_t onward_ssd(const OnwardSsd* arguments) {
   using namespace onward;
   const auto& s = *arguments;
   if (!valid(s)) return kBadArgument;
-  // A token costs some 3 passes over the state in a cache.
+  // A token costs about 3 passes over a cached state.
   const int64_t grain = ceil_div(1 << 15, s.state_dim * s.head_dim * s.queries);
   const bool known = with_dtype(s.dtype, [&](auto* tag) {
     using T = std::remove_pointer_t<decltype(tag)>;

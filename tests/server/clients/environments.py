@@ -1,4 +1,4 @@
-"""Where `make clients` and `make agents` install clients; what is missing is skipped."""
+"""The environments of `make clients` and `make agents`; clients that are not installed are skipped."""
 
 import os
 import shutil

@@ -1,7 +1,7 @@
-"""A model with a long context that does an agent's work: it calls the tools that it knows, then tells what they said.
+"""A model with a long context that acts as an agent: it calls the tools that it knows, then reports their results.
 
-It is a plain Python function over the tokens, with the demo's tokenizer and a template in the manner of Qwen3's. Its
-text depends on nothing but the prompt, so what a client sends, and sends back, shows in the answer.
+It is a plain Python function of the tokens, with the demo's tokenizer and a template like Qwen3's. Its text depends
+only on the prompt, so the answer shows what a client sends and sends back.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Agents that people run, for one turn against the server: a call of their shell, its output, and the last text.
+"""Popular agents, for one turn with the server: a call of their shell, its output, and the final text.
 
 `make agents` installs Codex and Claude Code from npm; without them these tests are skipped.
 """

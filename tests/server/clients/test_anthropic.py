@@ -1,4 +1,4 @@
-"""Anthropic's own client, against the server: sync, async, its helper of streams and its tool runner."""
+"""Anthropic's own client with the server: sync, async, its stream helper and its tool runner."""
 
 import json
 import subprocess
@@ -17,7 +17,7 @@ pytest.importorskip("anthropic", reason="anthropic is missing: run `make clients
 
 
 def run(program: str, server: LiveServer) -> Any:
-    """What a program after ANTHROPIC prints, as JSON."""
+    """The JSON output of a program that starts with ANTHROPIC."""
     done = subprocess.run(
         [sys.executable, "-c", ANTHROPIC + program, server.url],
         env=ENVIRONMENT,

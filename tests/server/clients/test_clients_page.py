@@ -1,4 +1,4 @@
-"""docs/clients.md runs, each section with the client that it is about."""
+"""docs/clients.md runs, each section with its client."""
 
 import re
 import subprocess

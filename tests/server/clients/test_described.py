@@ -1,4 +1,4 @@
-"""The server answers as /openapi.json says, whatever it is sent."""
+"""The server answers as /openapi.json describes, for any request."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Client libraries that people use, against the server, each with its defaults.
+"""Popular client libraries with the server, each with its defaults.
 
 Each program in programs/ is a process of its own: the libraries keep state, and some need other versions of openai than
 the rest. `make clients` installs them (the extra `clients`, openai2.txt and package.json); what is missing is skipped.
@@ -36,7 +36,7 @@ PYTHON = {  # the program, and the module that it needs
 
 
 def report_of(*command: str | Path) -> dict[str, Any]:
-    """What a program reports (programs/contract.py)."""
+    """The report of a program (programs/contract.py)."""
     done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=SECONDS, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     report = json.loads(done.stdout.splitlines()[-1])

@@ -1,17 +1,17 @@
-// b with contiguous k: every output is a dot product of two rows in memory.
+// Products with a b whose k is contiguous: every output is a dot product of two rows in memory.
 //
-// One order for every m, tile and thread: the sum is taken in 16 lanes, which sum_lanes adds. f32, f16: input
-// k goes to lane k % 16 by one fma. bf16: the pair (2i, 2i + 1) goes to lane i % 16 by dot_bf16 (vdpbf16ps:
-// products are not rounded; on AVX-512 subnormals count as 0).
+// The order of the sum is the same for every m, tile and thread: 16 lanes, which sum_lanes adds. f32, f16: input
+// k is added to lane k % 16 with one fma. bf16: the pair (2i, 2i + 1) is added to lane i % 16 by dot_bf16
+// (vdpbf16ps: products are not rounded; on AVX-512 subnormals count as 0).
 #include "problem.h"
 
 namespace onward::generic {
 namespace {
 
-constexpr int64_t kGroupBytes = 128 << 10;  // of b in a chunk
+constexpr int64_t kGroupBytes = 128 << 10;  // bytes of b per chunk
 constexpr int64_t kMaxPrefetch = 16 << 10;
 
-// Tiles of ROWS rows of a and COLUMNS rows of b, so that the sums stay in registers.
+// Tiles are ROWS rows of a and COLUMNS rows of b, few enough that the sums stay in registers.
 using namespace shapes::dots;
 
 template <class T>
@@ -38,7 +38,7 @@ inline typename Dot<T>::Vector take_first(const T* p, int64_t n) {
 
 #define ONWARD_UNROLL _Pragma("GCC unroll 32")
 
-// sums[r * 16 + c] of rows a + r * a_stride and b + c * b_stride.
+// sums[r * 16 + c] = the dot product of the rows a + r * a_stride and b + c * b_stride.
 template <class T, int ROWS, int COLUMNS, bool STREAM>
 void tile(const T* a, int64_t a_stride, const T* b, int64_t b_stride, int64_t k, int64_t ahead,
           float* sums) {
@@ -78,7 +78,7 @@ void tile_of(int64_t rows, const T* a, int64_t a_stride, const T* b, int64_t b_s
       return tile_of<T, COLUMNS, ROWS - 1>(rows, a, a_stride, b, b_stride, k, ahead, sums);
     }
   }
-  // The first rows that meet these rows of b bring the next ones near.
+  // The first rows of a prefetch the next rows of b.
   if (ahead > 0) tile<T, ROWS, COLUMNS, true>(a, a_stride, b, b_stride, k, ahead, sums);
   else tile<T, ROWS, COLUMNS, false>(a, a_stride, b, b_stride, k, 0, sums);
 }
@@ -88,7 +88,7 @@ void run_piece(const Matmul& p, const Piece& piece) {
   const T* a = static_cast<const T*>(p.a.data) + p.batch_offset(p.a, piece.batch);
   const T* b = static_cast<const T*>(p.b.data) + p.batch_offset(p.b, piece.batch);
   const int64_t stride = p.b.column_stride;
-  // The next rows of b, where they are not too far.
+  // Prefetches are at most kMaxPrefetch ahead.
   constexpr int64_t kMost = kMaxPrefetch / int64_t(sizeof(T));
   const int64_t next = kTileColumns * stride;
   const int64_t ahead = next < kMost ? next : kMost;

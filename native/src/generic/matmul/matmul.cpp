@@ -1,5 +1,5 @@
-// Matrix products of plain strided tensors: how they are done depends on which dimension of b is contiguous,
-// and on nothing else that would change bits.
+// Matrix products of plain strided tensors. The algorithm depends on the contiguous dimension of b, and nothing
+// else changes the bits.
 #include "../../program.h"
 #include "../../scratch.h"
 #include "problem.h"
@@ -18,7 +18,7 @@ void copy_matrices(const Matmul& p, const Matrix& from, int64_t rows, int64_t co
   });
 }
 
-// Replaces one operand by a contiguous copy.
+// Replaces an operand by a contiguous copy.
 int32_t make_contiguous(Matmul* p, Matrix* matrix, int64_t rows, int64_t columns, int32_t dtype,
                         int64_t* batch_strides) {
   const int64_t elements = p->batches() * rows * columns;
@@ -41,8 +41,8 @@ int32_t make_contiguous(Matmul* p, Matrix* matrix, int64_t rows, int64_t columns
 }  // namespace onward::generic
 
 // out[…, m, n] = alpha * (sum over k of a[…, m, k] * b[…, k, n]) + beta * bias[m, n], all of one dtype (F32, BF16,
-// F16), the sum in float32 and the result rounded once. bias may be null; it is the same for the whole batch.
-// Strides in elements, 0 broadcasts. out may not overlap a or b.
+// F16). The sum is in float32, and the result is rounded once. bias may be null; it is the same for the whole
+// batch. Strides are in elements; 0 broadcasts. out may not overlap a or b.
 // The order of the sum depends on b_k_stride alone: 1 means dot products (dots.cpp), else rows of b (rows.cpp).
 ONWARD_API int32_t onward_matmul(int64_t batch_ndim, const int64_t* batch_shape, int64_t m, int64_t n,
                                  int64_t k, const void* a, const int64_t* a_batch_strides,

@@ -36,21 +36,21 @@ struct Matmul {
   }
 };
 
-// A piece of work: rows m_begin … m_end - 1, columns n_begin … n_end - 1 of one matrix of the batch.
+// A unit of work: rows m_begin … m_end - 1, columns n_begin … n_end - 1 of one matrix of the batch.
 struct Piece {
   int64_t batch, m_begin, m_end, n_begin, n_end;
 };
 
-constexpr int64_t kRowsPerPart = 64;        // of a large m
-constexpr int64_t kPieceWork = 1 << 16;     // products that are worth a chunk of their own
+constexpr int64_t kRowsPerPart = 64;        // for a large m
+constexpr int64_t kPieceWork = 1 << 16;     // products that justify a separate chunk
 constexpr int64_t kColumnUnit = 16;
 
-// Cuts the outputs into pieces of up to kRowsPerPart rows and `columns` columns (a multiple of kColumnUnit)
-// and runs body(piece) for all of them.
+// Divides the outputs into pieces of up to kRowsPerPart rows and `columns` columns (a multiple of kColumnUnit)
+// and runs body(piece) for each.
 template <class Body>
 void for_pieces(const Matmul& p, int64_t columns, Body&& body) {
   const int64_t parts = ceil_div(p.m, kRowsPerPart), units = ceil_div(p.n, kColumnUnit);
-  // As many groups for every thread, unless there is too little to do.
+  // The same number of groups for every thread, unless there is too little work.
   int64_t groups = ceil_div(p.n, columns);
   if (p.m * p.n * p.k > kPieceWork) groups = round_up(groups, num_threads());
   if (groups > units) groups = units;
@@ -77,7 +77,7 @@ inline f32x16 load_strided(const T* p, int64_t stride, int64_t n) {
   return load(lanes);
 }
 
-// out[row, column …] = alpha * sums + beta * bias, rounded once. sums may be read to a multiple of 16.
+// out[row, column …] = alpha * sums + beta * bias, rounded once. sums may be read up to a multiple of 16.
 template <class T>
 inline void finish(const Matmul& p, int64_t batch, int64_t row, int64_t column, int64_t count,
                    const float* sums) {
@@ -104,9 +104,9 @@ inline void finish(const Matmul& p, int64_t batch, int64_t row, int64_t column, 
   }
 }
 
-// b with contiguous k (weights [N, K]): outputs as dot products. a has contiguous k too.
+// For b with contiguous k (weights [N, K]): dot products. k is contiguous in a, too.
 int32_t multiply_by_dots(const Matmul& p, int32_t dtype);
-// b with contiguous n (weights [K, N]): sums of rows of b. a has any strides.
+// For b with contiguous n (weights [K, N]): sums of rows of b. a has any strides.
 int32_t multiply_by_rows(const Matmul& p, int32_t dtype);
 
 }  // namespace onward::generic

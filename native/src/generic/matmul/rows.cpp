@@ -1,18 +1,19 @@
-// b with contiguous n: rows of b times an element of a, added up.
+// Products with a b whose n is contiguous: sums of rows of b, each times an element of a.
 //
-// One order for every m, tile and thread: each output is one float sum over k in order, one fma each.
+// The order of the sum is the same for every m, tile and thread: each output is one float sum over k in order,
+// with one fma per term.
 #include "problem.h"
 
 namespace onward::generic {
 namespace {
 
-constexpr int64_t kStreamRows = 16;      // up to so many rows of a go along with one pass over b
-constexpr int64_t kStreamColumns = 512;  // whose sums stay in the nearest cache
+constexpr int64_t kStreamRows = 16;      // up to this number of rows of a, b is read once
+constexpr int64_t kStreamColumns = 512;  // few enough that their sums stay in the L1 cache
 constexpr int64_t kBlockInputs = 128;
 constexpr int64_t kBlockColumns = 64;
 constexpr int64_t kVectors = kBlockColumns / 16;
 
-// Tiles of ROWS rows of a and VECTORS * 16 columns, so that the sums stay in registers.
+// Tiles are ROWS rows of a and VECTORS * 16 columns, few enough that the sums stay in registers.
 using namespace shapes::rows;
 
 #define ONWARD_UNROLL _Pragma("GCC unroll 32")
@@ -36,7 +37,7 @@ struct Operands {
   }
 };
 
-// sums[r, 0 … 15] += x[r, 0 … STEPS - 1] times STEPS rows of b, all from a float array each.
+// sums[r, 0 … 15] += x[r, 0 … STEPS - 1] @ STEPS rows of b.
 template <int STEPS, class T>
 inline void stream_vector(const T* b, int64_t b_row, int64_t valid, const float* x, int64_t rows,
                           float* sums) {
@@ -52,7 +53,7 @@ inline void stream_vector(const T* b, int64_t b_row, int64_t valid, const float*
   }
 }
 
-// Few rows: b passes once, four of its rows at a time.
+// For few rows of a: reads b once, four of its rows at a time.
 template <class T>
 void stream_piece(const Matmul& p, const Piece& piece) {
   const Operands<T> o(p, piece.batch);
@@ -110,7 +111,7 @@ void tile_of(int64_t rows, const float* x, const float* b, int64_t inputs, float
   tile<ROWS>(x, b, inputs, sums);
 }
 
-// Many rows: blocks of b become floats, for all rows of the piece.
+// For many rows of a: converts a block of b to floats once for all rows of the piece.
 template <class T>
 void block_piece(const Matmul& p, const Piece& piece) {
   const Operands<T> o(p, piece.batch);

@@ -1,10 +1,10 @@
-"""What each program here does, and how it reports: `python with_X.py URL` prints one JSON object.
+"""The contract of the programs in this folder: `python with_X.py URL` prints one JSON object.
 
-text, parts: the answer of the model "demo" to HI, whole, and streamed in parts; at temperature 0, of 40 tokens at most.
+text, parts: the answer of the model "demo" to HI, whole, and streamed in parts; at temperature 0, at most 40 tokens.
 answer, answer_parts: the answer of the model "agent" to QUESTION, whole and streamed, with `weather` as a tool.
-cities: what `weather` was called with, over both.
+cities: the arguments of the calls of `weather` in both.
 
-A program has no setting beyond the server's address and the names of its models.
+A program has no settings except the server's address and the names of its models.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Prints the object of each mode, then its parts as they came."""
+"""Prints the object of each mode, then its parts in the order of their arrival."""
 
 import json
 from typing import Literal

@@ -1,4 +1,4 @@
-"""LangChain, over chats; with a second argument "responses", over responses."""
+"""LangChain, with chats; with a second argument "responses", with responses."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""OpenAI's agents, over responses; with a second argument "chat", over chats."""
+"""OpenAI's agents, with responses; with a second argument "chat", with chats."""
 
 import asyncio
 import sys

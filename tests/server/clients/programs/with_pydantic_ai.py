@@ -1,4 +1,4 @@
-"""Pydantic AI, over chats; with a second argument "responses", over responses."""
+"""Pydantic AI, with chats; with a second argument "responses", with responses."""
 
 import asyncio
 import sys

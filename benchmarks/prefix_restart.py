@@ -23,13 +23,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
+from onward.cache.tensor_bytes import as_bytes
 
 import onward
 from benchmarks.checkpoints import random_checkpoint
 from benchmarks.machine import description
 from onward.cache.disk import Restoration
 from onward.cache.plan import lazy_zeros
-from onward.cache.tensor_bytes import as_bytes
 from onward.models import Run
 
 CPU = torch.device("cpu")

@@ -154,11 +154,11 @@ def test_tensors_that_do_not_fit_say_why(folders, change, message):
 
 def test_what_is_no_adapter_says_why(folders, tmp_path):
     source, folder = folders
-    with pytest.raises(CheckpointError, match=r"holds no adapter_config\.json"):
+    with pytest.raises(CheckpointError, match=r"has no adapter_config\.json"):
         onward.load(source, merge=tmp_path)
     (folder / "adapter_model.safetensors").write_bytes(b"short")
     with pytest.raises(CheckpointError, match="damaged or truncated"):
         onward.load(source, merge=folder)
     (folder / "adapter_model.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"holds no adapter_model\.safetensors"):
+    with pytest.raises(CheckpointError, match=r"has no adapter_model\.safetensors"):
         onward.load(source, merge=folder)

@@ -398,7 +398,7 @@ def test_a_constraint_of_ones_own_applies_from_the_first_token() -> None:
         ({"reasoning_budget": "8"}, "reasoning_budget must be a whole number of 0 or more; got '8'"),
         (
             {"reasoning_budget_message": "So."},
-            "reasoning_budget_message would change nothing without a reasoning_budget",
+            "reasoning_budget_message has no effect without a reasoning_budget",
         ),
         ({"reasoning_budget": 8, "reasoning_budget_message": 5}, "reasoning_budget_message must be a string; got 5"),
         (

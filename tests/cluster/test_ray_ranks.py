@@ -54,7 +54,7 @@ def test_ranks_in_a_placement_group(cluster: None, monkeypatch: pytest.MonkeyPat
 
 
 def test_ray_has_to_be_there() -> None:
-    with pytest.raises(RequestError, match="this process is in none"):
+    with pytest.raises(RequestError, match="and this one isn't connected"):
         onward.load("demo", pipeline=2, address="ray")
 
 

@@ -174,7 +174,7 @@ def test_another_error_of_the_forward_reaches_the_caller(error):
         ({"prompt": torch.tensor([[1, 2]])}, r"prompt must have one dimension, .* got \[1, 2\]"),
         ({"prompt": np.ones(2)}, "got 1.0"),
         ({"prompt": [1], "prefill_chunk": 0}, "prefill_chunk must be a whole number of 1 or more"),
-        ({"prompt": [1], "offset": 3}, "offset 3 needs a cache that holds 3 positions: pass that cache"),
+        ({"prompt": [1], "offset": 3}, "offset 3 needs a cache with 3 computed positions: pass that cache"),
     ],
     ids=str,
 )

@@ -81,7 +81,7 @@ def test_an_entry_that_was_taken_back_or_poisoned_cannot_be_read():
     cache = model.new_cache(1, 8)
     call(model, [[1, 2, 3, 4]], [0], cache)
     call(model, [[5]], [1], cache)  # takes back 2, 3 and 4
-    with pytest.raises(ContractError, match="stands at offset 4, but nothing was written at 2"):
+    with pytest.raises(ContractError, match="has offset 4, but nothing was written at 2"):
         call(model, [[6]], [4], cache)
     with pytest.raises(ContractError, match="nothing was written at 0"):
         call(model, [[6]], [2], poison(cache))

@@ -26,8 +26,8 @@ def engine():
 @pytest.mark.parametrize(
     ("prompt", "options", "error", "message"),
     [
-        (["abc"], {"cache": MODEL.new_cache(1, 64)}, RequestError, "a cache of its own: leave out cache"),
-        (["abc"], {"cache": None}, RequestError, "a cache of its own: leave out cache"),
+        (["abc"], {"cache": MODEL.new_cache(1, 64)}, RequestError, "has its own cache: leave out cache"),
+        (["abc"], {"cache": None}, RequestError, "has its own cache: leave out cache"),
         ([], {"messages": MESSAGES}, TokenizerError, "no chat template"),
         ([], {}, RequestError, "give a prompt, or messages= for a chat; got neither"),
         ([None], {}, RequestError, "got neither"),
@@ -41,8 +41,8 @@ def engine():
         (["a" * 200], {"max_new_tokens": 57}, ContextOverflowError, "ask for at most 56 new tokens"),
         (["a" * 100], {"max_new_tokens": 100}, ContextOverflowError, "more than the engine's whole cache"),
         (["a" * 80], {"max_new_tokens": 30, "beams": 2}, ContextOverflowError, "2 x 110 positions"),
-        (["abc"], {"n": 4, "temperature": 1.0}, RequestError, "runs 4 texts at once, but the engine only 3"),
-        (["abc"], {"beams": 4}, RequestError, "runs 4 texts at once, but the engine only 3"),
+        (["abc"], {"n": 4, "temperature": 1.0}, RequestError, "runs 4 texts at once, but the engine runs at most 3"),
+        (["abc"], {"beams": 4}, RequestError, "runs 4 texts at once, but the engine runs at most 3"),
         (["abc"], {"max_new_tokens": -1}, RequestError, "max_new_tokens"),
         (["abc"], {"time_limit": -1.0}, RequestError, "time_limit must be a number of seconds above 0"),
         (["abc"], {"time_limit": 0}, RequestError, "time_limit must be a number of seconds above 0"),
@@ -153,7 +153,7 @@ def opaque_model():
 
 def test_a_cache_that_does_not_show_its_rows_is_served_one_text_at_a_time():
     lm = LanguageModel(opaque_model(), ByteTokenizer())
-    with pytest.raises(RequestError, match="does not show its rows: an engine serves it with max_sequences=1"):
+    with pytest.raises(RequestError, match="can't be identified: pass max_sequences=1"):
         Engine(lm)
     prompts = ["abc", "a longer prompt than that", "x"]
     with CheckedEngine(lm, max_sequences=1) as engine:

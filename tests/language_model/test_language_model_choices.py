@@ -181,7 +181,7 @@ def test_the_seeds_of_samples_are_those_of_philox_as_published():
         ({"stop_when": 3}, r"stop_when must be a function of \(ids, text\); got 3"),
         ({"cancel": True}, "cancel must be a threading.Event; got True"),
         ({"logprob": 1}, "unknown option 'logprob': did you mean logprobs"),
-        ({"per_prompt": {"seed": 1}}, "per_prompt must be a list of options as dicts, one a prompt"),
+        ({"per_prompt": {"seed": 1}}, "per_prompt must be a list of options as dicts, one per prompt"),
         ({"per_prompt": [{}, {}]}, "per_prompt has options for 2 prompts, but there are 1"),
         ({"per_prompt": [3]}, "per_prompt must hold a dict of options for each prompt; got 3"),
         ({"per_prompt": [{"n": 0}]}, "n must be a whole number of 1 or more; got 0"),

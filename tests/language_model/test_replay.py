@@ -280,7 +280,7 @@ def test_invalid_calls(call, error):
         ({"token_ids": [1, -2]}, "token_ids of the receipt must be a list of ids"),
         ({"token_ids": "abc"}, "token_ids of the receipt must be a list of ids"),
         ({"prompt_ids": []}, "prompt_ids of the receipt must be a list of ids, at least one"),
-        ({"logprobs": [0.0]}, "other numbers of token_ids and logprobs"),
+        ({"logprobs": [0.0]}, "token_ids and logprobs must have equal lengths"),
         ({"finish_reason": "tired"}, "finish_reason of the receipt must be one of stop, length"),
         ({"fingerprint": "abc"}, "a fingerprint is a text such as"),
         ({"options": {"temperature": -1}}, "the receipt is not valid: temperature must be"),

@@ -252,7 +252,7 @@ def test_the_seed_of_a_copy_is_validated(lm, seed):
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        ({"n": 9, "temperature": 1.0}, "runs 9 texts at once, but the engine only 8"),
+        ({"n": 9, "temperature": 1.0}, "runs 9 texts at once, but the engine runs at most 8"),
         ({"max_new_tokens": 200, "n": 8, "temperature": 1.0}, "more than the engine's whole cache"),
         ({"max_new_tokens": 300}, "the context holds"),
     ],

@@ -332,7 +332,7 @@ def test_bad_input_is_one_clear_error(lm, vector, tmp_path):
         ({"norm": vector[None, None]}, r"needs a vector \[D\] or \[N, D\] for 'norm'; got a tensor \[1, 1, 192\]"),
         ({"norm": Steer(vector[None], at=[1, 2])}, r"1 vectors for 'norm', but at=\[1, 2\] has 2 positions"),
         ({"norm": Steer(vector, at=[1, 99])}, "changes 'norm' at position 99, but there are only 27 positions"),
-        ({"norm": Steer(vector, at=[1, 1])}, "each once and from 0 on"),
+        ({"norm": Steer(vector, at=[1, 1])}, "distinct positions from 0"),
         ({"norm": Steer(vector, at=slice(-3, None))}, r'needs for \'norm\' at="all", "prompt", "new", a slice'),
         ({"norm": Steer(vector, at="last")}, "got 'last'"),
         ({"norm": "happy"}, "needs a vector .* got str"),

@@ -255,7 +255,7 @@ def test_beams_of_nothing_are_empty(lm):
         ({"length_penalty": float("nan")}, r"length_penalty must be a number in \[-50, 50\]; got nan"),
         ({"length_penalty": 51}, r"length_penalty must be a number in \[-50, 50\]; got 51"),
         ({"early_stopping": "always"}, "early_stopping must be True, False or \"never\"; got 'always'"),
-        ({"beams": 1, "early_stopping": True}, "early_stopping would change nothing without a beam search"),
+        ({"beams": 1, "early_stopping": True}, "early_stopping has no effect without a beam search"),
     ],
     ids=str,
 )

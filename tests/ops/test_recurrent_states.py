@@ -291,7 +291,7 @@ def test_a_state_in_any_layout_is_read_and_written(kind):
 
 def test_rows_that_share_a_slot_are_refused(kind, form):
     layer, tokens = kind(slots=2), kind.tokens(3, batch=2)
-    with pytest.raises(RequestError, match="a slot of its own"):
+    with pytest.raises(RequestError, match="a different slot"):
         layer(tokens, [0, 0], [1, 1])
     with pytest.raises(RequestError, match="0 or more"):
         layer(tokens, [0, -1], [0, 1])

@@ -347,7 +347,7 @@ def test_a_made_up_cache_is_an_error_and_no_crash(file: Path) -> None:
     changes: list[dict[str, str]] = [{"cache": shapes.replace(*names)} for names in (("[0]", "[7]"), ("32", "16"))]
     changes += [{"cache": shapes.replace("14, 16", "7, 32")}, {"cache": ""}]
     for changed in changes:
-        with pytest.raises(SessionError, match="has another cache than this model"):
+        with pytest.raises(SessionError, match="doesn't match this model's cache"):
             Session.load(rewritten(file, **changed), tiny())
     fewer = load_prefix(file).tokens[:-1]
     with pytest.raises(SessionError, match="cache"):

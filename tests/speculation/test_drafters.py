@@ -323,8 +323,8 @@ def broken(result):
     ("result", "message"),
     [
         (RuntimeError("out of\nluck"), r"the drafter Broken failed \(RuntimeError: out of luck\)"),
-        ([], "was asked for 1 drafts and returned 0"),
-        ([[1], [2]], "was asked for 1 drafts and returned 2"),
+        ([], "returned 0 drafts for 1 rows"),
+        ([[1], [2]], "returned 2 drafts for 1 rows"),
         ([[1, 32]], "proposed id 32, but the model's ids are from 0 to 31"),
         ([[-1]], "proposed id -1"),
         ([[1.5]], r"must propose ids, whole numbers; got \[1.5\]"),

@@ -271,7 +271,7 @@ def test_the_parts_of_two_tensors_exchanged(mesh):
         where[one], where[other] = where[other], where[one]
 
     rewrite_metadata(mesh, exchange)
-    with pytest.raises(CheckpointError, match=r"should be torch\.float32 \[\d+, \d+\] by the metadata; got"):
+    with pytest.raises(CheckpointError, match=r"should be torch\.float32 \[\d+, \d+\] according to the metadata; got"):
         onward.load(mesh)
 
 

@@ -76,7 +76,7 @@ class ChatTemplate:
         self._variables = frozenset(names - {"messages", *PROMPT_ENDINGS, *special_tokens} - _SPECIAL_TOKENS)
 
     def __repr__(self) -> str:
-        return described(self, f"reads {', '.join(sorted(self.variables)) or 'nothing'} beside the messages")
+        return described(self, f"reads {', '.join(sorted(self.variables)) or 'nothing'} in addition to the messages")
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Compiled templates cannot be pickled; a copy compiles the source again.
@@ -149,7 +149,7 @@ class ChatTemplate:
             with budgeted(context):
                 text = template.render(context)
         except SecurityError as error:
-            raise TokenizerError(f"the chat template does what its sandbox forbids: {_message(error)}") from error
+            raise TokenizerError(f"the chat template does something its sandbox forbids: {_message(error)}") from error
         except Exception as error:  # an untrusted program may raise anything
             raise RequestError(f"the chat template refuses these messages: {_message(error)}", "messages") from error
         return _until_end_mark(text) if continue_final_message else text
@@ -195,7 +195,7 @@ def check_messages(messages: Sequence[Message]) -> None:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise RequestError(f"a message must be a mapping with a 'role'; got {brief(message)}", "messages")
         if len(message) == 1:
-            raise RequestError(f"a message must have a 'content' besides its role; got {brief(message)}", "messages")
+            raise RequestError(f"a message needs a 'content' in addition to its role; got {brief(message)}", "messages")
 
 
 # Convert subclasses, such as enums, to plain values without their methods.

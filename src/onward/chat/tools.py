@@ -32,7 +32,7 @@ def described_function(function: Callable[..., Any], at: str) -> dict[str, Any]:
     properties: dict[str, Any] = {}
     for parameter in signature.parameters.values():
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-            raise RequestError(f"{at}: {name} takes {parameter}, and a call gives its arguments by name", at)
+            raise RequestError(f"{at}: {name} has the parameter {parameter}, but calls pass arguments by name", at)
         schema = _schema(hints.get(parameter.name, Any), f"{at}: {parameter.name} of {name}")
         if text := descriptions.get(parameter.name):
             schema["description"] = text

@@ -42,7 +42,7 @@ class CheckpointFolder:
                 base = self._read_json("adapter_config.json", ConfigError).get("base_model_name_or_path")
                 advice = "it holds only an adapter; load the model that the adapter was trained on"
                 advice += f" ({base})" if base else ""
-            raise ConfigError(f"{self.path} holds no config.json: {advice}")
+            raise ConfigError(f"{self.path} has no config.json: {advice}")
         config = with_architecture(self._read_json("config.json", ConfigError))
         if not self.has_head:
             config = {**config, "tie_word_embeddings": True}  # nothing else is there to read

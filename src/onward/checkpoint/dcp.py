@@ -278,7 +278,8 @@ class DcpFolder(MappedTensors):
         if not isinstance(part, Tensor) or part.shape != chunk.sizes or part.dtype != stored.dtype:
             got = f"{part.dtype} {list(part.shape)}" if isinstance(part, Tensor) else f"a {type(part).__name__}"
             raise CheckpointError(
-                f"{path}: tensor {name!r} should be {stored.dtype} {list(chunk.sizes)} by the metadata; got {got}"
+                f"{path}: tensor {name!r} should be {stored.dtype} {list(chunk.sizes)} "
+                f"according to the metadata; got {got}"
             )
         return part
 

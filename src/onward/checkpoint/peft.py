@@ -70,7 +70,7 @@ class PeftConfig:
 def read_peft_config(folder: Path) -> PeftConfig:
     path = folder / CONFIG
     if not path.exists():
-        raise CheckpointError(f"{folder} is not an adapter: it holds no {CONFIG}")
+        raise CheckpointError(f"{folder} is not an adapter: it has no {CONFIG}")
     fields = read_object(path, CheckpointError)
     if fields.get("peft_type") != "LORA":
         raise CheckpointError(f"{path}: only peft_type 'LORA' is supported; got {fields.get('peft_type')!r}")
@@ -151,7 +151,7 @@ def read_adapter(folder: Path) -> Adapter:
     if not path.is_file():
         others = sorted(file.name for file in folder.glob("adapter_model*"))
         hint = f"; it holds {others[0]}: save the adapter as safetensors" if others else ""
-        raise CheckpointError(f"{folder} holds no {WEIGHTS}{hint}")
+        raise CheckpointError(f"{folder} has no {WEIGHTS}{hint}")
     file = open_safetensors(path)
     parts: dict[str, dict[str, Tensor]] = {}
     for name in sorted(file.keys()):

@@ -193,7 +193,7 @@ def _writable(config: models.Architecture, params: Any) -> dict[str, Tensor | Qu
     """The weights by stock name, in formats that a folder holds."""
     weights = weights_by_stock_name(config, params)
     if others := _formats(weights) - set(ROUNDED_FORMATS):
-        raise RequestError(f"a quantized folder holds weights in {rounded_formats()}; got {sorted(others)}")
+        raise RequestError(f"a quantized folder can only store weights in {rounded_formats()}; got {sorted(others)}")
     return weights
 
 

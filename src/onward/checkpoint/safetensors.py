@@ -207,7 +207,7 @@ class SafetensorsFolder:
             hint = f"; it holds {', '.join(others[:3])}: save the model as safetensors first" if others else ""
             if others and all(file.endswith(".distcp") for file in others):
                 hint = f"; it holds {others[0]} and no .metadata, which is written last: the save did not finish"
-            raise CheckpointError(f"{self._folder} holds no weights: neither {shards.WEIGHTS} nor {shards.INDEX}{hint}")
+            raise CheckpointError(f"{self._folder} has no weights: neither {shards.WEIGHTS} nor {shards.INDEX}{hint}")
         names_by_file = {file: set(self._open(file).keys()) for file in files}
         where = {name: file for file, names in names_by_file.items() for name in names}
         if files == [shards.WEIGHTS] or not (self._folder / shards.INDEX).is_file():

@@ -210,7 +210,7 @@ def stream(
     )
     if cache is _OWN:
         if offset:
-            raise OptionError("offset", f"{offset} needs a cache that holds {offset} positions: pass that cache")
+            raise OptionError("offset", f"{offset} needs a cache with {offset} computed positions: pass that cache")
         cache = model.new_cache(1, padded_length(max(before + new, 1), model))
     run = reused_run(model, compile)
     slots = RowCacheManager.wrap(model, cache, 1, [offset])
@@ -265,7 +265,7 @@ def _model(forward: Forward | Model, cache: Cache, params: Params, name: str, id
         )
     for argument, value in (("cache", cache), ("params", params)):
         if value is _OWN:
-            raise RequestError(f"a forward needs {argument}=, which may be None; only an onward.Model has its own")
+            raise RequestError(f"a forward needs {argument}=, which may be None; only an onward.Model provides it")
     return Model(forward, params, _no_cache, vocab_size=0, device=_device_of(cache, params))
 
 

@@ -166,7 +166,7 @@ def address_here() -> str:
     except ModuleNotFoundError as error:
         raise RequestError("address='ray' needs the package ray: pip install 'onward[cluster]'") from error
     if not ray.is_initialized():
-        raise RequestError("address='ray' starts ranks on a Ray cluster, and this process is in none: call ray.init()")
+        raise RequestError("address='ray' starts ranks on a Ray cluster, and this one isn't connected: call ray.init()")
     return f"{ray.util.get_node_ip_address()}:0"
 
 

@@ -119,7 +119,7 @@ class Clients(Generic[ItemT]):
         return len(self._clients)
 
     def counted(self, name: str | None, most: int, most_tokens: int) -> tuple[int, int]:
-        """The waiting requests and tokens that count against a client: of each other one at most so many."""
+        """The waiting requests and tokens that count against a client: at most a fixed number for each other client."""
         requests = tokens = 0
         for other, client in self._clients.items():
             own = other == name

@@ -84,7 +84,7 @@ class Engine:
         self.max_sequences = max_sequences
         slots = engine_slots(lm.model, max_sequences, cache_memory)
         if slots.whole:
-            raise RequestError("this model's cache does not show its rows: an engine serves it with max_sequences=1")
+            raise RequestError("the rows of this model's cache can't be identified: pass max_sequences=1")
         scheduler: Scheduler[EngineRequest] = Scheduler(
             max_sequences=max_sequences,
             max_waiting=max_waiting,
@@ -220,8 +220,8 @@ class Engine:
         rows = request.options.rows
         if rows > self.max_sequences:  # before there is memory for each
             raise RequestError(
-                f"the request runs {rows} texts at once, but the engine only {self.max_sequences}: ask for fewer, or "
-                "give the engine a larger max_sequences",
+                f"the request runs {rows} texts at once, but the engine runs at most {self.max_sequences}: ask "
+                "for fewer, or give the engine a larger max_sequences",
                 "n" if request.options.n == rows else "beams",
             )
         worker = self._worker
@@ -323,7 +323,7 @@ class Engine:
         if (prompt is None) == (messages is None):
             raise RequestError(f"give a prompt, or messages= for a chat; got {'neither' if prompt is None else 'both'}")
         if "cache" in options:
-            raise RequestError("an engine has a cache of its own: leave out cache, or use LanguageModel.generate")
+            raise RequestError("an engine has its own cache: leave out cache, or use LanguageModel.generate")
         if messages is not None:
             return self.lm.chat_request(messages, **options)
         assert prompt is not None

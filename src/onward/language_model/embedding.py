@@ -150,12 +150,12 @@ class EmbeddingReader:
         answers = self.format.answers or self._answers()
         if self.format.score is None and answers is None:
             raise RequestError(
-                'this checkpoint ranks no documents: it has no head of one label, and no single ids of "yes" and "no"'
+                'this checkpoint cannot rank documents: it has no head of one label, and no single ids of "yes" and "no"'
             )
         tokenizer = needed_tokenizer(self.reader.tokenizer, "a query")
         if template is None and len(tokenizer.encode("<|im_start|>", add_special_tokens=False)) > 1:
             raise OptionError(
-                "template", "is needed for this checkpoint: how it reads a pair, such as 'query: {query}\n{document}'"
+                "template", "is needed for this checkpoint: the layout of a pair, such as 'query: {query}\n{document}'"
             )
         instruction = _INSTRUCTION if instruction is None else instruction
         parts = _FIELD.split(_JUDGE if template is None else template)
@@ -174,7 +174,7 @@ class EmbeddingReader:
         if self.format.problem:
             raise RequestError(f"this checkpoint's embeddings cannot be computed: {self.format.problem}")
         if NORM not in self.reader.model.taps:
-            raise RequestError('embeddings are made at the tap "norm", which this model\'s forward does not have')
+            raise RequestError('embeddings are read at the tap "norm", which this model\'s forward does not have')
 
     def _prompt(self, prompt: str | None, name: str | None) -> str:
         if prompt is not None and name is not None:

@@ -69,7 +69,7 @@ def checked_decoder(model: Model) -> Decoder:
     model.check_head()
     architecture: Any = architecture_of(model)
     if not isinstance(architecture, Decoder):
-        raise RequestError("a lens needs a model of a built-in family, whose norm and head can be computed alone")
+        raise RequestError("a lens needs a model of a built-in family, whose norm and head can be computed separately")
     return architecture
 
 

@@ -72,7 +72,7 @@ def logprobs_of(
     if autocast_dtype_on(model.device.type) is not None:
         raise RequestError(
             "lm.logprobs does not run under autocast, which would change the bits of its forward: leave the autocast "
-            "context, and load the model in the dtype for its computation"
+            "context, and load the model in the dtype of the computation"
         )
     if any(not keys.is_floating_point() for keys in model.new_cache(1, 1).keys):
         raise RequestError(

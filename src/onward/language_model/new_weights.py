@@ -142,7 +142,7 @@ def _check_names(architecture: Architecture, tensors: dict[str, Tensor]) -> None
 
 def _check_finite(name: str, tensor: Tensor) -> Tensor:
     if not bool(torch.isfinite(tensor).all()):
-        raise RequestError(f"{name!r} has values that are not finite in {tensor.dtype}, in which the model has it")
+        raise RequestError(f"{name!r} has values that are not finite in the model's {tensor.dtype}")
     return tensor
 
 

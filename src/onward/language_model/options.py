@@ -242,11 +242,9 @@ class GenerateOptions(SamplingParams):
         if self.prompt_embeds is not None and not isinstance(self.prompt_embeds, Steering):
             self._set("prompt_embeds", read_prompt_embeds(self.prompt_embeds))
         if self.reasoning_budget_message is not None and self.reasoning_budget is None:
-            raise OptionError(
-                "reasoning_budget_message", "would change nothing without a reasoning_budget: set that too"
-            )
+            raise OptionError("reasoning_budget_message", "has no effect without a reasoning_budget: set that too")
         if self.sampling_logprobs and self.logprobs is None:
-            raise OptionError("sampling_logprobs", "would change nothing without logprobs: give logprobs=0 or more")
+            raise OptionError("sampling_logprobs", "has no effect without logprobs: set logprobs to 0 or more")
         self._check_search()
         self._check_constraint()
 
@@ -356,7 +354,7 @@ class GenerateOptions(SamplingParams):
                 raise RequestError(f"beams={self.beams} {problem}", drawing[0])
         changed = [name for name in BEAM_OPTIONS if getattr(self, name) != getattr(type(self), name)]
         if self.beams == 1 and changed:
-            message = f"{', '.join(changed)} would change nothing without a beam search: give beams=2 or more"
+            message = f"{', '.join(changed)} has no effect without a beam search: set beams to 2 or more"
             raise RequestError(message, changed[0])
 
 

@@ -115,7 +115,7 @@ class Receipt:
         if fields.get("logprobs") is not None:
             fields["logprobs"] = [-math.inf if logprob is None else logprob for logprob in fields["logprobs"]]
             if len(fields["logprobs"]) != len(fields["token_ids"]):
-                raise RequestError("the receipt has other numbers of token_ids and logprobs: they must be equal")
+                raise RequestError("the receipt's token_ids and logprobs must have equal lengths")
         check_fingerprint(fields["fingerprint"])
         receipt = cls(**fields)
         receipt.request([0])  # checks the options

@@ -269,7 +269,7 @@ def _is_prompt(item: Any) -> bool:
 
 def _checked_per_prompt(per_prompt: object, prompts: int) -> list[Mapping[str, Any]]:
     if isinstance(per_prompt, str | Mapping) or not isinstance(per_prompt, Sequence):
-        raise OptionError("per_prompt", f"must be a list of options as dicts, one a prompt; got {per_prompt!r}")
+        raise OptionError("per_prompt", f"must be a list of options as dicts, one per prompt; got {per_prompt!r}")
     if len(per_prompt) != prompts:
         raise OptionError("per_prompt", f"has options for {len(per_prompt)} prompts, but there are {prompts}")
     if wrong := [own for own in per_prompt if not isinstance(own, Mapping)]:
@@ -349,7 +349,7 @@ def checked_emitted(emitted: Emitted, request: Request, vocab_size: int) -> list
     if options.seed is None and options.temperature > 0 and options.beams == 1:
         raise RequestError(
             "a sampled request without a seed cannot be resumed: give the seed of its texts "
-            "(Completion.seed; submit it with one to know it ahead)",
+            "(Completion.seed; set it when you submit the request)",
             option="seed",
         )
     if isinstance(emitted, str | bytes) or not isinstance(emitted, Sequence | np.ndarray | Tensor):

@@ -235,7 +235,7 @@ def _restored(file: Path, model: Model, saved: Segment, capacity: int) -> tuple[
         tensors, _ = _stored(model, cache, length, count)
     if (shapes := _shapes(tensors)) != saved.metadata["cache"]:
         raise SessionError(
-            f"{str(file)!r} has another cache than this model (one with a head as its draft has more tensors): "
+            f"{str(file)!r} doesn't match this model's cache (one with a head as its draft has more tensors): "
             f"{saved.metadata['cache'][:300]} instead of {shapes[:300]}"
         )
     try:

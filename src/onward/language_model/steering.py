@@ -97,7 +97,7 @@ def _checked_at(name: str, at: Any) -> SteerAt:
             return positions
     raise OptionError(
         "steer",
-        f'needs for {name!r} at="all", "prompt", "new", a slice, or a list of positions, each once and from 0 on; got '
+        f'needs for {name!r} at="all", "prompt", "new", a slice, or a list of distinct positions from 0; got '
         f"{brief(at)}",
     )
 

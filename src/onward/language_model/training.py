@@ -107,7 +107,7 @@ class Trained(LanguageModelPart):
     def new_adapter(
         self, name: str, *, rank: int = 8, alpha: float = 16.0, targets: Sequence[str] = LORA_TARGETS, seed: int = 0
     ) -> TrainedAdapter:
-        """Make a LoRA adapter to train (arXiv 2106.09685), beside weights that stay as they are, also quantized ones.
+        """Make a LoRA adapter to train (arXiv 2106.09685), for frozen weights, which may be quantized.
 
         Requests choose it with `adapter=name` and get its current values; `parameters(name)` are those of an optimizer.
         At first it changes nothing.

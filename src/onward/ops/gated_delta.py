@@ -96,7 +96,7 @@ def gated_delta(
             f"state; got {shapes(**inputs, **floats)}"
         )
     if max(key_dim, values // heads) > _MAX_DIM:
-        raise RequestError(f"gated_delta takes keys and values of at most {_MAX_DIM} features")
+        raise RequestError(f"gated_delta supports keys and values with at most {_MAX_DIM} features")
     width = (heads, state_width(key_dim, values // heads))
     check_state("gated_delta", state, width, block_numbers, offsets, rows, qkv.shape[0])
     return _gated_delta(qkv, decay, beta, A_log, decay_bias, state, block_numbers, offsets, rows, key_heads, key_dim)

@@ -92,7 +92,7 @@ def check_rows(state: Tensor, block_numbers: Tensor, offsets: Tensor, rows: Tens
         raise RequestError(f"offsets must be 0 or more; got {least}")
     used, slots = [] if rows is None else rows.tolist(), state.shape[0]
     if used and (min(used) < 0 or max(used) >= slots or len(set(used)) < len(used)):
-        raise RequestError(f"each row must have a slot of its own, 0 to {slots - 1}; got {used}")
+        raise RequestError(f"each row must have a different slot, 0 to {slots - 1}; got {used}")
 
 
 class StateArguments(Structure):

@@ -58,7 +58,7 @@ def top_experts(
     if choice_bias is not None and (choice_bias.shape != (experts,) or choice_bias.dtype != torch.float32):
         raise RequestError(f"top_experts expects a float32 choice_bias [{experts}]; got {shapes(bias=choice_bias)}")
     if score == "softmax_of_chosen" and (choice_bias is not None or groups != 1):
-        raise RequestError("top_experts: softmax_of_chosen chooses by logits, and takes no choice_bias and no groups")
+        raise RequestError("top_experts: softmax_of_chosen can't be combined with choice_bias or groups")
     if groups < 1 or experts % groups or not 1 <= kept_groups <= groups:
         raise RequestError(
             f"top_experts: {experts} experts can't form {groups} equal groups of which {kept_groups} are kept"

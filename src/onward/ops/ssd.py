@@ -94,7 +94,7 @@ def ssd(
             f"{shapes(mixed=mixed, dt=dt, **floats)}"
         )
     if max(state_dim, features // heads) > WIDEST:
-        raise RequestError(f"ssd takes states of at most {WIDEST} by {WIDEST} numbers a head")
+        raise RequestError(f"ssd supports states of at most {WIDEST} x {WIDEST} per head")
     width = (groups, ssd_state_width(heads // groups, state_dim, features // heads))
     check_state("ssd", state, width, block_numbers, offsets, rows, mixed.shape[0])
     least, most = map(float, limits)

@@ -158,7 +158,7 @@ class _Rules:
             _refuse(at, " and ".join(in_place))
         elif in_place == ["$ref"]:
             if len(schema) > 1:
-                _refuse(at, "$ref beside other keywords")
+                _refuse(at, "$ref combined with other keywords")
             yield self.symbol(resolve(schema["$ref"], self._document.root), at)
         elif in_place == ["allOf"]:
             yield self._intersection(schema, at)
@@ -208,7 +208,7 @@ class _Rules:
         """The values that a schema lists, if its other keywords allow them."""
         others = set(schema) - {"const", "enum", "type"} - NUMERIC
         if others:
-            _refuse(at, f"{min(others)} beside const or enum")
+            _refuse(at, f"{min(others)} combined with const or enum")
         if "const" in schema and not any(json_equal(schema["const"], each) for each in schema.get("enum", values)):
             return
         kinds = schema.get("type", [kind_of(value) for value in values])
@@ -266,7 +266,7 @@ class _Rules:
                 continue
             branch = {} if branch is True else branch
             if not set(others) <= NUMERIC | _TEXT | {"type"} or set(branch) & (_IN_PLACE | set(others)):
-                _refuse(at, f"{keyword} beside {min(others)}")
+                _refuse(at, f"{keyword} combined with {min(others)}")
             yield self._derived({**branch, **others}, place, large=True)
 
     def _object(self, schema: Mapping[str, Any], at: str) -> str | None:

@@ -324,7 +324,7 @@ class ModelLoader:
     def _opened(self, name: str, slot: _Slot) -> ServedModel:
         needs, limit = self._estimate(slot.file), memory_limit()
         if needs > limit:
-            raise RequestError(f"it takes about {in_bytes(needs)}, and this machine has {in_bytes(limit)}")
+            raise RequestError(f"the model needs about {in_bytes(needs)}, and this machine has {in_bytes(limit)}")
 
         def progress(fraction: float) -> None:
             slot.progress = fraction

@@ -122,7 +122,7 @@ def _check_call(tokens: Tensor, offsets: Tensor, cache: ScriptedCache, vocab_siz
         )
     for row, offset in enumerate(offsets.tolist()):
         if EMPTY in (past := cache.tokens[row, :offset].tolist()):
-            raise ContractError(f"row {row} stands at offset {offset}, but nothing was written at {past.index(EMPTY)}")
+            raise ContractError(f"row {row} has offset {offset}, but nothing was written at {past.index(EMPTY)}")
 
 
 def _row_logits(script: Script, vocab_size: int, row: int, tokens: Tensor, offset: int, cache: ScriptedCache) -> Tensor:

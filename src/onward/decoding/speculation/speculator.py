@@ -50,7 +50,7 @@ def as_drafter(draft: Any) -> Drafter:
     if isinstance(draft, str):
         raise OptionError(
             "draft",
-            f"{known}; got {draft!r}: to draft with a model of that name, onward.load it. 'mtp' and the names of "
+            f"{known}; got {draft!r}: to draft with a model, pass onward.load(name). 'mtp' and the names of "
             "EAGLE-3 heads are for the draft= of onward.load, with their model",
         )
     raise OptionError("draft", f"{known}; got {type(draft).__name__}")

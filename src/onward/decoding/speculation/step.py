@@ -242,7 +242,7 @@ class SpeculativeStep:
         proposals = self._call("propose", rows)
         name = type(self._drafter).__name__
         if len(proposals) != len(rows):
-            raise DraftError(f"the drafter {name} was asked for {len(rows)} drafts and returned {len(proposals)}")
+            raise DraftError(f"the drafter {name} returned {len(proposals)} drafts for {len(rows)} rows")
         for index, row, proposal in zip(asked, rows, proposals, strict=True):
             try:
                 draft = [operator.index(token) for token in proposal[: row.limit]]

@@ -19,14 +19,7 @@ from onward.sampling.transforms.penalties import FrequencyPenalty, PresencePenal
 from onward.sampling.transforms.temperature import Temperature
 from onward.sampling.transforms.top_k import TopK
 from onward.sampling.transforms.top_p import TopP
-from onward.sampling.transforms.transform import (
-    Adjustment,
-    Filter,
-    Transform,
-    is_neutral,
-    neutral_options,
-    transforms_of,
-)
+from onward.sampling.transforms.transform import Adjustment, Filter, Transform, is_neutral, neutral_of, transforms_of
 from onward.sampling.transforms.typical_p import TypicalP
 from onward.sampling.transforms.xtc import Xtc
 from onward.util.checks import check_whole
@@ -74,7 +67,7 @@ class SamplingParams(
         for name in changed:
             self._set(name, options[name].normalized(getattr(self, name)))
         for kind in _checked_kinds(self._kind):
-            if not neutral_options(kind).keys().isdisjoint(changed):
+            if not neutral_of(kind).keys().isdisjoint(changed):
                 kind.check(self)
         if self.xtc_probability and not self.temperature:
             raise OptionError("xtc_probability", "needs a temperature above 0: greedy decoding has only top choices")

@@ -19,18 +19,9 @@ from onward.sampling.history import History
 from onward.sampling.logprobs import DrawnLogprobs, logprobs, support
 from onward.sampling.noise import by_rows
 from onward.sampling.params import SamplingParams
-from onward.sampling.transforms import (
-    Adjustment,
-    Changes,
-    Columns,
-    Draws,
-    Filter,
-    LogitEntries,
-    Transform,
-    transforms_of,
-)
+from onward.sampling.transforms import Adjustment, Changes, Columns, Draws, Filter, LogitEntries, transforms_of
 from onward.sampling.transforms.temperature import Temperature
-from onward.sampling.transforms.transform import Kind, columns, is_neutral
+from onward.sampling.transforms.transform import Kind, Transform, columns, is_neutral
 from onward.util.text import brief_list
 
 

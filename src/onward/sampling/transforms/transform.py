@@ -158,7 +158,7 @@ Columns = Mapping[str, Tensor]
 
 def columns(rows: Sequence[Transform], kind: type[Transform], device: torch.device | None) -> Columns:
     """The options of `kind`; neutral for rows without them."""
-    return {name: _column(rows, name, neutral, device) for name, neutral in neutral_options(kind).items()}
+    return {name: _column(rows, name, neutral, device) for name, neutral in neutral_of(kind).items()}
 
 
 def _column(rows: Sequence[Transform], name: str, neutral: Any, device: torch.device | None) -> Tensor:
@@ -186,17 +186,17 @@ Kind = TypeVar("Kind", bound=Transform)
 
 
 @functools.cache
-def _neutral_options(kind: Any) -> Mapping[str, Any]:
+def _neutral_of(kind: Any) -> Mapping[str, Any]:
     return {field.name: field.default for field in dataclasses.fields(kind)}
 
 
 # The options of a transform, with the values that change nothing. (mypy takes a dataclass's own hash for its class's.)
-neutral_options: Callable[[Any], Mapping[str, Any]] = _neutral_options
+neutral_of: Callable[[Any], Mapping[str, Any]] = _neutral_of
 
 
 def is_neutral(kind: type[Transform], options: Transform) -> bool:
     """Whether all options of this kind have their defaults."""
-    return all(getattr(options, name) == neutral for name, neutral in neutral_options(kind).items())
+    return all(getattr(options, name) == neutral for name, neutral in neutral_of(kind).items())
 
 
 def transforms_of(options: type, kind: type[Kind]) -> list[type[Kind]]:
@@ -206,7 +206,7 @@ def transforms_of(options: type, kind: type[Kind]) -> list[type[Kind]]:
 
 def check_switch(options: Transform, kind: type[Transform], switch: str) -> None:
     """Raise `RequestError` if another of a transform's options is not neutral while `switch` is 0."""
-    changed = [name for name, neutral in neutral_options(kind).items() if getattr(options, name) != neutral]
+    changed = [name for name, neutral in neutral_of(kind).items() if getattr(options, name) != neutral]
     if changed and not getattr(options, switch):
         message = f"{', '.join(changed)} would change nothing while {switch} is 0: set that too"
         raise RequestError(message, changed[0])

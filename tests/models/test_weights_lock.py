@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from onward.errors import RequestError
-from onward.models.weights_lock import WeightsLock
+from onward.models.live_weights import WeightsLock
 
 
 def started(function) -> threading.Thread:

@@ -118,11 +118,11 @@ def stage_of(architecture: Architecture, rank: int, world: int) -> Stage:
             f"pipeline= cannot split a {type(architecture).__name__}, only decoders made of the common blocks"
         )
     decoder = architecture
-    mixers = [layer.mixer for layer in decoder.layers if layer.mixer is not None]
     if decoder.states:
+        mixers = [layer.mixer for layer in decoder.layers if layer.mixer is not None]
         kinds = ", ".join(sorted({type(mixer).__name__ for mixer in mixers}))
         raise RequestError(f"pipeline= cannot split a model with recurrent layers ({kinds}) yet")
-    if decoder.layer_embeddings is not None or any(mixer.kv_source_layer is not None for mixer in mixers):
+    if decoder.layer_embeddings is not None or decoder.sharing:
         raise RequestError(
             "pipeline= cannot split a model whose layers share keys, values or embeddings (Gemma 3n and 4)"
         )

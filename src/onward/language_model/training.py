@@ -122,14 +122,14 @@ class Trained(LanguageModelPart):
         """
         check_whole("rank", rank, low=1)
         trained = TrainedAdapter(self.model, rank, float(alpha), targets, seed)
-        self.adapters.train(name, trained)
+        self.adapters.load(name, trained)
         return trained
 
     def add_adapters(self, sources: Mapping[str, AdapterSource]) -> None:
         """Add the adapters of another model (`Adapters.sources`): from their folders, or copies of trained ones."""
         for name, source in sources.items():
             if isinstance(source, TrainedAdapter):
-                self.adapters.train(name, source.copy_for(self.model))
+                self.adapters.load(name, source.copy_for(self.model))
             else:
                 self.adapters.load(name, reread_adapter(source), source.folder)
 

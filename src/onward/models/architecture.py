@@ -21,8 +21,8 @@ from onward.models.linear import (
     pack_layer,
     pack_params,
 )
+from onward.models.live_weights import TrainableWeights
 from onward.models.model import Cache, Model, Params
-from onward.models.trainable import TrainableWeights
 from onward.ops.kv_format import KVFormat
 
 
@@ -148,9 +148,14 @@ def is_unread(architecture: Architecture, name: str) -> bool:
 
 def parameter_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
     """The shape of every weight that `read` takes, by name; allocates no memory."""
-    shapes = _Shapes()
-    architecture.read(WeightScope(shapes))
-    return shapes.by_name
+    shapes: dict[str, tuple[int, ...]] = {}
+
+    def take(name: str, shape: tuple[int, ...], dtype: torch.dtype | None) -> Tensor:
+        shapes[name] = shape
+        return torch.empty(shape, device="meta")
+
+    architecture.read(WeightScope(_Tensors(take)))
+    return shapes
 
 
 def num_parameters(architecture: Architecture) -> int:
@@ -201,9 +206,9 @@ def build_trainable_model(
             "trainable= needs a family without recurrent layers: a recurrence overwrites its state token by token, so "
             "it has no gradient (docs/exact-training.md)"
         )
-    copies = _Named(lambda name, own: parameters[name].detach().to(own or dtype, copy=True))
+    copies = _Tensors(lambda name, shape, own: parameters[name].detach().to(own or dtype, copy=True))
     params = pack_params(architecture.read(WeightScope(copies), pack_layer))
-    stock = architecture.read(WeightScope(_Named(lambda name, own: parameters[name])))
+    stock = architecture.read(WeightScope(_Tensors(lambda name, shape, dtype: parameters[name])))
     model = build_model(architecture, params, max_seq_len)
     return replace(model, trainable=TrainableWeights(dict(parameters), stock, params))
 
@@ -216,30 +221,21 @@ def architecture_of(model: Model) -> Architecture | None:
 
 def named_params(architecture: Architecture) -> Any:
     """The params of this architecture, with the stock name of each tensor in its place."""
-    return architecture.read(WeightScope(_Named(lambda name, dtype: name)))
+    return architecture.read(WeightScope(_Tensors(lambda name, shape, dtype: name)))
 
 
 def weight_dtypes(architecture: Architecture) -> dict[str, torch.dtype | None]:
     """The dtype of each weight that has one of its own whatever the model's, by name; None for the others."""
     found: dict[str, torch.dtype | None] = {}
-    architecture.read(WeightScope(_Named(found.setdefault)))
+    architecture.read(WeightScope(_Tensors(lambda name, shape, dtype: found.setdefault(name, dtype))))
     return found
 
 
-class _Named:
-    """A tensor, or anything else, for each name. make: called with the name and the dtype of its own, if it has one."""
+class _Tensors:
+    """`Tensors` by a function of name, shape and dtype, which may make anything else in their place."""
 
-    def __init__(self, make: Callable[[str, torch.dtype | None], Any]) -> None:
+    def __init__(self, make: Callable[[str, tuple[int, ...], torch.dtype | None], Any]) -> None:
         self._make = make
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Any:
-        return self._make(name, dtype)
-
-
-class _Shapes:
-    def __init__(self) -> None:
-        self.by_name: dict[str, tuple[int, ...]] = {}
-
-    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
-        self.by_name[name] = shape
-        return torch.empty(shape, device="meta")
+        return self._make(name, shape, dtype)

@@ -134,6 +134,12 @@ def common_fields(
     )
 
 
+def attention_biases(config: Config) -> dict[str, Any]:
+    """The fields of an `Attention` with or without all biases: `attention_bias`."""
+    bias = flag(config, "attention_bias")
+    return {"qkv_bias": bias, "o_bias": bias}
+
+
 def sliding_window(config: Config, default: int | None = 4096) -> int | None:
     """The window of sliding layers; None: all positions (null in the config). default: of an absent field, as in
     transformers."""
@@ -155,8 +161,12 @@ def every_nth_full(interval: int, num_layers: int) -> list[str]:
     return ["sliding_attention" if (i + 1) % interval else "full_attention" for i in range(num_layers)]
 
 
-def layer_windows(types: Sequence[str], window: int | None, *, has_switch: bool = False) -> tuple[int | None, ...]:
-    """The window of each layer, by its type. has_switch: whether the family has `use_sliding_window`."""
+def layer_windows(
+    config: Config, default: Sequence[str], window: int | None, *, has_switch: bool = False
+) -> tuple[int | None, ...]:
+    """The window of each layer, by its type (`layer_types`); None for full attention. has_switch: whether the family
+    has `use_sliding_window`."""
+    types = layer_types(config, default)
     if window is None and "sliding_attention" in types:
         fields = "use_sliding_window and sliding_window give" if has_switch else "sliding_window gives"
         raise ConfigError(

@@ -12,19 +12,17 @@ import torch
 from torch import Tensor
 
 from onward.models.architecture import Architecture
-from onward.models.blocks.attention import Attention, AttentionParams
-from onward.models.blocks.norm import RMSNorm
-from onward.models.linear import Linear
-from onward.ops.packed import NativeWeight
-from onward.ops.quantized import QuantizedWeight
+from onward.models.blocks import Attention, Decoder, RMSNorm
+from onward.models.blocks.attention import AttentionParams
+from onward.models.linear import Linear, float_weight
 
 
 def balanced_keys(architecture: Architecture, params: Any) -> Any:
     """The params with balanced keys in each `Attention` whose weights tell the magnitudes of its keys.
 
-    Other layers stay as they are, and so do models in which layers share keys.
+    Other layers stay as they are, and so do models in which layers share keys, and those of other forwards.
     """
-    if any(layer.mixer is not None and layer.mixer.kv_source_layer is not None for layer in architecture.layers):
+    if not isinstance(architecture, Decoder) or architecture.sharing:
         return params
     layers = []
     for layer, own in zip(architecture.layers, params.layers, strict=True):
@@ -52,7 +50,7 @@ def _balanced(
     if not isinstance(projection, Linear):
         return params
     rows = slice(first, first + block.widths[1])
-    squares = (_float_rows(projection.weight)[rows].square().sum(1)) * gain**2
+    squares = (float_weight(projection.weight).float()[rows].square().sum(1)) * gain**2
     if projection.bias is not None:
         squares += projection.bias[rows].float().square()
     factors = _factors(block, squares.sqrt().view(block.num_kv_heads, block.head_dim))
@@ -70,9 +68,3 @@ def _factors(block: Attention, magnitudes: Tensor) -> Tensor:
         magnitudes = torch.cat([largest.flatten(1), others], 1)
     mean = magnitudes.clamp(min=1e-6).log2().mean()
     return torch.exp2((magnitudes.clamp(min=1e-6).log2() - mean).round())
-
-
-def _float_rows(weight: Any) -> Tensor:
-    if isinstance(weight, NativeWeight):
-        return weight.unpack().float()
-    return weight.dequantize().float() if isinstance(weight, QuantizedWeight) else weight.float()

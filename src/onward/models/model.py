@@ -35,9 +35,8 @@ from onward import ops
 from onward.cache import KVPool
 from onward.errors import RequestError
 from onward.models.contract import SelectingForward, logits_and_cache, takes_logits_at
+from onward.models.live_weights import TrainableWeights, WeightsLock
 from onward.models.module import CausalLM, ModuleCall, ModuleForward, is_causal_lm
-from onward.models.trainable import TrainableWeights
-from onward.models.weights_lock import WeightsLock
 from onward.ops.operator import autocast_dtype_on
 from onward.ops.tap import reading
 from onward.program.leaves import leaves_of

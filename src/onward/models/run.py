@@ -62,7 +62,8 @@ class Run:
             return self._step(batch, sampler)
 
     def _step(self, batch: ForwardBatch, sampler: SamplingKernel | None) -> StepResult:
-        if self.adapted is not None and _has_adapters(batch.cache):
+        has_adapters = isinstance(batch.cache, KVCache | PagedKVCache) and bool(batch.cache.adapters)
+        if self.adapted is not None and has_adapters:
             if sampler is None:
                 self._programs.arena.calls += 1  # rows without an adapter may continue in programs of this run
             return self.adapted.step(batch, sampler)
@@ -116,10 +117,6 @@ class Run:
             f"a forward runs eagerly, which is slower than as a program, since it cannot be traced: {error} "
             '(compile="eager" silences this)'
         )
-
-
-def _has_adapters(cache: Cache) -> bool:
-    return isinstance(cache, KVCache | PagedKVCache) and bool(cache.adapters)
 
 
 @cache

@@ -4,13 +4,6 @@ from onward.tokenizer.text_stream import NoTextStream, StopStrings, StreamingDet
 from onward.tokenizer.tokenizer import JsonTokenizer, SpecialTokens, TextLengths, Tokenizer, special_tokens
 
 __all__ = [
-    "JsonTokenizer",
-    "NoTextStream",
-    "SpecialTokens",
-    "StopStrings",
-    "StreamingDetokenizer",
-    "TextLengths",
-    "TextStream",
-    "Tokenizer",
-    "special_tokens",
-]
+    "JsonTokenizer", "NoTextStream", "SpecialTokens", "StopStrings", "StreamingDetokenizer", "TextLengths",
+    "TextStream", "Tokenizer", "special_tokens",
+]  # fmt: skip

@@ -37,8 +37,8 @@ class TokenLength(NamedTuple):
     @classmethod
     def of(cls, inner: tokenizers.Tokenizer, byte_letters: tuple[str, ...]) -> "TokenLength | None":
         """None for a tokenizer without a bound. byte_letters: each byte in a byte-level vocabulary."""
-        normalizers = list(_steps(inner.normalizer, "normalizers"))
-        pre_tokenizers = list(_steps(inner.pre_tokenizer, "pretokenizers"))
+        normalizers = list(steps_of(inner.normalizer, "normalizers"))
+        pre_tokenizers = list(steps_of(inner.pre_tokenizer, "pretokenizers"))
         added = inner.get_added_tokens_decoder().values()
         composes = any(step["type"] in ("NFC", "NFKC") for step in normalizers)
         is_bounded = (
@@ -55,8 +55,9 @@ class TokenLength(NamedTuple):
         return cls(longest, longest * (_MOST_COMPOSED if composes else 1))
 
 
-def _steps(component: Any, inner: str) -> Iterator[dict[str, Any]]:
-    """The settings of a normalizer or pre-tokenizer, or of each in a sequence of them."""
+def steps_of(component: Any, inner: str) -> Iterator[dict[str, Any]]:
+    """The settings of a normalizer, pre-tokenizer or decoder, or of each in a sequence of them. inner: the field of a
+    sequence that lists them."""
     waiting = [] if component is None else [json.loads(component.__getstate__())]
     while waiting:
         fields = waiting.pop()

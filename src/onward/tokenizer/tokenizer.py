@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from functools import cached_property
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 import tokenizers
 
 from onward.errors import CheckpointError, ConfigError, OnwardError, RequestError, TokenizerError, one_line, warn
-from onward.tokenizer.text_length import TokenLength
+from onward.tokenizer.text_length import TokenLength, steps_of
 from onward.util.text import described
 from onward.util.text_input import check_value
 
@@ -25,20 +25,10 @@ _LONG = 4096
 def own_bytes(inner: tokenizers.Tokenizer) -> Callable[[str], bytes | None]:
     """A function from a token's spelling to the bytes that it adds to every text, or None if its text, which has whole
     characters, depends on the tokens before it."""
-    kinds = set(_kinds(inner.decoder))
-    if "ByteLevel" in kinds and kinds <= {"ByteLevel", "Fuse", "Sequence"}:
+    kinds = {step["type"] for step in steps_of(inner.decoder, "decoders")}
+    if "ByteLevel" in kinds and kinds <= {"ByteLevel", "Fuse"}:
         return byte_level
     return _byte_fallback if "ByteFallback" in kinds else lambda token: None
-
-
-def _kinds(decoder: Any) -> Iterator[str]:
-    if decoder is None:
-        return
-    waiting = [json.loads(decoder.__getstate__())]
-    while waiting:
-        fields = waiting.pop()
-        yield fields["type"]
-        waiting += fields.get("decoders", [])
 
 
 def byte_level(token: str) -> bytes:

@@ -16,10 +16,19 @@ from torch.utils import _pytree as pytree
 from onward.errors import CheckpointError, RequestError
 from onward.models.architecture import Architecture, architecture_of, named_params
 from onward.models.blocks import Decoder, DecoderNames
-from onward.models.linear import Embedding, ExpertLinear, LatentLinear, Linear, Router, ShortConv, is_marked
+from onward.models.linear import (
+    Embedding,
+    ExpertLinear,
+    LatentLinear,
+    Linear,
+    Router,
+    ShortConv,
+    float_weight,
+    is_marked,
+)
 from onward.models.model import Model
 from onward.ops import NativeWeight, QuantizedWeight, Weight, pack
-from onward.ops.linear import stock_weight, weight_shape
+from onward.ops.linear import weight_shape
 from onward.ops.quantized import ROUNDED_FORMATS
 
 
@@ -269,14 +278,12 @@ def _merged_embedding(part: Embedding, module: str, adapter: Adapter) -> Embeddi
 
 def _stock(module: str, weight: Weight) -> Tensor:
     """The float weight [N, K] of a stock or packed one."""
-    if isinstance(weight, QuantizedWeight):
-        if weight.format not in ROUNDED_FORMATS:
-            return weight.dequantize()
+    if isinstance(weight, QuantizedWeight) and weight.format in ROUNDED_FORMATS:
         raise RequestError(
             f"{module} is {weight.format}, and an adapter is merged into float weights: merge it before quantizing "
             "(onward.load(…, merge=adapter, quantize=…))"
         )
-    return stock_weight(weight)
+    return float_weight(weight)
 
 
 def _like(old: Weight, new: Tensor) -> Any:

@@ -17,8 +17,8 @@ from onward.models.adapters.stacks import AdapterCapacity, AdapterSlots
 from onward.models.adapters.steering import Steer, Steering
 from onward.models.adapters.trained import TrainedAdapter
 from onward.models.architecture import architecture_of
+from onward.models.live_weights import States
 from onward.models.run import Run
-from onward.models.trainable import States
 from onward.util.process import renew_in_forks
 from onward.util.text import described
 
@@ -79,7 +79,7 @@ class Adapters(Mapping[str, LoadedAdapter]):
         if loaded is not None and name in self._trained:
             trained, states = self._trained[name]
             if trained.states() != states:
-                return self._put(name, trained, loaded.folder)
+                return self.load(name, trained, loaded.folder)
         if loaded is None:
             known = ", ".join(map(repr, self._by_name)) or "none"
             raise RequestError(f"there is no adapter {name!r}; loaded: {known} (lm.load_adapter loads one)")
@@ -93,19 +93,6 @@ class Adapters(Mapping[str, LoadedAdapter]):
         if steer and (loaded is not None or not base):
             return LoadedAdapter("", 0, digest, None)
         return loaded
-
-    def load(self, name: str, adapter: Adapter, folder: Path | None) -> LoadedAdapter:
-        """Load an adapter, without disturbing running requests.
-
-        Raises:
-            CheckpointError: it is for another model.
-            RequestError: the name is taken, or the adapter cannot run beside this model's weights.
-        """
-        return self._put(name, adapter, folder)
-
-    def train(self, name: str, trained: TrainedAdapter) -> LoadedAdapter:
-        """Load an adapter that is trained; `find` brings it up to date. Requests that run keep its older values."""
-        return self._put(name, trained, None)
 
     def trained(self, name: str) -> TrainedAdapter:
         """Raises `RequestError` unless an adapter of this name is trained."""
@@ -131,8 +118,14 @@ class Adapters(Mapping[str, LoadedAdapter]):
     def _trained_as(self, name: str) -> TrainedAdapter | None:
         return self._trained[name][0] if name in self._trained else None
 
-    def _put(self, name: str, source: Adapter | TrainedAdapter, folder: Path | None) -> LoadedAdapter:
-        """Load an adapter, or the current values of one that is trained, which may replace its older ones."""
+    def load(self, name: str, source: Adapter | TrainedAdapter, folder: Path | None = None) -> LoadedAdapter:
+        """Load an adapter, or the current values of one that is trained, which may replace its older ones; `find`
+        brings it up to date. Running requests are not disturbed: they keep the older values.
+
+        Raises:
+            CheckpointError: it is for another model.
+            RequestError: the name is taken, or the adapter cannot run beside this model's weights.
+        """
         if not isinstance(name, str) or not name:
             raise RequestError(f"the name of an adapter must be a non-empty string; got {name!r}")
         trained = source if isinstance(source, TrainedAdapter) else None

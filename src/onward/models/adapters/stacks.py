@@ -72,13 +72,7 @@ class AdapterSlots:
         forward = AdaptedForward(architecture)
         self.model = replace(base, forward=forward, params=(self._tables, self.params))
 
-    def put(
-        self,
-        index: int,
-        updates: Mapping[str, LoraUpdate],
-        steers: Mapping[str, Steer] = MappingProxyType({}),
-        base: int = 0,
-    ) -> None:
+    def put(self, index: int, updates: Mapping[str, LoraUpdate], steers: Mapping[str, Steer], base: int) -> None:
         """Write an adapter and steers into an unused slot. base: the slot of the adapter if it is not in `updates`."""
         for name, table in self._tables.items():
             table.put(index, steers.get(name))

@@ -19,8 +19,8 @@ from onward.models.adapters.forward import LoraUpdate, Updates
 from onward.models.adapters.merge import Adapter, Update, adaptable, part_names
 from onward.models.adapters.stacks import AdapterCapacity, empty_stacks, rounded_rows, write_update
 from onward.models.linear import Linear, is_marked
+from onward.models.live_weights import States, states_of
 from onward.models.model import Model
-from onward.models.trainable import States, states_of
 from onward.ops.linear import weight_shape
 
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

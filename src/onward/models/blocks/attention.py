@@ -6,7 +6,7 @@ K content_dim, E rotary_dim, R latent_dim, V value_dim.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -203,9 +203,6 @@ class LatentAttention:
     scale: float
     bias: bool = False
     query_growth: AttentionTemperature | None = None
-
-    kv_source_layer: ClassVar[None] = None
-    window: ClassVar[None] = None
 
     @property
     def cached(self) -> LayerShape:

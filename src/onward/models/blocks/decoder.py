@@ -14,6 +14,7 @@ from torch import Tensor
 from onward import ops
 from onward.cache import LayerShape, StateShape
 from onward.models.architecture import WeightScope
+from onward.models.blocks.attention import Attention
 from onward.models.blocks.feed_forward import PerLayerEmbeddings, PerLayerEmbeddingsParams
 from onward.models.blocks.layer import AttentionAndState, Cached, DecoderLayer, LayerCache, LayerParams, Positions
 from onward.models.blocks.norm import RMSNorm, rounded
@@ -104,10 +105,16 @@ class Decoder:
     @cached_property
     def _attention_shapes(self) -> tuple[LayerShape, ...]:
         shapes = tuple(shape for layer in self.layers if (shape := _parts(layer.cached)[0]) is not None)
-        for mixer in (layer.mixer for layer in self.layers):
-            if mixer is not None and (source := mixer.kv_source_layer) is not None:
-                assert mixer.window == shapes[source].window, "a layer has the window of the layer it shares keys with"
+        for mixer in self.sharing:
+            source = shapes[mixer.kv_source_layer or 0]
+            assert mixer.window == source.window, "a layer has the window of the layer it shares keys with"
         return shapes
+
+    @property
+    def sharing(self) -> list[Attention]:
+        """The attention of layers that share the keys and values of another."""
+        attention = [layer.mixer for layer in self.layers if isinstance(layer.mixer, Attention)]
+        return [each for each in attention if each.kv_source_layer is not None]
 
     @cached_property
     def states(self) -> tuple[StateShape, ...]:

@@ -62,9 +62,7 @@ LayerCache = KVCache | PagedKVCache | WholeTexts
 class Mixer(Protocol):
     """A block that mixes tokens, such as attention.
 
-    cached: what the cache stores for the layer; None: nothing. rope: its RoPE schedule, if any. kv_source_layer: the
-    cache index of the layer whose keys and values are shared; None: its own, or none. window: the positions that a
-    token sees; None: all.
+    cached: what the cache stores for the layer; None: nothing. rope: its RoPE schedule, if any.
 
     Called with its params, x float [B, T, D], the tokens' positions, the cache and the layer's index in it: among the
     attention layers, among the recurrent layers, or a pair of both.
@@ -75,12 +73,6 @@ class Mixer(Protocol):
 
     @property
     def rope(self) -> RotarySchedule | None: ...
-
-    @property
-    def kv_source_layer(self) -> int | None: ...
-
-    @property
-    def window(self) -> int | None: ...
 
     def read(self, scope: WeightScope) -> Any: ...
 

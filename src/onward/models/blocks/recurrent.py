@@ -24,14 +24,6 @@ from onward.ops.gated_delta import state_width
 from onward.ops.ssd import ssd_state_width
 
 
-class _Recurrent:
-    """The fields of a mixer without attention."""
-
-    rope: ClassVar[None] = None
-    kv_source_layer: ClassVar[None] = None
-    window: ClassVar[None] = None
-
-
 class GatedDeltaParams(NamedTuple):
     """The weights of one layer, with projections in two matrices or in four. conv: of 2 G K + H V channels. log_rate,
     decay_bias: float32 [H]."""
@@ -50,7 +42,7 @@ class GatedDeltaParams(NamedTuple):
 
 
 @dataclass(frozen=True)
-class GatedDelta(_Recurrent):
+class GatedDelta:
     """Queries, keys and values go through a short convolution and the gated delta rule. The output is normalised by
     head and gated by silu(z).
 
@@ -65,6 +57,8 @@ class GatedDelta(_Recurrent):
     kernel_size: int
     norm: RMSNorm
     fused: bool = False
+
+    rope: ClassVar[None] = None
 
     @property
     def widths(self) -> tuple[int, int]:
@@ -141,7 +135,7 @@ class Mamba2Params(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Mamba2(_Recurrent):
+class Mamba2:
     """x, b and c go through a short convolution and the recurrence of `ops.ssd`; the output is gated by silu(z).
 
     norm: of all heads, or by group. norm_first: whether it precedes the gate. limits: the minimum and maximum of dt.
@@ -162,6 +156,8 @@ class Mamba2(_Recurrent):
     limits: tuple[float, float] = (0.0, float("inf"))
     in_multiplier: float = 1.0
     multipliers: tuple[float, ...] = (1.0,) * 5
+
+    rope: ClassVar[None] = None
 
     @property
     def widths(self) -> tuple[int, int, int, int, int]:
@@ -223,12 +219,14 @@ class ShortConvMixerParams(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ShortConvMixer(_Recurrent):
+class ShortConvMixer:
     """out_proj(c * conv(b * x)) with b, c and x from `in_proj`. bias: of all three."""
 
     hidden_size: int
     kernel_size: int
     bias: bool = False
+
+    rope: ClassVar[None] = None
 
     @property
     def cached(self) -> StateShape:
@@ -277,14 +275,6 @@ class ParallelMixer:
     @property
     def rope(self) -> RotarySchedule | None:
         return self.attention.rope
-
-    @property
-    def kv_source_layer(self) -> int | None:
-        return self.attention.kv_source_layer
-
-    @property
-    def window(self) -> int | None:
-        return self.attention.window
 
     def read(self, scope: WeightScope) -> ParallelMixerParams:
         return ParallelMixerParams(

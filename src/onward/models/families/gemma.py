@@ -12,15 +12,15 @@ from typing import Any
 from onward.models.blocks import Attention, Decoder, DecoderLayer, LayerNames
 from onward.models.config import (
     CommonFields,
+    attention_biases,
     common_fields,
     every_nth_full,
-    layer_types,
     layer_windows,
     read_text_part,
     ropes_by_type,
     sliding_window,
 )
-from onward.models.fields import Config, FieldOverlay, flag, positive_int, positive_number, softcap, words
+from onward.models.fields import Config, FieldOverlay, positive_int, positive_number, softcap, words
 from onward.models.rope import rotary_schedule
 
 # The defaults of fields, which most files on the hub omit.
@@ -53,7 +53,7 @@ def _read_gemma2(config: Config) -> Decoder:
     config = FieldOverlay(config, DEFAULTS)
     fields = common_fields(config, **ACTIVATION)
     attention = fields.attention(softcap=softcap(config, "attn_logit_softcapping", 50.0))
-    windows = layer_windows(layer_types(config, every_nth_full(2, fields.num_layers)), sliding_window(config))
+    windows = layer_windows(config, every_nth_full(2, fields.num_layers), sliding_window(config))
     cap = softcap(config, "final_logit_softcapping", 30.0)
     return _decoder(config, fields, (replace(attention, window=window) for window in windows), cap)
 
@@ -68,16 +68,15 @@ def _read_gemma3(config: Config) -> Decoder:
     norm = fields.norm(fields.head_dim, offset=1.0)
     attention = fields.attention(q_norm=norm, k_norm=norm)
     pattern = every_nth_full(positive_int(config, "sliding_window_pattern", 6), fields.num_layers)
-    windows = layer_windows(layer_types(config, pattern), sliding_window(config))
+    windows = layer_windows(config, pattern, sliding_window(config))
     attentions = (replace(attention, window=own, rope=fields.rope if own is None else local) for own in windows)
     return _decoder(config, fields, attentions, softcap(config, "final_logit_softcapping"))
 
 
 def _decoder(config: Config, fields: CommonFields, attentions: Iterable[Attention], cap: float | None) -> Decoder:
     """Norms before and after each block, with weights added to 1. cap: of the logits."""
-    bias, scale = flag(config, "attention_bias"), positive_number(config, "query_pre_attn_scalar") ** -0.5
-    norm = fields.norm(offset=1.0)
-    mixers = (replace(attention, qkv_bias=bias, o_bias=bias, scale=scale) for attention in attentions)
+    norm, scale = fields.norm(offset=1.0), positive_number(config, "query_pre_attn_scalar") ** -0.5
+    mixers = (replace(attention, **attention_biases(config), scale=scale) for attention in attentions)
     return fields.decoder(
         (DecoderLayer(mixer, fields.feed_forward(), norm, norm, norm, norm, names=NAMES) for mixer in mixers),
         norm=norm,

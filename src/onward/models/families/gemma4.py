@@ -24,6 +24,7 @@ from onward.models.blocks import (
 from onward.models.blocks.feed_forward import Activation
 from onward.models.config import (
     CommonFields,
+    attention_biases,
     common_fields,
     every_nth_full,
     layer_types,
@@ -129,7 +130,7 @@ def _attentions(
     config: Config, fields: CommonFields, types: Sequence[str], ropes: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Attention]:
     """The attention of each type of layer."""
-    bias, shared = flag(config, "attention_bias"), flag(config, "attention_k_eq_v")
+    shared = flag(config, "attention_k_eq_v")
     full_dim, full_heads = _full_heads(config, fields, types, shared)
     # As in transformers: whole heads by default, and always with the default type.
     rope = ropes.get(_FULL, {})
@@ -145,8 +146,7 @@ def _attentions(
             rope=fields.rope if kind == _SLIDING else full_rope,
             window=sliding_window(config, default=512) if kind == _SLIDING else None,
             scale=1.0,
-            qkv_bias=bias,
-            o_bias=bias,
+            **attention_biases(config),
             q_norm=norm,
             k_norm=norm,
             v_norm=fields.rms_norm_eps,

@@ -7,9 +7,16 @@ from dataclasses import replace
 
 from onward.errors import ConfigError
 from onward.models.blocks import Decoder, ExpertNames
-from onward.models.config import common_fields, every_nth_full, ignore, layer_types, layer_windows, sliding_window
+from onward.models.config import (
+    attention_biases,
+    common_fields,
+    every_nth_full,
+    ignore,
+    layer_windows,
+    sliding_window,
+)
 from onward.models.family_fields import routed_experts
-from onward.models.fields import Config, FieldOverlay, flag, positive_int, positive_number
+from onward.models.fields import Config, FieldOverlay, positive_int, positive_number
 
 _DEFAULTS = {"head_dim": 64, "attention_bias": True, "rms_norm_eps": 1e-5}
 _ROPE = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
@@ -25,16 +32,14 @@ def _read_gpt_oss(config: Config) -> Decoder:
     ignore(config, "initial_context_length")  # the trained context, which the RoPE object has too
     fields = common_fields(config, base=150_000.0)
     norm = fields.norm(after_cast=False)
-    bias = flag(config, "attention_bias")
-    attention = fields.attention(qkv_bias=bias, o_bias=bias, sinks=True)
+    attention = fields.attention(**attention_biases(config), sinks=True)
     experts = routed_experts(
         config, fields, positive_int(config, "num_local_experts", 128), 4, score="softmax_of_chosen",
         activation="clamped_swiglu", alpha=positive_number(config, "swiglu_alpha", 1.702),
         limit=positive_number(config, "swiglu_limit", 7.0), router_bias=True, bias=True,
         names=ExpertNames(router="router"),
     )  # fmt: skip
-    types = layer_types(config, every_nth_full(2, fields.num_layers))
-    windows = layer_windows(types, sliding_window(config, default=128))
+    windows = layer_windows(config, every_nth_full(2, fields.num_layers), sliding_window(config, default=128))
     layers = (
         fields.layer(replace(attention, window=own), experts, mixer_norm=norm, feed_forward_norm=norm)
         for own in windows

@@ -7,7 +7,7 @@ from typing import Any
 
 from onward.models.blocks import Attention, Decoder, ExpertNames, Experts, FeedForward, FeedForwardNames, LayerNames
 from onward.models.blocks.layer import Mixer, TokenBlock
-from onward.models.config import CommonFields, common_fields, ignore, only
+from onward.models.config import CommonFields, attention_biases, common_fields, ignore, only
 from onward.models.family_fields import FULL, LINEAR, hybrid_types, mamba_block, routed_experts
 from onward.models.fields import Config, FieldOverlay, flag, positive_int, positive_number
 
@@ -50,8 +50,8 @@ def _read_hybrid(config: Config) -> Decoder:
 
 
 def _attention(config: Config, fields: CommonFields, **changes: Any) -> Attention:
-    bias, scale = flag(config, "attention_bias"), positive_number(config, "attention_multiplier", 1.0)
-    return fields.attention(qkv_bias=bias, o_bias=bias, scale=scale, **changes)
+    scale = positive_number(config, "attention_multiplier", 1.0)
+    return fields.attention(**attention_biases(config), scale=scale, **changes)
 
 
 def _shared_block(config: Config, fields: CommonFields) -> FeedForward:

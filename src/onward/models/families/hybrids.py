@@ -15,7 +15,7 @@ from onward.models.blocks import (
     UngatedFeedForward,
 )
 from onward.models.blocks.layer import Mixer
-from onward.models.config import CommonFields, check_attends, common_fields, ignore, only
+from onward.models.config import CommonFields, attention_biases, check_attends, common_fields, ignore, only
 from onward.models.family_fields import (
     FULL,
     LINEAR,
@@ -40,8 +40,8 @@ def _names(mixer: str) -> LayerNames:
 def _read_bamba(config: Config) -> Decoder:
     ignore(config, "z_loss_coefficient")  # of the training
     fields = common_fields(config, partial=0.5, default_eps=1e-5)
-    bias = flag(config, "attention_bias")
-    mixers: dict[str, Mixer] = {FULL: fields.attention(qkv_bias=bias, o_bias=bias), LINEAR: mamba_block(config, fields)}
+    attention = fields.attention(**attention_biases(config))
+    mixers: dict[str, Mixer] = {FULL: attention, LINEAR: mamba_block(config, fields)}
     feed_forward = fields.feed_forward(bias=flag(config, "mlp_bias"))
     types = layers_by_index(config, "attn_layer_indices", fields.num_layers, LINEAR)
     check_attends(types, name="attn_layer_indices")
@@ -69,7 +69,6 @@ def _read_falcon_h1(config: Config) -> Decoder:
 
 def _side_by_side(config: Config, fields: CommonFields) -> ParallelMixer:
     by_width = "mamba_d_ssm" in config and config["mamba_d_ssm"] is None
-    bias = flag(config, "attention_bias")
     mamba = mamba_block(
         config,
         fields,
@@ -83,7 +82,7 @@ def _side_by_side(config: Config, fields: CommonFields) -> ParallelMixer:
     # A factor of keys is a factor of the scores.
     scale = fields.head_dim**-0.5 * number(config, "key_multiplier", 1.0)
     return ParallelMixer(
-        attention=fields.attention(qkv_bias=bias, o_bias=bias, scale=scale),
+        attention=fields.attention(**attention_biases(config), scale=scale),
         recurrent=mamba,
         attention_in=number(config, "attention_in_multiplier", 1.0),
         attention_out=number(config, "attention_out_multiplier", 1.0),

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from onward.errors import ConfigError
 from onward.models.blocks import Decoder
-from onward.models.config import common_fields, layer_types, layer_windows, sliding_window
+from onward.models.config import attention_biases, common_fields, layer_windows, sliding_window
 from onward.models.fields import Config, FieldOverlay, flag, positive_int
 
 
@@ -32,8 +32,7 @@ def _read_smollm3(config: Config) -> Decoder:
     """One layer in four has no RoPE (NoPE, arXiv 2305.19466)."""
     config = FieldOverlay(config, {"num_key_value_heads": 4, "tie_word_embeddings": True})
     fields = common_fields(config, base=2e6)
-    bias = flag(config, "attention_bias")
-    attention = fields.attention(qkv_bias=bias, o_bias=bias)
+    attention = fields.attention(**attention_biases(config))
     feed_forward = fields.feed_forward(bias=flag(config, "mlp_bias"))
     rotates = _rotated_layers(config, fields.num_layers)
     return fields.decoder(
@@ -57,11 +56,9 @@ def _rotated_layers(config: Config, num_layers: int) -> list[bool]:
 
 def _windows(config: Config, rotates: list[bool]) -> tuple[int | None, ...]:
     """The window of each layer; by default of the layers without RoPE."""
-    window = None
-    if flag(config, "use_sliding_window") and config.get("sliding_window") is not None:
-        window = positive_int(config, "sliding_window")
+    window = sliding_window(config, None) if flag(config, "use_sliding_window") else None
     default = ["full_attention" if has_rope or window is None else "sliding_attention" for has_rope in rotates]
-    return layer_windows(layer_types(config, default), window, has_switch=True)
+    return layer_windows(config, default, window, has_switch=True)
 
 
 ARCHITECTURES = {

@@ -6,7 +6,7 @@ from functools import partial
 
 from onward.errors import ConfigError
 from onward.models.blocks import AttentionTemperature, Decoder, ExpertNames, LayerNames
-from onward.models.config import common_fields, layer_types, layer_windows, read_text_part, sliding_window
+from onward.models.config import common_fields, layer_windows, read_text_part, sliding_window
 from onward.models.families.deepseek import deepseek_experts, dense_then_sparse, latent_attention
 from onward.models.family_fields import routed_experts
 from onward.models.fields import Config, FieldOverlay, json_object, positive_int, positive_number, words
@@ -31,27 +31,19 @@ def _read_mistral(config: Config) -> Decoder:
     fields = common_fields(config)
     window = sliding_window(config)
     kind = "full_attention" if window is None else "sliding_attention"
-    windows = layer_windows(layer_types(config, [kind] * fields.num_layers), window)
+    windows = layer_windows(config, [kind] * fields.num_layers, window)
     return fields.decoder(fields.windowed(fields.attention(), windows))
 
 
 def _read_mixtral(config: Config) -> Decoder:
     """Mistral with experts in every layer."""
     fields = common_fields(config, default_eps=1e-5)
-    window = positive_int(config, "sliding_window") if config.get("sliding_window") is not None else None
     count = positive_int(config, "num_local_experts", 8)
     names = ExpertNames(gate_proj="w1", up_proj="w3", down_proj="w2")
     experts = routed_experts(config, fields, count, 2, normalize=True, names=names)
-    layer = fields.layer(fields.attention(window=window), experts, names=LayerNames(feed_forward="block_sparse_moe"))
+    attention = fields.attention(window=sliding_window(config, None))
+    layer = fields.layer(attention, experts, names=LayerNames(feed_forward="block_sparse_moe"))
     return fields.decoder([layer] * fields.num_layers)
-
-
-def _read_ministral(config: Config) -> Decoder:
-    fields = common_fields(config)
-    window = sliding_window(config)
-    types = layer_types(config, ["full_attention" if window is None else "sliding_attention"] * fields.num_layers)
-    windows = [window if kind == "sliding_attention" else None for kind in types]
-    return fields.decoder(fields.windowed(fields.attention(), windows))
 
 
 def _read_ministral3(config: Config) -> Decoder:
@@ -95,7 +87,7 @@ def _read_text(config: Config) -> Decoder:
 # By the model_type of the text part.
 _TEXTS = {"mistral": _read_mistral, "ministral3": _read_ministral3, "mistral4": _read_mistral4}
 ARCHITECTURES = {
-    "MinistralForCausalLM": _read_ministral,
+    "MinistralForCausalLM": _read_mistral,
     "Ministral3ForCausalLM": _read_ministral3,
     "MistralForCausalLM": _read_mistral,
     "Mistral3ForConditionalGeneration": partial(read_text_part, read=_read_text, other_fields=_IMAGES),

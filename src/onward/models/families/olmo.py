@@ -7,14 +7,14 @@ from onward.errors import ConfigError
 from onward.models.blocks import Attention, Decoder, DecoderLayer, LayerNames, RMSNorm
 from onward.models.config import (
     CommonFields,
+    attention_biases,
     common_fields,
     every_nth_full,
-    layer_types,
     layer_windows,
     ropes_by_type,
     sliding_window,
 )
-from onward.models.fields import Config, FieldOverlay, flag, positive_int
+from onward.models.fields import Config, FieldOverlay, positive_int
 from onward.models.rope import rotary_schedule
 
 _DEFAULTS = {"rms_norm_eps": 1e-5}
@@ -37,20 +37,16 @@ def _read_olmo3(config: Config) -> Decoder:
     sliding = theta | {"rope_parameters": ropes.get("sliding_attention")}
     local = rotary_schedule(sliding, fields.head_dim, fields.max_position_embeddings, base=_BASE)
     attention = _olmo_attention(config, fields)
-    types = layer_types(config, every_nth_full(4, fields.num_layers))
-    attentions = [
-        replace(attention, window=window, rope=fields.rope if kind == "full_attention" else local)
-        for kind, window in zip(types, layer_windows(types, sliding_window(config)), strict=True)
-    ]
+    windows = layer_windows(config, every_nth_full(4, fields.num_layers), sliding_window(config))
+    attentions = [replace(attention, window=own, rope=fields.rope if own is None else local) for own in windows]
     return _decoder(fields, attentions, fields.norm(after_cast=False))
 
 
 def _olmo_attention(config: Config, fields: CommonFields) -> Attention:
     """Norms of whole queries and keys."""
-    bias = flag(config, "attention_bias")
     q_norm = fields.norm(fields.num_heads * fields.head_dim, after_cast=False)
     k_norm = fields.norm(fields.num_kv_heads * fields.head_dim, after_cast=False)
-    return fields.attention(qkv_bias=bias, o_bias=bias, q_norm=q_norm, k_norm=k_norm)
+    return fields.attention(**attention_biases(config), q_norm=q_norm, k_norm=k_norm)
 
 
 def _read_exaone4(config: Config) -> Decoder:
@@ -59,7 +55,7 @@ def _read_exaone4(config: Config) -> Decoder:
     head_norm = fields.norm(fields.head_dim)
     attention = fields.attention(q_norm=head_norm, k_norm=head_norm)
     window = sliding_window(config)
-    windows = layer_windows(layer_types(config, _pattern(config, fields.num_layers, window)), window)
+    windows = layer_windows(config, _pattern(config, fields.num_layers, window), window)
     # A model without windows has RoPE in all layers.
     attentions = (
         replace(attention, window=own, rope=None if window is not None and own is None else fields.rope)

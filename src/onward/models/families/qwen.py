@@ -14,8 +14,8 @@ from onward.models.blocks.decoder import MtpNames
 from onward.models.blocks.layer import TokenBlock
 from onward.models.config import (
     CommonFields,
+    attention_biases,
     check_attends,
-    check_layer_types,
     common_fields,
     ignore,
     layer_types,
@@ -55,12 +55,10 @@ def _read_qwen3(config: Config) -> Decoder:
 def _windows(config: Config, num_layers: int) -> tuple[int | None, ...]:
     """The window of each layer, if `use_sliding_window` is set; by default from layer `max_window_layers` on."""
     window = sliding_window(config) if flag(config, "use_sliding_window") else None
-    types = config.get("layer_types")
-    if types is None:
-        first = 0 if config.get("max_window_layers") == 0 else positive_int(config, "max_window_layers", 28)
-        types = ["full_attention" if window is None or i < first else "sliding_attention" for i in range(num_layers)]
-    check_layer_types(types, num_layers)
-    return layer_windows(types, window, has_switch=True)
+    is_unused = config.get("layer_types") is not None or config.get("max_window_layers") == 0
+    first = 0 if is_unused else positive_int(config, "max_window_layers", 28)
+    default = ["full_attention" if window is None or i < first else "sliding_attention" for i in range(num_layers)]
+    return layer_windows(config, default, window, has_switch=True)
 
 
 def _read_qwen3_moe(config: Config) -> Decoder:
@@ -80,8 +78,8 @@ def _read_qwen3_moe(config: Config) -> Decoder:
 
 def _attention(config: Config, fields: CommonFields, offset: float = 0.0, **changes: Any) -> Attention:
     """offset: of the norms of heads. changes: other fields of `Attention`."""
-    bias, norm = flag(config, "attention_bias"), fields.norm(fields.head_dim, offset=offset)
-    return fields.attention(qkv_bias=bias, o_bias=bias, q_norm=norm, k_norm=norm, **changes)
+    norm = fields.norm(fields.head_dim, offset=offset)
+    return fields.attention(**attention_biases(config), q_norm=norm, k_norm=norm, **changes)
 
 
 def _read_qwen3_next(config: Config) -> Decoder:

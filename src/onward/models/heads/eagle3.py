@@ -14,7 +14,7 @@ from onward.errors import CheckpointError, ConfigError, RequestError
 from onward.models.architecture import Architecture, WeightScope
 from onward.models.blocks import Attention, Decoder, FeedForward, LayerParams, Positions, RMSNorm
 from onward.models.blocks.layer import LayerCache
-from onward.models.config import common_fields, ignore, only
+from onward.models.config import attention_biases, common_fields, ignore, only
 from onward.models.fields import TrackedFields, flag, json_object, positive_int
 from onward.models.heads.head import DraftHead, Find, HeadParams
 
@@ -105,11 +105,10 @@ def read_eagle3(config: Mapping[str, Any], target: Architecture | None) -> Eagle
                 f"the EAGLE-3 head is of another model: its {name} is {tracked[name]}, and the model's "
                 f"{name.removeprefix('target_')} is {of_target}"
             )
-    has_bias = flag(tracked, "attention_bias")
     head = Eagle3Head(
         target,
         _taps(tracked, len(target.layers)),
-        attention=fields.attention(input_size=2 * fields.hidden_size, qkv_bias=has_bias, o_bias=has_bias),
+        attention=fields.attention(input_size=2 * fields.hidden_size, **attention_biases(tracked)),
         feed_forward=fields.feed_forward(bias=flag(tracked, "mlp_bias")),
         norm=fields.norm(),
         vocab_size=positive_int(tracked, "draft_vocab_size", fields.vocab_size, most=fields.vocab_size),

@@ -11,8 +11,7 @@ from torch import Tensor
 from onward.cache import LayerShape
 from onward.models.blocks.layer import LayerCache
 from onward.models.linear import Embedding, Linear
-from onward.models.module import CacheLayer, transformers_cache
-from onward.models.module_taps import module_taps
+from onward.models.module import CacheLayer, module_taps, transformers_cache
 from onward.models.transformers.linears import CacheSurvey, Hosted, Step, UnsupportedModuleError, current_step, running
 from onward.util.process import renew_in_forks
 

@@ -122,11 +122,7 @@ def _silence(module: Any) -> None:
     """Disable a warning about padding, for which some modules read the ids; a trace has no values to read."""
     for part in module.modules():
         if hasattr(part, "warn_if_padding_and_no_attention_mask"):
-            part.warn_if_padding_and_no_attention_mask = _no_warning
-
-
-def _no_warning(*_: Any, **__: Any) -> None:
-    """Nothing is padded."""
+            part.warn_if_padding_and_no_attention_mask = lambda *_, **__: None
 
 
 def _configs(module: Any) -> Iterable[Any]:

@@ -94,13 +94,8 @@ class Step:
 _current: ContextVar[Step | None] = ContextVar("onward_hosted_step", default=None)
 
 
-def running_step() -> Step | None:
-    """The forward pass of this thread; None if the module runs its own attention."""
-    return _current.get()
-
-
 def current_step() -> Step:
-    """The forward pass of this thread."""
+    """The forward pass of this thread. Raises `UnsupportedModuleError` if the module runs its own attention."""
     step = _current.get()
     if step is None:
         raise UnsupportedModuleError("a module that Onward runs was called from outside of Onward")
@@ -142,7 +137,7 @@ class TransformersHead(TransformersLinear):
     """The head, which computes only the selected logits."""
 
     def forward(self, x: Tensor) -> Tensor:
-        step = running_step()
+        step = _current.get()
         return self.part(x if step is None or step.logits_at is None else take_positions(x, step.logits_at))
 
 

@@ -98,7 +98,8 @@ class SpeculativeStep:
                 row = None
                 if self._drafter is not None:
                     row = DraftRow(sequence.prompt, sequence.token_ids, constraint=sequence.constraint)
-                    row.salt, row.sampling = sequence.salt, None if self._target.select else sequence.sampling
+                    row.salt = sequence.salt
+                    row.sampling = sequence.sampling if self._target.select is None else None
                     row.features = partial(cached_features, self._target.model, self._slots, weakref.ref(sequence))
                 sequence.drafting = DraftState(row, self.leave, AcceptanceRate(self._overall.rate))
 

@@ -75,7 +75,8 @@ def described(text: str, model: type[BaseModel] = ErrorBody) -> dict[str, Any]:
 def error_schemas() -> dict[str, Any]:
     """The schemas of the bodies of error responses, by name."""
     found: dict[str, Any] = {}
-    for model in {ErrorBody, *(protocol.failure for protocol in PROTOCOLS.values())}:
+    models: set[type[BaseModel]] = {ErrorBody, *(protocol.failure for protocol in PROTOCOLS.values())}
+    for model in models:
         schema = model.model_json_schema(ref_template=f"{_SCHEMAS}{{model}}", mode="serialization")
         found |= {**schema.pop("$defs", {}), model.__name__: schema}
     return dict(jsonable_encoder(found, exclude_none=True))  # as FastAPI writes the others

@@ -12,10 +12,12 @@ INSTALLED_FROM := pyproject.toml constraints.txt $(shell find native -name "*.cp
 
 BROWSER = $$(which chromium chromium-browser google-chrome chrome)
 CLIENTS := tests/server/clients
+OF_CLIENTS := $(VENV)/.installed-clients build/clients/openai2/.installed $(CLIENTS)/node_modules
+EXTRAS := eval trl cluster release
 PEERS := llama.cpp llama-server transformers openvino onnxruntime
 
 .DEFAULT_GOAL := help
-.PHONY: arm cross help demo docs test test-full lint types contracts structure generated unit soak fuzz clients agents eval-test test-cluster browser page sanitize bench peers compare demo-model clean \
+.PHONY: arm cross help demo docs test test-full lint types contracts structure generated unit soak fuzz clients agents eval-test test-cluster browser page sanitize extras bench peers compare demo-model clean \
 	wheel wheel-test workflows lint-deploy
 
 help: ## list the targets
@@ -64,14 +66,18 @@ soak: $(VENV)/.installed-dev ## the engine for an hour: thousands of random sche
 fuzz: $(VENV)/.installed-dev ## all hostile requests, and 10,000 bodies that no run has drawn before
 	@ONWARD_TESTS=full HYPOTHESIS_PROFILE=explore OMP_NUM_THREADS=1 $(BIN)/pytest -rP tests/hostile
 
-clients: $(VENV)/.installed-dev $(VENV)/.installed-clients build/clients/openai2/.installed $(CLIENTS)/node_modules ## client libraries that people use, against the server
+# Installs everything that the tests outside `make test` need, except for a browser.
+extras: $(OF_CLIENTS) $(EXTRAS:%=$(VENV)/.installed-%)
+
+clients: $(VENV)/.installed-dev $(OF_CLIENTS) ## client libraries that people use, against the server
 	@OMP_NUM_THREADS=1 $(BIN)/pytest -rs --numprocesses auto --maxprocesses 4 --dist worksteal $(CLIENTS)
 
 agents: $(VENV)/.installed-dev $(CLIENTS)/command_lines/node_modules ## Codex and Claude Code against the server; 660 MB of npm packages
 	@$(BIN)/pytest -rs $(CLIENTS)/test_agents.py
 
 eval-test: $(VENV)/.installed-dev $(VENV)/.installed-eval $(VENV)/.installed-trl ## lm-evaluation-harness, compared with its own class; TRL
-	@$(BIN)/pytest tests/integrations tests/docs/test_evaluating_page.py
+	@OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto --maxprocesses 4 --dist worksteal \
+		tests/integrations tests/docs/test_evaluating_page.py
 
 test-cluster: $(VENV)/.installed-dev $(VENV)/.installed-cluster ## replicas on Ray, killed and stopped in the middle of texts
 	@$(BIN)/pytest tests/cluster
@@ -89,7 +95,8 @@ page: browser $(VENV)/.installed-dev $(VENV)/.installed-browser ## the page of `
 # don't go through sys.stderr, so pytest must not capture file descriptors.
 sanitize: $(VENV)/.installed-dev ## the kernel tests with AddressSanitizer and UBSan builds; needs g++
 	@$(BIN)/cmake -S native -B build/sanitize -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
-		-DCMAKE_CXX_COMPILER=g++ -DONWARD_SANITIZE=ON -DONWARD_PORTABLE_PLATFORM=ON --log-level=WARNING
+		-DCMAKE_CXX_COMPILER=g++ -DONWARD_SANITIZE=ON -DONWARD_PORTABLE_PLATFORM=ON --log-level=WARNING \
+		-DONWARD_ONLY="$$($(BIN)/python -c 'from onward import native; print(*native.available_isas(), sep=";")')"
 	@$(PROGRESS) "building build/sanitize" $(BIN)/cmake --build build/sanitize --parallel $$(nproc)
 	@ONWARD_NATIVE_DIR=$(CURDIR)/build/sanitize ASAN_OPTIONS=detect_leaks=0 \
 		LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \

@@ -36,6 +36,9 @@ CONFIG = {
     "rope_theta": 10000.0,
     "tie_word_embeddings": False,
 }
+# Of a tiny model of a family whose experts are 128 large ones by default: 30 million weights.
+_FEW = {"num_experts_per_tok": 2, "moe_intermediate_size": 20}
+FEW_EXPERTS = {"glm4moe": {"n_routed_experts": 4, **_FEW}, "qwen3moe": {"num_experts": 4, **_FEW}}
 TOKENIZER_CONFIG = {"bos_token": "<s>", "eos_token": "</s>"}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -39,11 +40,12 @@ def is_story(text: str) -> bool:
 
 @torch.no_grad()
 def continuations(
-    folder: Path, tokenizer: Tokenizer, opening: str, temperature: float, seed: int, count: int
-) -> list[str]:
-    """`count` continuations, sampled in one batch; one at temperature 0."""
+    folder: Path, tokenizer: Tokenizer, openings: Sequence[str], temperature: float, seed: int, count: int
+) -> list[tuple[str, str]]:
+    """Each opening with `count` continuations, one at temperature 0; all are drawn in one batch."""
     ends = [token_id(tokenizer, END_OF_TEXT), token_id(tokenizer, IM_END)]
-    ids = torch.tensor([tokenizer.encode(opening).ids or ends[:1]])
+    prompts = [tokenizer.encode(opening).ids or ends[:1] for opening in openings]
+    longest = max(map(len, prompts))
     torch.manual_seed(seed)
     sampling = {
         "do_sample": True,
@@ -53,25 +55,22 @@ def continuations(
         "num_return_sequences": count,
     }
     rows = peer(folder).generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
+        torch.tensor([[ends[0]] * (longest - len(ids)) + ids for ids in prompts]),
+        attention_mask=torch.tensor([[0] * (longest - len(ids)) + [1] * len(ids) for ids in prompts]),
         max_new_tokens=TOKENS,
         eos_token_id=ends,
         pad_token_id=ends[0],
         **(sampling if temperature > 0 else {"do_sample": False, "temperature": None, "top_p": None}),
     )
-    texts = [tokenizer.decode(row, skip_special_tokens=False) for row in rows[:, ids.shape[1] :].tolist()]
-    return [text.replace(END_OF_TEXT, "") for text in texts]
+    texts = [tokenizer.decode(row, skip_special_tokens=False) for row in rows[:, longest:].tolist()]
+    each = len(texts) // len(openings)
+    return [(openings[at // each], text.replace(END_OF_TEXT, "")) for at, text in enumerate(texts)]
 
 
 def stories(folder: Path, tokenizer: Tokenizer, seeds: int) -> dict[float, tuple[int, int]]:
     """By temperature: the number of continuations that are stories, and the number of all continuations."""
     counts = {}
     for temperature in (0.0, *TEMPERATURES):
-        drawn = [
-            text
-            for opening in OPENINGS
-            for text in continuations(folder, tokenizer, opening, temperature, 0, seeds if temperature else 1)
-        ]
-        counts[temperature] = (sum(map(is_story, drawn)), len(drawn))
+        drawn = continuations(folder, tokenizer, OPENINGS, temperature, 0, seeds)
+        counts[temperature] = (sum(is_story(text) for _, text in drawn), len(drawn))
     return counts

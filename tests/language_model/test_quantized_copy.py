@@ -17,6 +17,7 @@ from onward.language_model import prefix_disk, quantized_copy
 from onward.language_model.weights import WeightsReader
 from onward.models import FAMILIES
 from onward.testing import random_checkpoint
+from tiny_checkpoint import FEW_EXPERTS
 
 WEIGHTS = "model.safetensors"
 READS = []  # of checkpoints themselves
@@ -67,7 +68,7 @@ def assert_equal(one, other):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("family", FAMILY_NAMES)
 def test_a_copy_has_the_bits_of_the_checkpoint(tmp_path, cache, family, dtype, quantize):
-    folder = random_checkpoint(tmp_path / "model", family, dtype=dtype)
+    folder = random_checkpoint(tmp_path / "model", family, dtype=dtype, **FEW_EXPERTS.get(family, {}))
     first = load(folder, quantize=quantize)
     second = load(folder, quantize=quantize)
     assert not first.is_from_copy

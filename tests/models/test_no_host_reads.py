@@ -14,6 +14,7 @@ from onward.models import FAMILIES
 from onward.ops import packed, quantized
 from onward.ops.operator import Operator
 from onward.testing import tiny_model
+from tiny_checkpoint import FEW_EXPERTS
 
 _READS = {"item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__contains__", "cpu"}
 _UPLOADS = {"tensor", "as_tensor", "from_numpy", "asarray"}
@@ -68,8 +69,9 @@ def as_on_a_gpu(monkeypatch):
     ops.choose("native" if native.built_isas() else "definition")
 
 
+NAMES = [name.removesuffix("ForCausalLM").lower() for name in FAMILIES if name.endswith("ForCausalLM")]
 CONFIGS = [
-    *((name.removesuffix("ForCausalLM").lower(), {}) for name in FAMILIES if name.endswith("ForCausalLM")),
+    *((family, FEW_EXPERTS.get(family, {})) for family in NAMES),
     ("mistral", {"sliding_window": 3}),
     ("ministral", {"sliding_window": 3, "layer_types": ["full_attention", "sliding_attention"]}),
     (

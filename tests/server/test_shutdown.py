@@ -15,12 +15,11 @@ from typing import Any
 import pytest
 
 SECONDS = 60
-# Seconds of the drain, and those after it that the server gives its clients and itself.
-DRAIN, GRACE = 0.2, 10
+DRAIN = 0.2  # seconds
 TEXT = "/v1/completions"
 PROGRAM = """
 import sys, time, onward
-from onward.server import Settings, bound, create_app, log_to_stderr, run
+from onward.server import Settings, bound, create_app, lifecycle, log_to_stderr, run
 
 lm = onward.load("demo")
 {setup}
@@ -32,6 +31,7 @@ with onward.Engine(lm) as engine:
 NOTE = "print('runs', file=sys.stderr, flush=True)"
 # In a reader: native code that lets other threads run, and for longer than the test.
 READING = f"""
+lifecycle._CANCEL_GRACE = 1.0
 def encode(*_, **options):
     text = "The fox ran over the hill. " * 400_000
     {NOTE}
@@ -40,6 +40,7 @@ def encode(*_, **options):
 onward.tokenizer.JsonTokenizer.encode = encode
 """
 HANGING = f"""
+lifecycle._CANCEL_GRACE = lifecycle._EXIT_GRACE = 1.0
 def hang(*_):
     {NOTE}
     time.sleep(1000)
@@ -56,7 +57,6 @@ def test_the_server_ends_whatever_runs(runs: str) -> None:
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
     connection = http.client.HTTPConnection("127.0.0.1", timeout=SECONDS)
     watch = threading.Timer(SECONDS, process.kill)
-    watch.start()
     try:
         assert process.stderr is not None
         port = int(until(process, r'"serves", "url": "http://127.0.0.1:([0-9]+)"'))
@@ -72,13 +72,12 @@ def test_the_server_ends_whatever_runs(runs: str) -> None:
             connection.request("POST", TEXT, json.dumps(body), {"Content-Type": "application/json"})
         if setup:
             until(process, "runs")
-        else:
+        elif runs != "nothing":
             time.sleep(2)
-        began = time.monotonic()
+        watch.start()
         process.send_signal(signal.SIGTERM)
         process.stderr.read()
         status = process.wait(SECONDS)
-        assert time.monotonic() - began < DRAIN + GRACE + 10, "10: for a busy machine"
         assert status == (1 if runs == "hanging step" else 0)
     finally:
         connection.close()

@@ -9,6 +9,7 @@ from torch import Tensor
 import onward
 from onward.models import FAMILIES, read_config
 from onward.testing import random_checkpoint, tiny_config
+from tiny_checkpoint import FEW_EXPERTS
 
 DTYPES = (torch.float32, torch.bfloat16)
 _NAMES = sorted({name.removesuffix("ForCausalLM").lower() for name in FAMILIES if name.endswith("ForCausalLM")})
@@ -22,7 +23,8 @@ PROMPTS = [[5, 6, 7], [9, 8] * 40, [11] * 23]
 
 def trainable(family: str, dtype: torch.dtype = torch.float32, **overrides: object) -> onward.LanguageModel:
     with tempfile.TemporaryDirectory() as folder:
-        return onward.load(random_checkpoint(folder, family, dtype=dtype, **overrides), trainable=True)
+        fields = FEW_EXPERTS.get(family, {}) | overrides
+        return onward.load(random_checkpoint(folder, family, dtype=dtype, **fields), trainable=True)
 
 
 def samples(lm: onward.LanguageModel, **options: object) -> list[onward.Completion]:

@@ -9,13 +9,14 @@ import onward
 from onward.checkpoint import open_checkpoint
 from onward.checkpoint.convert import write_folder
 from onward.testing import random_checkpoint
+from tiny_checkpoint import FEW_EXPERTS
 
 IDS = [[7, 9, 11, 200, 3] * 8, [5, 4, 3, 2, 1, 6] * 9]
 # Fields that transformers needs, or reads otherwise, where the tiny configs leave them out.
 _YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
 _FIELDS = {
-    "glm4moe": {"model_type": "glm4_moe"},
-    "qwen3moe": {"model_type": "qwen3_moe"},
+    "glm4moe": {"model_type": "glm4_moe", **FEW_EXPERTS["glm4moe"]},
+    "qwen3moe": {"model_type": "qwen3_moe", **FEW_EXPERTS["qwen3moe"]},
     "ministral": {"sliding_window": 24},
     "ministral3": {"rope_parameters": {**_YARN, "llama_4_scaling_beta": 0.1}},
 }

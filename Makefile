@@ -12,7 +12,7 @@ INSTALLED_FROM := pyproject.toml constraints.txt $(shell find native -name "*.cp
 
 BROWSER = $$(which chromium chromium-browser google-chrome chrome)
 CLIENTS := tests/server/clients
-PEERS := llama.cpp llama-server transformers openvino onnxruntime
+PEERS := llama.cpp ik_llama.cpp llama-server transformers openvino onnxruntime
 
 .DEFAULT_GOAL := help
 .PHONY: arm cross help demo docs test test-full lint types contracts structure generated unit soak fuzz clients agents eval-test test-cluster browser page sanitize bench peers compare demo-model clean \

@@ -1,6 +1,6 @@
 // A layer of experts: what one call computes, and the memory that it works in.
 #pragma once
-#include "../linear/kernel_table.h"
+#include "../linear/unpacked.h"
 
 // The arguments of onward_experts (ExpertsArguments in Python).
 struct OnwardExperts {

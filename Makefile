@@ -14,7 +14,7 @@ BROWSER = $$(which chromium chromium-browser google-chrome chrome)
 CLIENTS := tests/server/clients
 OF_CLIENTS := $(VENV)/.installed-clients build/clients/openai2/.installed $(CLIENTS)/node_modules
 EXTRAS := eval trl cluster release
-PEERS := llama.cpp llama-server transformers openvino onnxruntime
+PEERS := llama.cpp ik_llama.cpp llama-server transformers openvino onnxruntime
 
 .DEFAULT_GOAL := help
 .PHONY: arm cross help demo docs test test-full lint types contracts structure generated unit soak fuzz clients agents eval-test test-cluster browser page sanitize extras bench peers compare demo-model clean \

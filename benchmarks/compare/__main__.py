@@ -1,4 +1,4 @@
-"""Onward compared with transformers, llama.cpp, OpenVINO and onnxruntime on the same random weights, in one run.
+"""Onward compared with transformers, llama.cpp, ik_llama.cpp, OpenVINO and onnxruntime on the same weights, in one run.
 
     make peers                                  (installs them, each into an environment of its own)
     python -m benchmarks.compare [options]

@@ -60,7 +60,7 @@ class Contender:
             return drawn_config(self.shape)
         if self.weights is None:
             return random_checkpoint()
-        if self.worker in ("llama_cpp", "onward"):  # both read the same file
+        if self.worker in ("llama_cpp", "ik_llama_cpp", "onward"):  # all read the same file
             path = HOME / "models" / f"{self.shape}-llama_cpp-{self.weights}.gguf"
         else:
             path = HOME / "models" / f"{self.shape}-{self.worker}-{self.weights}"
@@ -79,7 +79,7 @@ class Contender:
         log = path.with_name(f"{path.name}.log")
         with log.open("w") as output:
             # GGUF is written with the names that Onward reads it by, so by Onward's Python.
-            python = sys.executable if self.worker == "llama_cpp" else str(self.python)
+            python = sys.executable if _CONVERTERS[self.worker] == "gguf" else str(self.python)
             command = [python, "-m", module, str(source), str(unfinished), str(self.weights)]
             status = subprocess.run(command, stdout=output, stderr=output, check=False).returncode
         if status:
@@ -95,7 +95,13 @@ def drawn_config(shape: str) -> Path:
     return path
 
 
-_CONVERTERS = {"llama_cpp": "gguf", "onward": "gguf", "openvino": "openvino", "onnxruntime": "onnxruntime"}
+_CONVERTERS = {
+    "llama_cpp": "gguf",
+    "ik_llama_cpp": "gguf",
+    "onward": "gguf",
+    "openvino": "openvino",
+    "onnxruntime": "onnxruntime",
+}
 
 # The same GGUF file in both (benchmarks/gguf_models.py).
 GGUF_RECIPES = ("Q4_K_M", "Q8_0", "Q4_0", "Q6_K")
@@ -114,15 +120,18 @@ CONTENDERS = [
     Contender("transformers", "bf16", "transformers", "transformers"),
     Contender("llama.cpp", "bf16", "llama_cpp", "llama.cpp", "BF16"),
     Contender("llama.cpp", "bf16", "llama_cpp", "llama.cpp", "BF16", "plain attention"),
+    Contender("ik_llama.cpp", "bf16", "ik_llama_cpp", "ik_llama.cpp", "BF16"),
     Contender("openvino", "bf16", "openvino", "openvino", "fp16"),
     Contender(OURS, "int8", "onward"),
     Contender("llama.cpp", "int8", "llama_cpp", "llama.cpp", "Q8_0"),
     Contender("llama.cpp", "int8", "llama_cpp", "llama.cpp", "Q8_0", "plain attention"),
+    Contender("ik_llama.cpp", "int8", "ik_llama_cpp", "ik_llama.cpp", "Q8_0"),
     Contender("openvino", "int8", "openvino", "openvino", "int8"),
     Contender("onnxruntime", "int8", "onnxruntime", "onnxruntime", "int8"),
     Contender(OURS, "int4", "onward"),
     Contender("llama.cpp", "int4", "llama_cpp", "llama.cpp", "Q4_0"),
     Contender("llama.cpp", "int4", "llama_cpp", "llama.cpp", "Q4_0", "plain attention"),
+    Contender("ik_llama.cpp", "int4", "ik_llama_cpp", "ik_llama.cpp", "Q4_0"),
     Contender("openvino", "int4", "openvino", "openvino", "int4"),
     Contender("onnxruntime", "int4", "onnxruntime", "onnxruntime", "int4"),
 ]

@@ -35,8 +35,10 @@ class Samples:
 
     token: of each turn every token.
     first_tokens: what it answered to each prompt, which the others of its precision should answer too.
+    instructions: those that it reports.
     """
 
+    instructions: str = ""
     load: float = 0.0
     prefill: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
     token: dict[int, list[list[float]]] = field(default_factory=lambda: defaultdict(list))
@@ -79,10 +81,10 @@ class Course(Turns):
         self.plan = plan
         self.result = Session(failed=self.failed)
 
-    def enter(self, name: str, command: list[str]) -> float:
-        self.result.samples[name] = Samples()
-        self.result.samples[name].load = super().enter(name, command)
-        return self.result.samples[name].load
+    def enter(self, name: str, command: list[str]) -> tuple[float, str]:
+        self.result.samples[name] = samples = Samples()
+        samples.load, samples.instructions = super().enter(name, command)
+        return samples.load, samples.instructions
 
     def begin(self, name: str, ids: Sequence[int], keep: bool = True) -> None:
         """Prefill, timed unless it is a warm-up."""

@@ -177,6 +177,7 @@ class PrecisionReport:
             "limits": rounded(dict(self.limits)),
             "contenders": {
                 name: rounded({**rates, "load_seconds": samples[name].load, "peak_bytes": samples[name].peak})
+                | {"instructions": samples[name].instructions}
                 for name, rates in self.figures.items()
             },
             "ratio_to_best_peer": rounded({figure: self.ratio(figure) for figure in FIGURES}),

@@ -27,6 +27,8 @@ def precision_lines(report: PrecisionReport) -> Iterator[str]:
         yield _row(name, [*(number(rates[figure]) for figure in FIGURES), *extra])
     for name, reason in session.failed.items():
         yield f"{name:{NAME}}failed: {reason}"[:100]
+    for name in report.figures:
+        yield f"{name:{NAME}}instructions: {session.samples[name].instructions}"[:100]
     yield _row("limit: weights and cache", [number(report.limits.get(figure)) for figure in DECODES])
     yield _row("Onward, of the limit", [percent(report.share_of_limit(figure)) for figure in DECODES])
     yield _row("Onward / best peer", [times(report.ratio(figure)) for figure in FIGURES])

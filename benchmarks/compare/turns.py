@@ -20,18 +20,19 @@ class Turns:
         self._workers: dict[str, Worker] = {}
         self._meter = _start_meter(threads)
 
-    def enter(self, name: str, command: list[str]) -> float:
-        """Start a contender and let it load; returns the seconds of it, 0 if it failed."""
+    def enter(self, name: str, command: list[str]) -> tuple[float, str]:
+        """Start a contender and let it load; returns the seconds of it and its instructions, 0 and "" if it failed."""
         progress(f"loading {name}")
         self._workers[name] = Worker(name, command)
-        seconds = 0.0
+        loaded = 0.0, ""
 
         def load(worker: Worker) -> None:
-            nonlocal seconds
-            seconds = worker.ask(do="load")["seconds"]
+            nonlocal loaded
+            answer = worker.ask(do="load")
+            loaded = answer["seconds"], answer["instructions"]
 
         self.attempt(name, load)
-        return seconds
+        return loaded
 
     def prompt(self, length: int) -> list[int]:
         """A fresh prompt, because the peers cache prompts."""

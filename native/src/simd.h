@@ -14,7 +14,6 @@
 //   load_bytes(const uint8_t* or int8_t*) -> i32x16, look_up   in a table of 16 bytes
 //   dot_bf16, dot_i8, dot_i16, low_nibbles, high_nibbles   steps of the low-precision dot products, see the headers
 //   widen_i8, widen_first_i8, store_low_words   pairs of 16-bit integers
-//   factors_of, times_power, broken_lanes, with_nan   products with powers of two, see isa/x86_512.h
 //   load_first_words, pair_words   16-bit words
 //   kDotsBf16, kDotsBytes      whether dot_bf16 and dot_i8 are one instruction. If not, products of floats and of 16-bit
 //                              words are cheaper (linear/kernels.h), and attention over bf16 uses floats

@@ -184,10 +184,6 @@ int main() {
   line("lanes_of", [](const Inputs& in) {
     put(select(lanes_of(in.words[0] & 0xffff), load(in.near), load(in.near + 16)));
   });
-  line("times_power", [](const Inputs& in) {
-    const float power = 0x1p-9f;
-    put(times_power(factors_of(load(in.near)), &power));
-  });
   line("sum_lanes_of", [](const Inputs& in) {
     float sums[4];
     const f32x16 floats[4] = {load(in.near), load(in.near + 16), load(in.near + 32), load(in.near + 48)};

@@ -15,7 +15,8 @@ import gguf
 import numpy as np
 from gguf import GGMLQuantizationType, GGUFWriter
 
-from onward.checkpoint.gguf.families import FAMILIES, gguf_name
+from onward.checkpoint.gguf.families import FAMILIES
+from onward.checkpoint.gguf.family import gguf_name
 
 
 def write_header(writer: GGUFWriter, config: dict) -> None:
@@ -88,7 +89,7 @@ def main() -> None:
     write_header(writer, config)
     random = np.random.default_rng(0)
     for tensor, shape, values in bf16_tensors(checkpoint / "model.safetensors"):
-        stored = gguf_name(tensor, FAMILIES[config["model_type"]]).tensor
+        (stored,) = gguf_name(tensor, FAMILIES[config["model_type"]]).tensors
         kind = type_of(stored, name, config["num_hidden_layers"]) if len(shape) == 2 else "F32"
         if kind in ("Q4_K", "Q6_K"):
             raw = drawn_blocks(shape, kind, random)

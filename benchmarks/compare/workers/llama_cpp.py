@@ -8,7 +8,7 @@ import ctypes
 
 import llama_cpp
 
-from benchmarks.compare.workers.serve import Session, serve, timed_steps
+from benchmarks.compare.workers.serve import Session, serve, system_instructions, timed_steps
 
 CHUNK = 512
 
@@ -19,6 +19,7 @@ class LlamaCpp(Session):
         self._silence = llama_cpp.llama_log_callback(lambda level, text, data: None)
         llama_cpp.llama_log_set(self._silence, ctypes.c_void_p(0))
         llama_cpp.llama_backend_init()
+        self.instructions = system_instructions(llama_cpp.llama_print_system_info())
         self.model = llama_cpp.llama_model_load_from_file(
             self.model_path.encode(), llama_cpp.llama_model_default_params()
         )

@@ -4,11 +4,13 @@ from collections.abc import Iterator
 
 import onward
 from benchmarks.compare.workers.serve import TOKENS_OF_ONE_TEXT, Session, serve, timed_steps
+from onward import native
 
 
 class Onward(Session):
     def load(self) -> None:
         onward.set_num_threads(self.threads)
+        self.instructions = native.isa()
         quantize = self.precision if self.precision in ("int8", "int4") else None
         cache_format = "int8" if self.variant == "8-bit cache" else None
         self.lm = onward.load(self.model_path, dtype="bfloat16", quantize=quantize, cache_format=cache_format)

@@ -1,6 +1,6 @@
 """The worker's side: a `Service` is loaded once and then told what to do, one JSON object a line.
 
-    {"do": "load"}                               -> {"seconds": 1.2}
+    {"do": "load"}                               -> {"seconds": 1.2, "instructions": "AVX2 FMA"}
     {"do": "memory"}                             -> {"peak": bytes}                   the most this process ever held
     {"do": "quit"}
 
@@ -37,7 +37,10 @@ class Service(ABC):
 
     variant: a choice that only this contender knows; "" for its usual way.
     sequences: the most texts at a time.
+    instructions: those that the program uses, as far as it reports them.
     """
+
+    instructions = "of its own choice"
 
     def __init__(
         self, model: str, precision: str, threads: int, capacity: int, variant: str = "", sequences: int = 1
@@ -80,6 +83,12 @@ class Session(Service):
         if what == "batch":
             return {"seconds": self.batch(request["prompts"], request["count"])}
         raise ValueError(f"unknown request {what!r}")
+
+
+def system_instructions(system_info: bytes) -> str:
+    """The vector instructions of a line such as "AVX = 1 | AVX2 = 1 | AVX512 = 0 | LLAMAFILE = 1", by llama.cpp."""
+    found = re.findall(r"\b(AVX\w*|FMA|F16C|AMX\w*|NEON|DOTPROD|MATMUL_INT8|SVE) = 1", system_info.decode())
+    return " ".join(found)
 
 
 def timed_steps(step: Callable[[], Any], count: int) -> list[float]:
@@ -129,7 +138,7 @@ def _answer(service: Service, request: dict[str, Any]) -> dict[str, Any]:
     if what == "load":
         began = time.perf_counter()
         service.load()
-        return {"seconds": time.perf_counter() - began}
+        return {"seconds": time.perf_counter() - began, "instructions": service.instructions}
     if what == "memory":
         return {"peak": _peak_memory()}
     return service.answer(request)

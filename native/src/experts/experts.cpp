@@ -77,21 +77,49 @@ int64_t step_of(Format format, int64_t part_rows, int64_t tile_rows) {
   return part_rows <= stream_rows(format) ? 1 : blocks_at_once(format, tile_rows);
 }
 
-const uint8_t* packed(const void* weights, int64_t block, int64_t bytes) {
-  return static_cast<const uint8_t*>(weights) + block * bytes;
+// The matrices of one part: one or two, which take turns, so that each stream's prefetches reach its own next block.
+struct Matrices {
+  const void* weights[2];
+  int64_t first_block, inputs;  // first_block: of the part's expert
+  const uint8_t* panels;
+};
+
+// A part's rows times the blocks begin … end - 1: done(matrix, row, rows, block, blocks, products) gets each tile's
+// products, [rows, blocks, 16].
+template <class Done>
+inline void multiply(const Work& w, const Part& part, const Matrices& m, int64_t begin, int64_t end, Done&& done) {
+  const int64_t bytes = block_bytes(w.format, m.inputs), row_bytes = panel_row_bytes(w.format, m.inputs);
+  const auto each_step = [&](int64_t most, auto&& body) {
+    for (int64_t block = begin; block < end; block += most) {
+      const int64_t blocks = end - block < most ? end - block : most;
+      for (int matrix = 0; matrix < 2; ++matrix) {
+        if (m.weights[matrix] == nullptr) continue;
+        body(matrix, block, blocks, static_cast<const uint8_t*>(m.weights[matrix]) + (m.first_block + block) * bytes);
+      }
+    }
+  };
+  if (part.rows > stream_rows(w.format) && unpacks(w.format)) {
+    const Tiles tiles{m.panels, row_bytes, part.rows, tiles_of(w.format, part.rows), part.first};
+    each_step(kInt4Blocks, [&](int matrix, int64_t block, int64_t blocks, const uint8_t* weights) {
+      const auto done_tile = [&](int64_t row, int64_t rows, const float* products) {
+        done(matrix, row, rows, block, blocks, products);
+      };
+      run_unpacked(w.format, tiles, 0, tiles.count, m.inputs, weights, bytes, blocks, done_tile);
+    });
+    return;
+  }
+  alignas(64) float products[kStreamRows * kMaxBlocks * 16];
+  const KernelTable& table = kernels_of(w.format);
+  for_tiles(w.format, part.rows, [&](int64_t row, int64_t rows) {
+    row += part.first;
+    each_step(step_of(w.format, part.rows, rows), [&](int matrix, int64_t block, int64_t blocks, const uint8_t* weights) {
+      table.run[rows][blocks]({m.panels + row * row_bytes, weights, bytes, m.inputs, products});
+      done(matrix, row, rows, block, blocks, products);
+    });
+  });
 }
 
 // ── gate and up ───────────────────────────────────────────────────────────────────────────────────
-
-// Multiplies rows of the list with some blocks of one matrix, into [rows, inner_stride].
-void multiply(const Work& w, const uint8_t* panel, int64_t rows, const uint8_t* weights,
-              int64_t blocks, float* to) {
-  alignas(64) float sums[kStreamRows * kMaxBlocks * 16];
-  kernels_of(w.format).run[rows][blocks]({panel, weights, w.up_block_bytes, w.call.width, sums});
-  for (int64_t r = 0; r < rows; ++r) {
-    std::memcpy(to + r * w.inner_stride, sums + r * blocks * 16, size_t(blocks) * 64);
-  }
-}
 
 template <class F>
 void activate(const Work& w, const Part& part, const Piece& piece, F activation) {
@@ -118,24 +146,16 @@ void activate(const Work& w, const Part& part, const Piece& piece) {
   }
 }
 
-// Computes one piece. gate and up alternate, so that the prefetches of each reach its next block.
 void gate_and_up(const Work& w, const Piece& piece) {
   const Part& part = w.parts[piece.part];
-  const int64_t first_block = part.expert * w.up_blocks;
-  for_tiles(w.format, part.rows, [&](int64_t row, int64_t rows) {
-    row += part.first;
-    const uint8_t* panel = w.panels + row * w.panel_bytes;
-    const int64_t most = step_of(w.format, part.rows, rows);
-    for (int64_t block = piece.begin; block < piece.end; block += most) {
-      const int64_t blocks = piece.end - block < most ? piece.end - block : most;
-      const int64_t at = row * w.inner_stride + block * kBlockRows;
-      const int64_t place = first_block + block;
-      if (w.call.gate != nullptr) {
-        multiply(w, panel, rows, packed(w.call.gate, place, w.up_block_bytes), blocks, w.gate + at);
-      }
-      multiply(w, panel, rows, packed(w.call.up, place, w.up_block_bytes), blocks, w.up + at);
-    }
-  });
+  const Matrices matrices{{w.call.gate, w.call.up}, part.expert * w.up_blocks, w.call.width, w.panels};
+  multiply(w, part, matrices, piece.begin, piece.end,
+           [&](int matrix, int64_t row, int64_t rows, int64_t block, int64_t blocks, const float* products) {
+             float* to = (matrix == 0 ? w.gate : w.up) + row * w.inner_stride + block * kBlockRows;
+             for (int64_t r = 0; r < rows; ++r) {
+               std::memcpy(to + r * w.inner_stride, products + r * blocks * 16, size_t(blocks) * 64);
+             }
+           });
   activate(w, part, piece);
 }
 
@@ -158,19 +178,11 @@ void add_tile(const Work& w, int64_t expert, int64_t row, int64_t rows, int64_t 
 }
 
 void down_part(const Work& w, const Part& part, int64_t begin, int64_t end) {
-  alignas(64) float products[kStreamRows * kMaxBlocks * 16];
-  const KernelTable& table = kernels_of(w.format);
-  for_tiles(w.format, part.rows, [&](int64_t row, int64_t rows) {
-    row += part.first;
-    const uint8_t* panel = w.inner_panels + row * w.inner_panel_bytes;
-    const int64_t most = step_of(w.format, part.rows, rows);
-    for (int64_t block = begin; block < end; block += most) {
-      const int64_t blocks = end - block < most ? end - block : most;
-      const uint8_t* weights = packed(w.call.down, part.expert * w.down_blocks + block, w.down_block_bytes);
-      table.run[rows][blocks]({panel, weights, w.down_block_bytes, w.call.inner, products});
-      add_tile(w, part.expert, row, rows, block, blocks, products);
-    }
-  });
+  const Matrices matrices{{w.call.down, nullptr}, part.expert * w.down_blocks, w.call.inner, w.inner_panels};
+  multiply(w, part, matrices, begin, end,
+           [&](int, int64_t row, int64_t rows, int64_t block, int64_t blocks, const float* products) {
+             add_tile(w, part.expert, row, rows, block, blocks, products);
+           });
 }
 
 // Computes the columns of blocks begin … end - 1 of the result: sums over all experts, then one rounding.

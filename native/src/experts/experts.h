@@ -1,6 +1,6 @@
 // A layer of experts: the arguments of a call, and its working memory.
 #pragma once
-#include "../linear/kernel_table.h"
+#include "../linear/unpacked.h"
 
 // The arguments of onward_experts (ExpertsArguments in Python).
 struct OnwardExperts {

@@ -326,5 +326,3 @@ constexpr int kWide = 2;
 }  // namespace shapes
 
 }  // namespace onward
-
-#include "plain_factors.h"

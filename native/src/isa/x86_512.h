@@ -167,25 +167,6 @@ inline i32x16 high_nibbles_16(i32x16 a) {
 }
 inline i32x16 sixteenth(i32x16 a) { return {_mm512_srai_epi32(a.v, 4)}; }
 
-// Floats to be multiplied by many powers of two, each of which is one addition to their exponents. Zeros
-// stay; no product may leave the normal numbers; lanes that are infinite or NaN come out as anything,
-// and are for the caller to keep in mind.
-using LaneMask = __mmask16;
-struct Factors { __m512i over_one; __mmask16 nonzero; };
-inline Factors factors_of(f32x16 a) {
-  const __m512i bits = _mm512_castps_si512(a.v);
-  return {_mm512_sub_epi32(bits, _mm512_castps_si512(_mm512_set1_ps(1.0f))),
-          _mm512_cmp_ps_mask(a.v, _mm512_setzero_ps(), _CMP_NEQ_UQ)};
-}
-inline f32x16 times_power(const Factors& a, const float* power) {
-  const __m512i exponent = _mm512_castps_si512(_mm512_set1_ps(*power));
-  return {_mm512_castsi512_ps(_mm512_maskz_add_epi32(a.nonzero, a.over_one, exponent))};
-}
-inline LaneMask broken_lanes(f32x16 a) { return _mm512_fpclass_ps_mask(a.v, 0x99); }
-inline f32x16 with_nan(f32x16 a, LaneMask lanes) {
-  return {_mm512_mask_mov_ps(a.v, lanes, _mm512_set1_ps(__builtin_nanf("")))};
-}
-
 // Comparisons and masks.
 struct mask16 { __mmask16 v; };
 inline mask16 less(f32x16 a, f32x16 b) { return {_mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ)}; }

@@ -79,9 +79,9 @@ void int8_row(const T* x, int64_t inputs, int64_t row, int64_t rows, uint8_t* pa
   write_header(panel, row, rows, scale_of(range), -128 * sum_lanes(sum));
 }
 
-// Powers of two times any float16 but 0 shall be normal floats, and their sums have room: groups with a
-// smaller absmax count as zeros, a row with a larger one as infinite.
-constexpr float kSmallestGroup = 0x1p-95f, kLargestGroup = 0x1p117f;
+// A scale times any float16 but 0 shall be a normal float, and the unit of the largest scale (unit_of) a finite one:
+// groups with a smaller absmax count as zeros, a row with a larger one as infinite.
+constexpr float kSmallestGroup = 0x1p-95f, kLargestGroup = 0x1p110f;
 
 inline uint32_t bits_of(float a) {
   uint32_t bits;
@@ -100,6 +100,9 @@ inline float power_for(float absmax) {
   return from_bits(((bits_of(absmax) + 0x01ffff) & 0x7f800000) - (6 << 23));
 }
 inline float reciprocal_of_power(float power) { return from_bits((254u << 23) - bits_of(power)); }
+// The bits of 1.5 * 2^23 times a power of two: a float whose last place counts by that power. Adding an integer below
+// 2^22 to the bits adds so many times the power to the float.
+inline uint32_t unit_of(float power) { return bits_of(power) + (23u << 23) + 0x00400000u; }
 
 // Quantizes one group of 32 inputs after the other, and keeps what was seen of the row.
 struct GroupRow {
@@ -125,12 +128,13 @@ struct GroupRow {
       write_start(group, row, g, scale, sum_lanes(first));
       write_start(group, rows + row, g, scale, sum_lanes(second));
     }
-    std::memcpy(group + (rows * g.halves() + row) * 4, &scale, 4);
+    const uint32_t unit = unit_of(scale);
+    std::memcpy(group + (rows * g.halves() + row) * 4, &unit, 4);
   }
 
   static void write_start(uint8_t* group, int64_t at, const Grouped& g, float scale, int32_t sum) {
     // Of a row that is not finite the sum may be anything, and the product may not fit.
-    const int32_t start = int32_t(0u - uint32_t(g.offset) * uint32_t(sum));
+    const uint32_t start = unit_of(scale) - uint32_t(g.offset) * uint32_t(sum);
     const float minima = -scale * float(sum);  // exact: a sum has 12 bits, and scale is a power of two
     std::memcpy(group + at * 4, g.minimum ? static_cast<const void*>(&minima) : &start, 4);
   }

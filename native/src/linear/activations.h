@@ -7,12 +7,13 @@
 // know of a row lies in front of the words:
 //   int8   each panel:       int32 start[rows], float scale[rows], then the stretches
 //   int4   each panel:       float poison[rows], then
-//          each 32 inputs:   int32 start[rows], float scale[rows], then 32 bytes of each row
+//          each 32 inputs:   int32 start[rows], float unit[rows], then 32 bytes of each row
 //   grouped formats    as int4, with a start for each group of 16 where groups are so small; formats with
 //                      minima have float -scale * sum in its place, which their minima multiply
 // scale is absmax / 127 over the row (int8), or over the 32 inputs and rounded up to a power of two
-// (int4: multiplying by it is then an addition of exponents, see kernels.h); start is -offset times
-// the sum of the quantized inputs, which takes back the 128 or 8 that packed weights have added;
+// (int4); start is -offset times the sum of the quantized inputs, which takes back the 128 or 8 that
+// packed weights have added. With a power of two, it is added to the bits of unit = 1.5 * 2^23 * scale:
+// then the bits of the sum are those of unit + scale * sum, see `scaled` in kernels.h.
 // poison is 0, or NaN for a row with something that is no finite number.
 #pragma once
 #include "../simd.h"

@@ -101,9 +101,19 @@ struct FloatKernel {
   }
 };
 
+template <int32_t FORMAT, int BLOCKS, int... R>
+constexpr void fill(KernelTable& table, std::integer_sequence<int, R...>) {
+  ((table.run[R + 1][BLOCKS] = FloatKernel<FORMAT, R + 1, BLOCKS>::run), ...);
+}
 template <int32_t FORMAT>
-constexpr KernelTable kFloatKernels =
-    grouped_table<FloatKernel, FORMAT>(std::make_integer_sequence<int, kGroupedStreamRows>{});
+constexpr KernelTable float_table() {
+  KernelTable table;
+  fill<FORMAT, 1>(table, std::make_integer_sequence<int, kGroupedStreamRows>{});
+  if constexpr (kInt4Blocks == 2) fill<FORMAT, 2>(table, std::make_integer_sequence<int, kInt4TileRows>{});
+  return table;
+}
+template <int32_t FORMAT>
+constexpr KernelTable kFloatKernels = float_table<FORMAT>();
 
 }  // namespace
 

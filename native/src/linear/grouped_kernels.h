@@ -66,6 +66,11 @@ struct GroupedCodes {
 template <int32_t FORMAT>
 struct GroupedLevels {
   static constexpr Grouped g = grouped_of(FORMAT);
+
+  // Of half `half` of 32 inputs, which are the group-th of their unit.
+  static constexpr int64_t place(int64_t group, int half) {
+    return g.group > kGroup ? group * kGroup / g.group : group * g.halves() + half;
+  }
   static const F16* halves(const uint8_t* p) { return reinterpret_cast<const F16*>(p); }
 
   static f32x16 scale(const uint8_t* unit, int64_t group) {
@@ -99,19 +104,29 @@ struct GroupedLevels {
   }
 };
 
-template <int32_t FORMAT, int ROWS, int BLOCKS>
-struct GroupedKernel {
+// Weights as they are packed, for a kernel: where a unit's parts are, and how to read them.
+template <int32_t FORMAT>
+struct PackedLayout : GroupedCodes<FORMAT>, GroupedLevels<FORMAT> {
   static constexpr Grouped g = grouped_of(FORMAT);
   static constexpr int kHalves = g.halves();
-  using Codes = GroupedCodes<FORMAT>;
-  using Levels = GroupedLevels<FORMAT>;
-  // The exponents of E8M0 reach the subnormal numbers, where adding to an exponent is no product.
-  using Scales = GroupScales<(ROWS * BLOCKS >= 4 && !g.exponent)>;
+  static constexpr bool kMinimum = g.minimum;
+  static constexpr int64_t kUnit = g.unit(), kUnitBytes = g.unit_bytes();
+  static constexpr int64_t kHeaderBytes = g.header_bytes(), kCodesBytes = g.codes_bytes();
+  // Steps that words of 16 bits can sum: none where a table makes bytes of the codes.
+  static constexpr int kStepsInWords = g.table == nullptr ? steps_in_words(g.bits) : 0;
+  static constexpr bool kPrefetches = true;
+};
 
-  struct Totals {
-    Sums<f32x16, ROWS, BLOCKS> sum;
-    LaneMask broken[BLOCKS] = {};
-  };
+template <class Layout, int ROWS, int BLOCKS>
+struct GroupedKernel {
+  static constexpr int kHalves = Layout::kHalves;
+  using Totals = Sums<f32x16, ROWS, BLOCKS>;
+
+  // Where the sum of half H of 32 inputs begins: at the unit of the row, less what the codes' offset adds.
+  template <int H>
+  static i32x16 start(const uint8_t* panel, int r) {
+    return splat(*word(panel + ((Layout::kMinimum ? kHalves : H) * ROWS + r) * 4));
+  }
 
   // One group's integer products: half H of 32 inputs.
   template <int H>
@@ -119,15 +134,13 @@ struct GroupedKernel {
                        Sums<i32x16, ROWS, BLOCKS>& sum) {
     constexpr int kSteps = 8 / kHalves;
     const uint8_t* x = panel + ROWS * (4 * kHalves + 4);
-    for_sums<ROWS, BLOCKS>([&](int r, int b) {
-      sum[r][b] = g.minimum ? zero_i32() : splat(*word(panel + (H * ROWS + r) * 4));
-    });
+    for_sums<ROWS, BLOCKS>([&](int r, int b) { sum[r][b] = start<H>(panel, r); });
     each_step(
         [&](auto at) {
           constexpr int kStep = H * kSteps + decltype(at)::value;
           i32x16 w[BLOCKS];
           ONWARD_UNROLL for (int b = 0; b < BLOCKS; ++b) {
-            w[b] = Codes::template at<kStep>(codes + b * block_bytes);
+            w[b] = Layout::template at<kStep>(codes + b * block_bytes);
           }
           for_sums<ROWS, BLOCKS>([&](int r, int b) {
             const int32_t* at_x = word(x + r * kGroup + kStep * 4);
@@ -142,8 +155,8 @@ struct GroupedKernel {
   }
 
   // The same, in words of 16 bits for as many steps as fit.
-  static constexpr int kFit = steps_in_words(g.bits);
-  static constexpr bool kInWords = ByteWords::kUsed && kFit > 0 && g.table == nullptr;
+  static constexpr int kFit = Layout::kStepsInWords;
+  static constexpr bool kInWords = ByteWords::kUsed && kFit > 0;
   template <int H, class N = ByteWords>
   static void products_in_words(const uint8_t* panel, const uint8_t* codes, int64_t block_bytes,
                                 Sums<i32x16, ROWS, BLOCKS>& sum) {
@@ -151,14 +164,14 @@ struct GroupedKernel {
     const uint8_t* x = panel + ROWS * (4 * kHalves + 4);
     Sums<i32x16, ROWS, BLOCKS> words;
     for_sums<ROWS, BLOCKS>([&](int r, int b) {
-      sum[r][b] = g.minimum ? zero_i32() : splat(*word(panel + (H * ROWS + r) * 4));
+      sum[r][b] = start<H>(panel, r);
       words[r][b] = zero_i32();
     });
     each_step(
         [&](auto at) {
           constexpr int kAt = decltype(at)::value, kStep = H * kSteps + kAt;
           ONWARD_UNROLL for (int b = 0; b < BLOCKS; ++b) {
-            const i32x16 w = Codes::template at<kStep>(codes + b * block_bytes);
+            const i32x16 w = Layout::template at<kStep>(codes + b * block_bytes);
             ONWARD_UNROLL for (int r = 0; r < ROWS; ++r) {
               words[r][b] = N::step(words[r][b], w, splat(*word(x + r * kGroup + kStep * 4)));
             }
@@ -183,24 +196,25 @@ struct GroupedKernel {
       products<H>(panel, codes, block_bytes, sum);
     }
     const auto* starts = reinterpret_cast<const float*>(panel);
-    const float* powers = starts + ROWS * kHalves;
-    const int64_t place = g.group > kGroup ? group * kGroup / g.group : group * kHalves + H;
+    const float* units = starts + ROWS * kHalves;
+    const int64_t place = Layout::place(group, H);
     ONWARD_UNROLL for (int b = 0; b < BLOCKS; ++b) {
       const uint8_t* header = unit + b * block_bytes;
-      const Scales scales(Levels::scale(header, place), total.broken[b]);
+      const f32x16 scales = Layout::scale(header, place);
       ONWARD_UNROLL for (int r = 0; r < ROWS; ++r) {
-        total.sum[r][b] = fma(to_f32(sum[r][b]), scales.times(powers + r), total.sum[r][b]);
+        total[r][b] = fma(scaled(sum[r][b], units + r), scales, total[r][b]);
       }
-      if constexpr (g.minimum) {
-        const f32x16 minimum = Levels::minimum(header, place);
+      if constexpr (Layout::kMinimum) {
+        const f32x16 minimum = Layout::minimum(header, place);
         ONWARD_UNROLL for (int r = 0; r < ROWS; ++r) {
-          total.sum[r][b] = fma(minimum, splat(starts[H * ROWS + r]), total.sum[r][b]);
+          total[r][b] = fma(minimum, splat(starts[H * ROWS + r]), total[r][b]);
         }
       }
     }
   }
 
   static void prefetch_ahead(const uint8_t* p, int64_t bytes, int64_t block_bytes) {
+    if constexpr (!Layout::kPrefetches) return;
     ONWARD_UNROLL for (int b = 0; b < BLOCKS; ++b) {
       for (int64_t at = 0; at < bytes; at += 64) {
         prefetch(p + b * block_bytes + at + prefetch_distance(BLOCKS));
@@ -208,42 +222,85 @@ struct GroupedKernel {
     }
   }
 
-  static void run(const Tile& tile) {
-    const uint8_t *panel = tile.panel + ROWS * 4, *unit = tile.weights;
-    Totals total;
-    for_sums<ROWS, BLOCKS>([&](int r, int b) { total.sum[r][b] = zero_f32(); });
-    for (int64_t k = 0; k < tile.inputs; k += g.unit(), unit += g.unit_bytes()) {
-      prefetch_ahead(unit, g.header_bytes(), tile.block_bytes);
-      for (int64_t group = 0; group < g.unit() / kGroup; ++group) {
-        const uint8_t* codes = unit + g.header_bytes() + group * g.codes_bytes();
-        prefetch_ahead(codes, g.codes_bytes(), tile.block_bytes);
+  // Adds the products of all inputs to the totals.
+  static void add_products(const Tile& tile, const uint8_t* panel, Totals& total) {
+    const uint8_t* unit = tile.weights;
+    for (int64_t k = 0; k < tile.inputs; k += Layout::kUnit, unit += Layout::kUnitBytes) {
+      prefetch_ahead(unit, Layout::kHeaderBytes, tile.block_bytes);
+      for (int64_t group = 0; group < Layout::kUnit / kGroup; ++group) {
+        const uint8_t* codes = unit + Layout::kHeaderBytes + group * Layout::kCodesBytes;
+        prefetch_ahead(codes, Layout::kCodesBytes, tile.block_bytes);
         half<0>(panel, unit, group, codes, tile.block_bytes, total);
         if constexpr (kHalves == 2) half<1>(panel, unit, group, codes, tile.block_bytes, total);
-        panel += ROWS * group_row_bytes(g);
+        panel += ROWS * (4 * kHalves + 4 + kGroup);
       }
     }
+  }
+
+  static void run(const Tile& tile) {
     const auto* poison = reinterpret_cast<const float*>(tile.panel);
-    for_sums<ROWS, BLOCKS>([&](int r, int b) {
-      const f32x16 value = with_nan(add(total.sum[r][b], splat(poison[r])), total.broken[b]);
-      store(tile.out + (r * BLOCKS + b) * 16, value);
-    });
+    Totals total;
+    for_sums<ROWS, BLOCKS>([&](int r, int b) { total[r][b] = splat(poison[r]); });
+    add_products(tile, tile.panel + ROWS * 4, total);
+    for_sums<ROWS, BLOCKS>([&](int r, int b) { store(tile.out + (r * BLOCKS + b) * 16, total[r][b]); });
   }
 };
 
-template <template <int32_t, int, int> class Kernel, int32_t FORMAT, int... R>
+template <int32_t FORMAT, int... R>
 constexpr KernelTable grouped_table(std::integer_sequence<int, R...>) {
   KernelTable table;
-  ((table.run[R + 1][1] = Kernel<FORMAT, R + 1, 1>::run), ...);
-  if constexpr (kInt4Blocks == 2) {
-    ((R < kInt4TileRows
-          ? void(table.run[R + 1][2] = Kernel<FORMAT, (R < kInt4TileRows ? R + 1 : 1), 2>::run)
-          : void()),
-     ...);
-  }
+  ((table.run[R + 1][1] = GroupedKernel<PackedLayout<FORMAT>, R + 1, 1>::run), ...);
   return table;
 }
 template <int32_t FORMAT>
-constexpr KernelTable kGroupedKernels =
-    grouped_table<GroupedKernel, FORMAT>(std::make_integer_sequence<int, kGroupedStreamRows>{});
+constexpr KernelTable kGroupedKernels = grouped_table<FORMAT>(std::make_integer_sequence<int, kGroupedStreamRows>{});
+
+// int4 where words of 16 bits are no help. Few rows have sums of their own for the high halves of the bytes, which
+// spares them a shift.
+template <int ROWS>
+struct Int4Kernel {
+  static constexpr bool kApart = ROWS <= 8;
+
+  // The integer dot products of one group of 32 inputs: 4 lines of the block, 8 words of each row.
+  static void products(const uint8_t* panel, const uint8_t* lines, i32x16 (&sum)[ROWS]) {
+    i32x16 upper[ROWS];
+    ONWARD_UNROLL for (int r = 0; r < ROWS; ++r) {
+      sum[r] = splat(*word(panel + r * 4));
+      upper[r] = zero_i32();
+    }
+    const uint8_t* x = panel + ROWS * 8;
+    ONWARD_UNROLL for (int line = 0; line < 4; ++line, x += 8) {
+      const i32x16 both = load_i32(lines + line * 64), low = low_nibbles(both);
+      const i32x16 high = kApart ? high_nibbles_16(both) : high_nibbles(both);
+      prefetch(lines + line * 64 + prefetch_distance(1));
+      ONWARD_UNROLL for (int r = 0; r < ROWS; ++r) {
+        sum[r] = dot_i8(sum[r], low, word(x + r * kGroup));
+        auto& to = kApart ? upper[r] : sum[r];
+        to = dot_i8(to, high, word(x + r * kGroup + 4));
+      }
+    }
+    if constexpr (kApart) {
+      ONWARD_UNROLL for (int r = 0; r < ROWS; ++r) sum[r] = add(sum[r], sixteenth(upper[r]));
+    }
+  }
+
+  static void run(const Tile& tile) {
+    const auto* poison = reinterpret_cast<const float*>(tile.panel);
+    const uint8_t *panel = tile.panel + ROWS * 4, *pair = tile.weights;
+    f32x16 total[ROWS];
+    ONWARD_UNROLL for (int r = 0; r < ROWS; ++r) total[r] = splat(poison[r]);
+    for (int64_t k = 0; k < tile.inputs; k += 2 * kGroup, pair += kInt4Pair) {
+      prefetch(pair + prefetch_distance(1));
+      ONWARD_UNROLL for (int half = 0; half < 2; ++half, panel += ROWS * (8 + kGroup)) {
+        i32x16 sum[ROWS];
+        products(panel, pair + 64 + half * 256, sum);
+        const auto* units = reinterpret_cast<const float*>(panel + ROWS * 4);
+        const f32x16 scales = load(reinterpret_cast<const F16*>(pair + half * 32));
+        ONWARD_UNROLL for (int r = 0; r < ROWS; ++r) total[r] = fma(scaled(sum[r], units + r), scales, total[r]);
+      }
+    }
+    ONWARD_UNROLL for (int r = 0; r < ROWS; ++r) store(tile.out + r * 16, total[r]);
+  }
+};
 
 }  // namespace onward::linear

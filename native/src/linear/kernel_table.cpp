@@ -26,7 +26,6 @@ const KernelTable& kernels_of(Format format) {
     case kPackedBf16: return kKernels<Bf16Format>;
     case kPackedF16: return kKernels<F16Format>;
     case kPackedInt8: return kKernels<Int8Format>;
-    case kPackedInt4: return kKernels<Int4Format>;
     default: return grouped_kernels(format);
   }
 }

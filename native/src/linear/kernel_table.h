@@ -17,8 +17,8 @@ struct KernelTable {
   KernelFunction run[kStreamRows + 1][kMaxBlocks + 1] = {};
 };
 
+// int4 and the grouped formats have kernels for one block at a time here, and for tiles in unpacked.h.
 const KernelTable& kernels_of(Format format);
-// Of a format of grouped.h: up to kGroupedStreamRows rows one block at a time, and tiles as int4 has.
 const KernelTable& grouped_kernels(Format format);
 
 // Up to so many rows go through the weights at once.

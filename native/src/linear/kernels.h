@@ -92,8 +92,6 @@ struct Int8WordsFormat {
 };
 using Int8Format = std::conditional_t<kDotsBytes, Int8BytesFormat, Int8WordsFormat>;
 
-struct Int4Format {};
-
 template <class Sum, int ROWS, int BLOCKS>
 using Sums = Sum[ROWS][BLOCKS];
 
@@ -168,126 +166,8 @@ struct Kernel<Int8Format, ROWS, BLOCKS> {
 // many bits: two products each.
 constexpr int steps_in_words(int bits) { return 32767 / (2 * 127 * ((1 << bits) - 1)); }
 
-// The integer dot products of one group of 32 inputs: 4 lines of each block, 8 words of each row.
-template <int ROWS, int BLOCKS, class N = ByteWords>
-inline void walk_group_in_words(const uint8_t* panel, const uint8_t* lines, int64_t block_bytes,
-                                Sums<i32x16, ROWS, BLOCKS>& sum) {
-  static_assert(steps_in_words(4) == 8);
-  const uint8_t* x = panel + ROWS * 8;
-  Sums<i32x16, ROWS, BLOCKS> words;
-  for_sums<ROWS, BLOCKS>([&](int r, int b) { words[r][b] = zero_i32(); });
-  ONWARD_UNROLL for (int line = 0; line < 4; ++line, x += 8) {
-    i32x16 low[BLOCKS], high[BLOCKS];
-    ONWARD_UNROLL for (int b = 0; b < BLOCKS; ++b) {
-      const i32x16 both = load_i32(lines + b * block_bytes + line * 64);
-      prefetch(lines + b * block_bytes + line * 64 + prefetch_distance(BLOCKS));
-      low[b] = low_nibbles(both);
-      high[b] = high_nibbles(both);
-    }
-    for_sums<ROWS, BLOCKS>([&](int r, int b) { words[r][b] = N::step(words[r][b], low[b], splat(*word(x + r * kGroup))); });
-    for_sums<ROWS, BLOCKS>(
-        [&](int r, int b) { words[r][b] = N::step(words[r][b], high[b], splat(*word(x + r * kGroup + 4))); });
-  }
-  for_sums<ROWS, BLOCKS>([&](int r, int b) { sum[r][b] = add(splat(*word(panel + r * 4)), N::sums(words[r][b])); });
-}
-
-// The same, of bytes whose sums have 32 bits at once.
-template <int ROWS, int BLOCKS>
-inline void walk_group(const uint8_t* panel, const uint8_t* lines, int64_t block_bytes,
-                       Sums<i32x16, ROWS, BLOCKS>& sum) {
-  // Where registers allow, low and high halves of the bytes have sums of their own.
-  constexpr bool kApart = ROWS * BLOCKS <= 8;
-  Sums<i32x16, ROWS, BLOCKS> upper;
-  for_sums<ROWS, BLOCKS>([&](int r, int b) {
-    sum[r][b] = splat(*word(panel + r * 4));
-    upper[r][b] = zero_i32();
-  });
-  panel += ROWS * 8;
-  ONWARD_UNROLL for (int line = 0; line < 4; ++line) {
-    i32x16 low[BLOCKS], high[BLOCKS];
-    ONWARD_UNROLL for (int b = 0; b < BLOCKS; ++b) {
-      const i32x16 both = load_i32(lines + b * block_bytes + line * 64);
-      prefetch(lines + b * block_bytes + line * 64 + prefetch_distance(BLOCKS));
-      low[b] = low_nibbles(both);
-      high[b] = kApart ? high_nibbles_16(both) : high_nibbles(both);
-    }
-    const uint8_t* x = panel + line * 8;
-    if constexpr (BLOCKS == 1) {  // each word is used once: the instruction reads it itself
-      for_sums<ROWS, 1>([&](int r, int) {
-        sum[r][0] = dot_i8(sum[r][0], low[0], word(x + r * kGroup));
-        auto& to = kApart ? upper[r][0] : sum[r][0];
-        to = dot_i8(to, high[0], word(x + r * kGroup + 4));
-      });
-    } else {
-      for_sums<ROWS, BLOCKS>([&](int r, int b) {
-        sum[r][b] = dot_i8(sum[r][b], low[b], splat(*word(x + r * kGroup)));
-      });
-      for_sums<ROWS, BLOCKS>([&](int r, int b) {
-        auto& to = kApart ? upper[r][b] : sum[r][b];
-        to = dot_i8(to, high[b], splat(*word(x + r * kGroup + 4)));
-      });
-    }
-  }
-  if constexpr (kApart) {
-    for_sums<ROWS, BLOCKS>(
-        [&](int r, int b) { sum[r][b] = add(sum[r][b], sixteenth(upper[r][b])); });
-  }
-}
-
-// The scales of one group of a block, times those of activations, which are powers of two. Where there
-// are many rows the product is an addition to the exponents: multiplications would take the ports of
-// the dot products.
-template <bool MANY>
-struct GroupScales {
-  f32x16 scales;
-  explicit GroupScales(f32x16 v, LaneMask&) : scales(v) {}
-  f32x16 times(const float* power) const { return mul(scales, splat(*power)); }
-};
-template <>
-struct GroupScales<true> {
-  Factors scales;
-  explicit GroupScales(f32x16 v, LaneMask& broken) : scales(factors_of(v)) {
-    broken |= broken_lanes(v);
-  }
-  f32x16 times(const float* power) const { return times_power(scales, power); }
-};
-
-template <int ROWS, int BLOCKS>
-struct Kernel<Int4Format, ROWS, BLOCKS> {
-  static void run(const Tile& tile) {
-    using Scales = GroupScales<(ROWS * BLOCKS >= 4)>;
-    const uint8_t *panel = tile.panel + ROWS * 4, *pair = tile.weights;
-    Sums<f32x16, ROWS, BLOCKS> total;
-    LaneMask broken[BLOCKS] = {};
-    for_sums<ROWS, BLOCKS>([&](int r, int b) { total[r][b] = zero_f32(); });
-    for (int64_t k = 0; k < tile.inputs; k += 2 * kGroup, pair += kInt4Pair) {
-      ONWARD_UNROLL for (int b = 0; b < BLOCKS; ++b) {
-        prefetch(pair + b * tile.block_bytes + prefetch_distance(BLOCKS));
-      }
-      ONWARD_UNROLL for (int half = 0; half < 2; ++half) {
-        Sums<i32x16, ROWS, BLOCKS> sum;
-        if constexpr (ByteWords::kUsed) {
-          walk_group_in_words<ROWS, BLOCKS>(panel, pair + 64 + half * 256, tile.block_bytes, sum);
-        } else {
-          walk_group<ROWS, BLOCKS>(panel, pair + 64 + half * 256, tile.block_bytes, sum);
-        }
-        const auto* powers = reinterpret_cast<const float*>(panel + ROWS * 4);
-        ONWARD_UNROLL for (int b = 0; b < BLOCKS; ++b) {
-          const auto* at = reinterpret_cast<const F16*>(pair + b * tile.block_bytes + half * 32);
-          const Scales scales(load(at), broken[b]);
-          ONWARD_UNROLL for (int r = 0; r < ROWS; ++r) {
-            total[r][b] = fma(to_f32(sum[r][b]), scales.times(powers + r), total[r][b]);
-          }
-        }
-        panel += ROWS * (8 + kGroup);
-      }
-    }
-    const auto* poison = reinterpret_cast<const float*>(tile.panel);
-    for_sums<ROWS, BLOCKS>([&](int r, int b) {
-      const f32x16 value = with_nan(add(total[r][b], splat(poison[r])), broken[b]);
-      store(tile.out + (r * BLOCKS + b) * 16, value);
-    });
-  }
-};
+// Integers whose sums began at the bits of a float `unit` (activations.h), times the scale of their activations: that is
+// one unit in the last place of the float, so that a subtraction converts and scales them, exactly.
+inline f32x16 scaled(i32x16 sum, const float* unit) { return sub(as_f32(sum), splat(*unit)); }
 
 }  // namespace onward::linear

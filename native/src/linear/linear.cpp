@@ -4,7 +4,7 @@
 #include "../scratch.h"
 #include "../simd.h"
 #include "../team.h"
-#include "kernel_table.h"
+#include "unpacked.h"
 
 // One matrix of a call (LinearArguments in Python).
 struct OnwardLinear {
@@ -19,6 +19,7 @@ namespace onward::linear {
 namespace {
 
 constexpr int64_t kRowsPerPart = 64;           // of a large T, so that there is enough to share out
+constexpr int64_t kRowsPerUnpacking = 256;     // the same where weights are unpacked for them
 constexpr int64_t kStreamBytes = 128 << 10;    // weights per group of a stream
 constexpr int64_t kInlineBytes = 128 << 10;    // weights times rows not worth a second thread
 // Weights so small have likely stayed in a cache since the last token. There, unlike behind the bus,
@@ -43,7 +44,7 @@ struct Problem {
   bool cached = blocks * bytes <= kCachedBytes && !int4;
   int64_t tile_rows = rows_of_tile(format);
   int64_t tiles = tiles_of(format, t);
-  int64_t parts = ceil_div(t, kRowsPerPart);
+  int64_t parts = ceil_div(t, unpacks(format) ? kRowsPerUnpacking : kRowsPerPart);
   int64_t unit = blocks_at_once(streaming ? t : tile_rows);  // groups are whole numbers of it
   int64_t groups = count_groups();
   uint8_t* panels = nullptr;
@@ -115,6 +116,27 @@ void run_tile(const Problem& p, const OnwardLinear& product, int64_t row, int64_
   }
 }
 
+// The tiles of one part times the blocks begin … end - 1 of one product.
+void run_tiles(const Problem& p, const OnwardLinear& product, int64_t part, int64_t begin, int64_t end) {
+  const int64_t first = p.tiles * part / p.parts, last = p.tiles * (part + 1) / p.parts;
+  if (p.streaming || !unpacks(p.format)) {
+    for (int64_t tile = first; tile < last; ++tile) {
+      const int64_t row = p.first_row(tile);
+      run_tile(p, product, row, p.first_row(tile + 1) - row, begin, end);
+    }
+    return;
+  }
+  const auto* weights = static_cast<const uint8_t*>(product.packed);
+  for (int64_t block = begin; block < end; block += kInt4Blocks) {
+    const int64_t blocks = end - block < kInt4Blocks ? end - block : kInt4Blocks;
+    const auto done = [&](int64_t row, int64_t rows, const float* sums) {
+      store_tile(product, sums, row, rows, block, blocks);
+    };
+    run_unpacked(p.format, {p.panels, p.row_bytes, p.t, p.tiles}, first, last, p.k, weights + block * p.bytes, p.bytes,
+                 blocks, done);
+  }
+}
+
 // The tiles of one part times the blocks of one group, which may lie in several products.
 void run_chunk(const Problem& p, int64_t group, int64_t part) {
   const int64_t begin = p.first_block(group), end = p.first_block(group + 1);
@@ -124,11 +146,7 @@ void run_chunk(const Problem& p, int64_t group, int64_t part) {
     const int64_t from = begin > first ? begin - first : 0;
     const int64_t to = end - first < blocks ? end - first : blocks;
     first += blocks;
-    if (from >= to) continue;
-    for (int64_t tile = p.tiles * part / p.parts; tile < p.tiles * (part + 1) / p.parts; ++tile) {
-      const int64_t row = p.first_row(tile), rows = p.first_row(tile + 1) - row;
-      run_tile(p, p.products[i], row, rows, from, to);
-    }
+    if (from < to) run_tiles(p, p.products[i], part, from, to);
   }
 }
 

@@ -133,7 +133,8 @@ def quantized_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = N
     Microscaling Formats, arXiv 2310.10537, but never clipped). Gradients pass to x as if it had not been rounded.
 
     Args:
-        x: float32, bfloat16 or float16 [..., K]. A token with an infinity (with int8 also 1e35) or a NaN returns NaN.
+        x: float32, bfloat16 or float16 [..., K]. A token with an infinity or a NaN returns NaN, and
+            with scales of groups also one that reaches 2^110.
         weight: of shape (N, K).
         bias: float [N], or None.
 
@@ -167,7 +168,7 @@ def round_activations(x: Tensor, format: str) -> Tensor:
         mantissa, exponent = torch.frexp(absmax)
         exponent = exponent - torch.where(mantissa > 127 / 128, 6, 7)
         scale = ((exponent.to(torch.int32) + 127) << 23).view(torch.float32)
-        smallest, largest = 2.0**-95, 2.0**117
+        smallest, largest = 2.0**-95, 2.0**110
         q = (grouped / scale).round()
     # Groups of smaller values count as zeros. A value that is not finite makes its group, and so its token, NaN.
     rounded = torch.where(absmax >= smallest, q * scale, 0.0)

@@ -46,10 +46,10 @@ void run_unpacked(Format format, const Tiles& tiles, int64_t begin, int64_t end,
   const UnpackedKernels& kernels = unpacked_kernels(format);
   const Grouped g = grouped_of(format);
   const int64_t groups = round_up(inputs, g.unit()) / kGroup, row_group = group_row_bytes(g);
-  const int64_t packed_slice = block_bytes / groups * kSliceGroups;
+  const int64_t packed_slice = groups == 0 ? 0 : block_bytes / groups * kSliceGroups;
   for (int64_t last; begin < end; begin = last) {
     last = begin + kTilesAtOnce < end ? begin + kTilesAtOnce : end;
-    for (int64_t group = 0; group < groups; group += kSliceGroups) {
+    for (int64_t group = 0; group == 0 || group < groups; group += kSliceGroups) {
       const int64_t count = groups - group < kSliceGroups ? groups - group : kSliceGroups;
       const int64_t slice_bytes = count * kernels.group_bytes;
       for (int64_t b = 0; b < blocks; ++b) {

@@ -150,7 +150,7 @@ class EmbeddingReader:
         answers = self.format.answers or self._answers()
         if self.format.score is None and answers is None:
             raise RequestError(
-                'this checkpoint cannot rank documents: it has no head with one label, nor single ids for "yes" and "no"'
+                'this checkpoint cannot rank documents: it has no head with one label, nor single ids of "yes" and "no"'
             )
         tokenizer = needed_tokenizer(self.reader.tokenizer, "a query")
         if template is None and len(tokenizer.encode("<|im_start|>", add_special_tokens=False)) > 1:

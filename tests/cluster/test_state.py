@@ -79,6 +79,7 @@ class Deployment:
         silent = replace(settings, access_log=False, api_keys=())  # as those of `Replica`
         self.fakes = Fakes({name: create_app({"demo": engine}, silent) for name, engine in self.engines.items()})
         self.ingress = Ingress(self.fakes, RetryOptions(), settings)
+        self.ingress._state._timeout = 25.0  # for a busy machine
 
     async def ask(self, path: str, body: bytes = b"", query: bytes = b"", **headers: str) -> Reply:
         return await ask(self.ingress, path, body, query, **headers)
@@ -150,7 +151,7 @@ def test_the_whole_is_the_sum_of_the_parts(deployment: Deployment) -> None:
 def test_counts_never_fall_while_replicas_die_and_are_slow(
     deployment: Deployment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    deployment.ingress._state._timeout = 1.0
+    deployment.ingress._state._timeout = 2.0
 
     async def run() -> None:
         before: dict[Any, float] = {}
@@ -188,7 +189,7 @@ def test_health_is_that_of_all(deployment: Deployment) -> None:
         content = json.loads(health.body)
         assert (health.status, content["status"], sorted(content["replicas"])) == (200, "ok", ["a", "b"])
         assert content["models"]["demo"]["state"] in ("idle", "running")
-        deployment.ingress._state._timeout = 1.0
+        deployment.ingress._state._timeout = 2.0
         deployment.fakes.slow = {"a"}
         ready = await deployment.ask("/ready")
         assert (ready.status, json.loads(ready.body)["replicas"]["a"]) == (200, "unreachable")

@@ -202,7 +202,9 @@ def pack_parts(format: GroupedFormat, parts: Parts) -> Tensor:
         groups = [by_unit(part.view(torch.uint8), SUPER // format.group) for part in small]
         headers.append(torch.stack(groups, 3).flatten(2))
     zero = 0 if format.table is not None else format.offset
-    codes = by_unit(parts.codes, format.unit, zero).reshape(blocks, units, -1, LINE, BLOCK).transpose(3, 4)
+    codes = (
+        by_unit(parts.codes, format.unit, zero).reshape(blocks, units, format.unit // LINE, LINE, BLOCK).transpose(3, 4)
+    )
     if _by_input(format):
         lines = codes.transpose(3, 4).flatten(2)
     else:
@@ -273,6 +275,8 @@ def _by_input(format: GroupedFormat) -> bool:
 
 def _as_bytes(part: Tensor) -> Tensor:
     """[blocks, units, count, 16] -> uint8 [blocks, units, bytes]."""
+    if part.numel() == 0:  # a tensor without elements is contiguous with any strides
+        part = part.new_empty(part.shape)
     return part.contiguous().view(torch.uint8).flatten(2)
 
 
@@ -317,7 +321,7 @@ def pack(format: str, q: Tensor, scales: Tensor) -> Tensor:
     rows, inputs = q.shape
     if format == "int8":
         padded = pad(q, (0, -inputs % 4, 0, -rows % BLOCK)).view(torch.uint8) ^ 128
-        lines = padded.view(-1, BLOCK, math.ceil(inputs / 4), 4).transpose(1, 2)
+        lines = padded.view(math.ceil(rows / BLOCK), BLOCK, math.ceil(inputs / 4), 4).transpose(1, 2)
         header = pad(scales.view(rows), (0, -rows % BLOCK)).view(-1, BLOCK).view(torch.uint8)
         return torch.cat((header, lines.flatten(1)), 1)
     codes = (q + GROUPED_FORMATS[format].offset).view(torch.uint8)

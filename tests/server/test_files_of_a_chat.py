@@ -16,7 +16,7 @@ from onward.server import App, Settings, create_app
 
 PACKAGE = Path(onward.__file__).parent
 # Files of src/onward from a request's arrival to the model's forward, and those of the server among them.
-MOST, MOST_OF_SERVER = 72, 9
+MOST, MOST_OF_SERVER = 68, 9
 
 
 class Trace:

@@ -89,7 +89,7 @@ def of(**function: Any) -> dict[str, Any]:
         ([of(parameters={"type": "string"})], r"tools\[0\]\.function\.parameters must be the JSON schema of an object"),
         ([of(strict="yes")], r"tools\[0\]\.function\.strict must be true or false"),
         ([of(), CLOCK, of()], r"tools\[2\] and tools\[0\] are called 'f'"),
-        ([lambda *rest: rest], r"tools\[0\]: <lambda> takes \*rest"),
+        ([lambda *rest: rest], r"tools\[0\]: <lambda> has the parameter \*rest"),
         ([lambda x, /: x], r"tools\[0\]: <lambda> has the parameter x, but calls pass arguments by name"),
         ([lambda x: x], r"tools\[0\]\.function\.name"),
     ],

@@ -5,6 +5,7 @@ import datetime
 import enum
 import json
 import re
+import string
 import time
 from pathlib import Path
 from re import _constants as sre
@@ -518,8 +519,10 @@ def matching(op, argument):
         return {chr(code) for code in range(128)} - found if argument[0][0] is sre.NEGATE else found
     if op in (sre.LITERAL, sre.NOT_LITERAL):
         return {chr(code) for code in range(128) if (code == argument) == (op is sre.LITERAL)}
-    assert (op, argument) == (sre.CATEGORY, sre.CATEGORY_DIGIT), "extend this to what the expression uses"
-    return set("0123456789")
+    of_category = {sre.CATEGORY_DIGIT: "0123456789", sre.CATEGORY_SPACE: string.whitespace}
+    assert op is sre.CATEGORY
+    assert argument in of_category, "extend this to what the expression uses"
+    return set(of_category[argument])
 
 
 def instructions(tree):

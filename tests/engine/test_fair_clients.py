@@ -64,7 +64,7 @@ def test_nobody_is_preempted_in_vain_or_for_more_than_a_fair_share():
     queue = scheduler(max_sequences=4)
     offered(queue, *(Request(0.0, 1, client="a") for _ in range(4)))
     admitted(queue)
-    offered(queue, Request(1.0, 1, sequences=3, client="b"))
+    offered(queue, Request(1.0, 1, num_sequences=3, client="b"))
     assert admitted(queue) == []
 
 
@@ -84,7 +84,7 @@ def test_a_large_part_of_the_cache_is_a_large_share():
 
 def test_a_wide_request_comes_back_and_then_runs_for_a_turn():
     queue = scheduler(max_sequences=4)
-    (wide,) = offered(queue, Request(0.0, 1, sequences=4, client="a"))
+    (wide,) = offered(queue, Request(0.0, 1, num_sequences=4, client="a"))
     admitted(queue)
     (first,) = offered(queue, Request(0.0, 1, client="b"))
     assert admitted(queue) == [wide]
@@ -105,7 +105,7 @@ def test_a_wide_request_comes_back_and_then_runs_for_a_turn():
 def test_a_wide_request_is_not_overtaken_forever():
     queue = scheduler(max_sequences=4)
     waiting = itertools.cycle(["b", "c"])
-    (wide,) = offered(queue, Request(0.0, 1, sequences=4, client="a"))
+    (wide,) = offered(queue, Request(0.0, 1, num_sequences=4, client="a"))
     offered(queue, Request(0.0, 1, client="b"))
     admitted(queue)
     assert wide not in queue.running
@@ -208,7 +208,7 @@ requests = st.builds(
     arrival=st.floats(0, 8),
     prompt=st.integers(1, 400),
     new=st.integers(1, 90),
-    sequences=st.sampled_from([1, 1, 2]),
+    num_sequences=st.sampled_from([1, 1, 2]),
     priority=st.sampled_from([0, 0, 0, -1, 2]),
     client=clients,
 )
@@ -217,7 +217,7 @@ wide = st.builds(
     arrival=st.floats(0, 8),
     prompt=st.integers(1, 200),
     new=st.integers(50, 200),
-    sequences=st.integers(4, 8),
+    num_sequences=st.integers(4, 8),
     client=st.sampled_from("aab"),
 )
 
@@ -236,7 +236,7 @@ def test_all_are_served_and_a_newcomer_waits_for_three_turns_at_most(schedule, s
             for other in schedule
             if other is not request
         )
-        if is_new and request.sequences <= 2:
+        if is_new and request.num_sequences <= 2:
             assert request.admitted - request.arrival <= longest
         assert request.preempted <= 1 + 2 * (request.ended - request.arrival)
 
@@ -245,7 +245,9 @@ def test_all_are_served_and_a_newcomer_waits_for_three_turns_at_most(schedule, s
 def test_a_newcomer_is_admitted_with_the_next_step_whatever_a_client_alone_has_sent(seed):
     chance = random.Random(seed)
     schedule = [
-        Request(0.0, chance.randint(1, 300), new=chance.randint(100, 400), sequences=chance.randint(1, 8), client="a")
+        Request(
+            0.0, chance.randint(1, 300), new=chance.randint(100, 400), num_sequences=chance.randint(1, 8), client="a"
+        )
         for _ in range(20)
     ]
     newcomer = Request(3.0, 50, new=10, client="b")

@@ -311,7 +311,7 @@ def test_closing_ends_the_wait_for_an_update(llama, drain):
 
         thread = threading.Thread(target=update)
         thread.start()
-        while not engine._worker._updates.pending:
+        while not engine._worker._updates._pending:
             time.sleep(0.001)
         engine.close(drain=drain)
         thread.join(60)

@@ -18,7 +18,7 @@ from onward.chat import ChatTemplate
 from onward.constraints import Regex
 from onward.errors import RequestError
 from onward.protocols import BodyReader, ResponseKey
-from onward.protocols.responses_events import response_body
+from onward.protocols.responses_events import ResponseEventStream
 
 PROMPT = "Once upon a time, a fox and a fox and a fox"
 MESSAGES = [{"role": "user", "content": PROMPT}]
@@ -171,8 +171,7 @@ def response(lm: LanguageModel, options: dict[str, Any]) -> Any:
     body = {"input": PROMPT, "chat_template_kwargs": thinking(options)}
     body |= {names.get(name, name): value for name, value in options.items()}
     read = BodyReader(lm, "demo").read("/v1/responses", json.loads(json.dumps(body, default=repr)), ResponseKey.new(0))
-    assert lm.tokenizer is not None
-    answer = response_body(read, lm.generate(read.requests[0]), lm.tokenizer, "1")
+    answer = ResponseEventStream(read).whole(lm.generate(read.requests[0]))
     return [part for item in answer["output"] for part in item["content"]], answer["status"], answer["usage"]
 
 

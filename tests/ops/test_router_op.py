@@ -121,7 +121,7 @@ BAD = {
     "expects float logits": {"logits": torch.zeros(2, 4, dtype=torch.int32)},
     "score is one of softmax": {"score": "relu"},
     r"float32 choice_bias \[4\]": {"choice_bias": torch.zeros(3)},
-    "takes no choice_bias": {"score": "softmax_of_chosen", "choice_bias": torch.zeros(4)},
+    "can't be combined with choice_bias": {"score": "softmax_of_chosen", "choice_bias": torch.zeros(4)},
     "can't form 3 equal groups": {"groups": 3},
     "of which 3 are kept": {"groups": 2, "kept_groups": 3},
     "chooses 1 … 4 of 4 experts; got 5": {"count": 5},

@@ -105,7 +105,7 @@ def test_the_demo_draft_guesses_the_demo(demo):
 
 
 def test_what_is_no_draft_is_refused(lm):
-    with pytest.raises(RequestError, match=r"draft is 'lookup', .*; got 'demo-draft': .*onward\.load it"):
+    with pytest.raises(RequestError, match=r"draft is 'lookup', .*; got 'demo-draft': .*pass onward\.load"):
         lm.generate("a", draft="demo-draft")
     with pytest.raises(RequestError, match="a Drafter or a Speculator; got int"):
         lm.generate("a", draft=3)

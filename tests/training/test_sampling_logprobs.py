@@ -259,7 +259,7 @@ def test_gradcheck_of_the_scores():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"sampling_logprobs": True}, "without logprobs: give logprobs=0"),
+        ({"sampling_logprobs": True}, "without logprobs: set logprobs to 0"),
         ({"sampling_logprobs": True, "logprobs": 0, "beams": 2}, "searches and does not sample"),
     ],
     ids=str,

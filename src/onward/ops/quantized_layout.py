@@ -210,7 +210,7 @@ def pack_parts(format: GroupedFormat, parts: Parts) -> Tensor:
     else:
         planes = [_plane(codes >> first & (1 << bits) - 1, bits) for first, bits in planes_of(format)]
         lines = torch.cat(planes, -1).flatten(2)
-    return torch.cat([*headers, lines], -1).view(blocks, -1)
+    return torch.cat([*headers, lines], -1).flatten(1)
 
 
 def unpack_parts(format: GroupedFormat, data: Tensor) -> Parts:

@@ -8,12 +8,10 @@ import ctypes
 import numpy as np
 from ik_llama_cpp import _ctypes_api as api
 
-from benchmarks.compare.workers.serve import Session, serve, system_instructions, timed_steps
-
-CHUNK = 512
+from benchmarks.compare.workers.serve import LlamaSession, serve, system_instructions
 
 
-class IkLlamaCpp(Session):
+class IkLlamaCpp(LlamaSession):
     def load(self) -> None:
         api._lib.llama_print_system_info.restype = ctypes.c_char_p
         self.instructions = system_instructions(api._lib.llama_print_system_info())
@@ -24,28 +22,18 @@ class IkLlamaCpp(Session):
         assert self.model, f"ik_llama.cpp cannot load {self.model_path}"
         self.vocab_size = api.llama_vocab_n_tokens(api.llama_model_get_vocab(self.model))
         options = api.llama_context_default_params()
-        options.n_ctx, options.n_batch, options.n_ubatch = self.capacity, CHUNK, CHUNK
+        options.n_ctx, options.n_batch, options.n_ubatch = self.capacity, self.CHUNK, self.CHUNK
         options.n_threads = options.n_threads_batch = self.threads
         options.flash_attn = True
         self.context = api.llama_init_from_model(self.model, options)
         assert self.context, "ik_llama.cpp cannot make a context"
-        self.batch_of_chunk = api.llama_batch_init(CHUNK, 0, 1)
+        self.batch_of_chunk = api.llama_batch_init(self.CHUNK, 0, 1)
 
-    def begin(self, ids: list[int]) -> int:
+    def clear(self) -> None:
         api.llama_kv_cache_clear(self.context)
         self.position = 0
-        for start in range(0, len(ids), CHUNK):
-            self._decode(ids[start : start + CHUNK])
-        return self._pick()
 
-    def more(self, count: int) -> list[float]:
-        return timed_steps(self._step, count)
-
-    def _step(self) -> None:
-        self._decode([self.last])
-        self._pick()
-
-    def _decode(self, ids: list[int]) -> None:
+    def decode(self, ids: list[int]) -> None:
         batch = self.batch_of_chunk
         batch.n_tokens = len(ids)
         for at, token in enumerate(ids):
@@ -56,7 +44,7 @@ class IkLlamaCpp(Session):
         self.position += len(ids)
         self.at = len(ids) - 1
 
-    def _pick(self) -> int:
+    def pick(self) -> int:
         logits = api.llama_get_logits_ith(self.context, self.at)
         self.last = int(np.ctypeslib.as_array(logits, (self.vocab_size,)).argmax())
         return self.last

@@ -8,12 +8,10 @@ import ctypes
 
 import llama_cpp
 
-from benchmarks.compare.workers.serve import Session, serve, system_instructions, timed_steps
-
-CHUNK = 512
+from benchmarks.compare.workers.serve import LlamaSession, serve, system_instructions
 
 
-class LlamaCpp(Session):
+class LlamaCpp(LlamaSession):
     def load(self) -> None:
         # Held for good: llama.cpp keeps the pointer.
         self._silence = llama_cpp.llama_log_callback(lambda level, text, data: None)
@@ -25,7 +23,7 @@ class LlamaCpp(Session):
         )
         assert self.model, f"llama.cpp cannot load {self.model_path}"
         options = llama_cpp.llama_context_default_params()
-        options.n_ctx, options.n_batch, options.n_ubatch = self.capacity, CHUNK, CHUNK
+        options.n_ctx, options.n_batch, options.n_ubatch = self.capacity, self.CHUNK, self.CHUNK
         options.n_threads = options.n_threads_batch = self.threads
         plain = self.variant == "plain attention"
         options.flash_attn_type = (
@@ -38,25 +36,15 @@ class LlamaCpp(Session):
         assert self.context, "llama.cpp cannot make a context"
         self.sampler = llama_cpp.llama_sampler_init_greedy()
 
-    def begin(self, ids: list[int]) -> int:
+    def clear(self) -> None:
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self.context), True)
-        for start in range(0, len(ids), CHUNK):
-            self._decode(ids[start : start + CHUNK])
-        return self._pick()
 
-    def more(self, count: int) -> list[float]:
-        return timed_steps(self._step, count)
-
-    def _step(self) -> None:
-        self._decode([self.last])
-        self._pick()
-
-    def _decode(self, ids: list[int]) -> None:
+    def decode(self, ids: list[int]) -> None:
         tokens = (llama_cpp.llama_token * len(ids))(*ids)
         status = llama_cpp.llama_decode(self.context, llama_cpp.llama_batch_get_one(tokens, len(ids)))
         assert status == 0, f"llama_decode answered {status}"
 
-    def _pick(self) -> int:
+    def pick(self) -> int:
         self.last = llama_cpp.llama_sampler_sample(self.sampler, self.context, -1)
         return self.last
 

@@ -85,6 +85,38 @@ class Session(Service):
         raise ValueError(f"unknown request {what!r}")
 
 
+class LlamaSession(Session):
+    """A session through llama.cpp's C API, or a fork's: prompts in chunks, then one id at a time."""
+
+    CHUNK = 512
+    last: int
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Forget the text before."""
+
+    @abstractmethod
+    def decode(self, ids: list[int]) -> None:
+        """Process the next ids."""
+
+    @abstractmethod
+    def pick(self) -> int:
+        """Choose the next token, and remember it as `last`."""
+
+    def begin(self, ids: list[int]) -> int:
+        self.clear()
+        for start in range(0, len(ids), self.CHUNK):
+            self.decode(ids[start : start + self.CHUNK])
+        return self.pick()
+
+    def more(self, count: int) -> list[float]:
+        return timed_steps(self._step, count)
+
+    def _step(self) -> None:
+        self.decode([self.last])
+        self.pick()
+
+
 def system_instructions(system_info: bytes) -> str:
     """The vector instructions of a line such as "AVX = 1 | AVX2 = 1 | AVX512 = 0 | LLAMAFILE = 1", by llama.cpp."""
     found = re.findall(r"\b(AVX\w*|FMA|F16C|AMX\w*|NEON|DOTPROD|MATMUL_INT8|SVE) = 1", system_info.decode())

@@ -46,7 +46,7 @@ class TemplateBudget:
         """Charge characters to the budget; raise `SecurityError` if it has too few left."""
         self._left -= characters + _OBJECT
         if self._left < 0:
-            raise SecurityError(f"exceeds its work limit of {self._whole} characters for this conversation")
+            raise SecurityError(f"it exceeds the work limit of {self._whole} characters for this conversation")
 
     def size(self, value: Any) -> int:
         """Return about how many characters a value has as text. A container counts each occurrence of an item."""

@@ -175,11 +175,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _record(self, func: OpOverload, args: Any, kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
-        written = _written(func, args, kwargs)
-        for tensor in written:
+        mutated = _mutated(func, args, kwargs)
+        for tensor in mutated:
             self._promote(tensor)
         is_whole = func in KERNELS or func in RULES or func in _MAYBE_VIEWS or func.is_view
-        if not written and not is_whole and func._can_decompose():
+        if not mutated and not is_whole and func._can_decompose():
             with self:
                 return func.decompose(*args, **kwargs)
         metas = {id(tensor): self._meta_of(tensor) for tensor in tensors}
@@ -198,10 +198,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for meta in new:
             if meta.untyped_storage()._cdata not in self._storages:
                 self._add_storage(meta, Kind.TEMPORARY)
-        if new or written:
+        if new or mutated:
             node_args, node_kwargs = _replaced((args, kwargs), self.array)
             outputs = tuple(map(self.array, instances(Tensor, results))) if new else ()
-            writes = tuple(map(self.array, written))
+            writes = tuple(map(self.array, mutated))
             self.trace.nodes.append(Node(func, node_args, node_kwargs, outputs, writes, users_line()))
         return results
 
@@ -272,7 +272,7 @@ _MAYBE_VIEWS = {
 }  # fmt: skip
 
 
-def _written(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+def _mutated(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """The tensors that an in-place operator changes."""
     schema = func._schema
     if not schema.is_mutable:

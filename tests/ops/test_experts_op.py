@@ -145,7 +145,7 @@ BAD = {
     "all of one format": {"up": layer("int8", 4, 16, 32)["up"]},
     r"biases are \[4, 16\]": {"gate_bias": torch.zeros(16)},
     "activation is one of": {"activation": "relu"},
-    "'relu2' takes no gate": {"activation": "relu2"},
+    "'relu2' has no gate, all others require one; got 'relu2' with a gate": {"activation": "relu2"},
     r"lie in 0 … 3; got 0 … 4": {"chosen": torch.tensor([[0, 4]] * 3, dtype=torch.int32)},
 }
 

@@ -83,7 +83,8 @@ def experts(
     if activation not in ACTIVATIONS:
         raise RequestError(f"experts: activation is one of {', '.join(ACTIVATIONS)}; got {activation!r}")
     if (gate is None) != (activation == "relu2"):
-        raise RequestError(f"experts: 'relu2' has no gate, all others require one; got {activation!r}, gate {gate}")
+        got = "no gate" if gate is None else "a gate"
+        raise RequestError(f"experts: 'relu2' has no gate, all others require one; got {activation!r} with {got}")
     format = _check_weights(x, parts)
     data = [weight if weight is None or isinstance(weight, Tensor) else weight.data for weight in parts[:3]]
     layer = (*data, *parts[3:], format, up.shape[1], activation, float(alpha), float(limit))

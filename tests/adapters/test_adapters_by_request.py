@@ -46,7 +46,7 @@ def loaded(folders):
 
 @pytest.mark.parametrize("form", BESIDE)
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_logprobs_are_those_of_peft_and_of_the_merged_model(tmp_path, family, form):
+def test_logprobs_equal_peft_and_the_merged_model(tmp_path, family, form):
     model = base(family)
     source = saved(model, tmp_path / "model")
     wrapped = adapted(model, form)
@@ -60,7 +60,7 @@ def test_logprobs_are_those_of_peft_and_of_the_merged_model(tmp_path, family, fo
     assert not lm._model_run.adapted.why_eager, "both run as programs"
 
 
-def test_a_fused_projection_is_adapted_as_the_checkpoint_names_it(tmp_path):
+def test_fused_projections_use_the_checkpoints_module_names(tmp_path):
     from peft import LoraConfig, get_peft_model
     from peft_adapters import SMALL
     from transformers import Phi3Config, Phi3ForCausalLM
@@ -86,7 +86,7 @@ PROMPTS = st.lists(
 @pytest.mark.strength(1)
 @pytest.mark.parametrize("cache", ["blocks", "dense"])
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8", "int4", "iq4_nl", "eager"])
-def test_a_mixed_batch_is_each_row_alone_bit_for_bit(folders, kind, cache):
+def test_mixed_batch_equals_each_row_alone(folders, kind, cache):
     source, by_form = folders
     options = {"float32": {}, "eager": {"compile": "eager"}, "bfloat16": {"dtype": "bfloat16"}}
     lm = onward.load(source, **options.get(kind, {"quantize": kind}), adapters={name: by_form[name] for name in NAMES})
@@ -115,7 +115,7 @@ def test_a_mixed_batch_is_each_row_alone_bit_for_bit(folders, kind, cache):
 
 
 @pytest.mark.parametrize("format", ["int8", "int4", "iq4_nl"])
-def test_beside_quantized_weights_an_update_is_that_of_8_bits(folders, format):
+def test_updates_of_quantized_models_are_stored_in_8_bits(folders, format):
     source, by_form = folders
     exact = onward.load(source, adapters={"it": by_form["plain"]})
     rounded = onward.load(source, quantize=format, adapters={"it": by_form["plain"]})
@@ -139,7 +139,7 @@ def test_beside_quantized_weights_an_update_is_that_of_8_bits(folders, format):
         assert ((product - update.a.T.double() @ update.b.double()).abs() <= bound * (1 + 1e-6)).all()
 
 
-def test_a_row_without_an_adapter_has_the_bits_of_a_model_without_adapters(folders, loaded):
+def test_row_without_adapter_equals_a_model_without_adapters(folders, loaded):
     bare = onward.load(folders[0])
     alone = bare.generate(IDS, max_new_tokens=6, temperature=0, logprobs=5)
     (beside, _) = loaded.generate(
@@ -148,7 +148,7 @@ def test_a_row_without_an_adapter_has_the_bits_of_a_model_without_adapters(folde
     assert (alone.token_ids, alone.logprobs) == (beside.token_ids, beside.logprobs)
 
 
-def test_several_texts_beams_and_drafts_have_the_adapter(loaded):
+def test_samples_beams_and_drafts_use_the_adapter(loaded):
     merged = loaded.merge("plain")
     repeated = [7, 8, 9, 7, 8, 9, 7, 8]
     for options in ({"n": 3, "seed": 5, "temperature": 1.0}, {"beams": 3}, {"draft": "lookup", "temperature": 0}):
@@ -165,7 +165,7 @@ def test_several_texts_beams_and_drafts_have_the_adapter(loaded):
 LONG = [(7 * at) % 101 for at in range(100)]
 
 
-def test_what_one_adapter_computed_is_found_by_equal_ones_alone(folders):
+def test_prefixes_are_shared_only_between_equal_adapters(folders):
     source, by_form = folders
     lm = onward.load(source, adapters={"a": by_form["plain"], "b": by_form["patterns"], "same": by_form["plain"]})
 
@@ -179,7 +179,7 @@ def test_what_one_adapter_computed_is_found_by_equal_ones_alone(folders):
     assert cached("a again") == 99
 
 
-def test_a_session_goes_on_with_its_adapter_and_not_with_that_of_another(folders):
+def test_session_continues_only_with_its_own_adapter(folders):
     source, by_form = folders
     lm = onward.load(source, adapters={"a": by_form["plain"], "b": by_form["patterns"]})
     lm.prefix_memory = 0
@@ -192,7 +192,7 @@ def test_a_session_goes_on_with_its_adapter_and_not_with_that_of_another(folders
     assert session.generate(LONG, adapter="equal", max_new_tokens=1).cached_tokens == 99
 
 
-def test_a_saved_session_names_the_adapter_by_its_content(folders, tmp_path):
+def test_saved_session_identifies_the_adapter_by_content(folders, tmp_path):
     source, by_form = folders
     lm = onward.load(source, adapters={"a": by_form["plain"]})
     session = onward.Session(lm)
@@ -215,7 +215,7 @@ def test_a_saved_session_names_the_adapter_by_its_content(folders, tmp_path):
 
 @settings(max_examples=8)
 @given(PROMPTS, st.randoms(use_true_random=False))
-def test_an_engine_gives_each_request_what_it_gets_alone(loaded, rows, random):
+def test_engine_requests_equal_each_request_alone(loaded, rows, random):
     alone = [
         loaded.generate(ids, adapter=adapter, seed=at, max_new_tokens=5, logprobs=1)
         for at, (ids, adapter) in enumerate(rows)
@@ -234,7 +234,7 @@ def test_an_engine_gives_each_request_what_it_gets_alone(loaded, rows, random):
             assert (got.token_ids, got.logprobs) == (expected.token_ids, expected.logprobs)
 
 
-def test_adapters_come_and_go_while_an_engine_runs(folders):
+def test_adapters_load_and_unload_while_an_engine_runs(folders):
     source, by_form = folders
     lm = onward.load(source, adapters={"a": by_form["plain"]})
     options = {"max_new_tokens": 60, "temperature": 0}
@@ -261,7 +261,7 @@ def test_adapters_come_and_go_while_an_engine_runs(folders):
     assert lm.generate(IDS, adapter="c", **options).token_ids == merged.generate(IDS, **options).token_ids
 
 
-def test_more_adapters_than_there_are_slots_at_first(folders):
+def test_more_adapters_than_initial_slots(folders):
     source, by_form = folders
     lm = onward.load(source)
     for at in range(20):
@@ -272,7 +272,7 @@ def test_more_adapters_than_there_are_slots_at_first(folders):
     assert rows[0].token_ids != rows[1].token_ids
 
 
-def test_a_copy_has_the_adapters_too(loaded):
+def test_copies_include_the_adapters(loaded):
     copied = copy.deepcopy(loaded)
     assert list(copied.adapters) == list(loaded.adapters)
     options = {"adapter": "DoRA", "max_new_tokens": 5, "temperature": 0}
@@ -282,7 +282,7 @@ def test_a_copy_has_the_adapters_too(loaded):
 # ── bad input ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_an_adapter_of_another_model_is_refused(loaded, tmp_path):
+def test_adapter_of_another_model_is_refused(loaded, tmp_path):
     for name, other, message in [
         ("narrow", base(hidden_size=16), r"update of model\.layers\.0\.\S+ is .*: it is for another model"),
         ("deep", base(num_hidden_layers=3), r"modules that the model does not have, such as 'model\.layers\.2\.\S+'"),
@@ -306,12 +306,12 @@ def test_updates_of_experts_are_refused_by_name(tmp_path):
             onward.load(source, **options)
 
 
-def test_what_rows_share_is_refused_with_the_way_out(folders, loaded):
+def test_parameters_shared_by_rows_are_refused_with_advice(folders, loaded):
     with pytest.raises(RequestError, match=r"norm\S* which cannot differ between the rows of a batch: merge it"):
         loaded.load_adapter("norms", folders[1]["saved modules"])
 
 
-def test_names_are_checked_when_the_request_is_made(folders, loaded):
+def test_adapter_names_are_checked_at_submission(folders, loaded):
     message = "there is no adapter 'other'; loaded: 'plain', 'DoRA'"
     for call in (
         lambda: loaded.request(IDS, adapter="other"),
@@ -332,7 +332,7 @@ def test_names_are_checked_when_the_request_is_made(folders, loaded):
         loaded.model = loaded.model
 
 
-def test_a_forward_of_ones_own_has_no_modules_to_adapt(folders):
+def test_custom_forward_has_no_modules_to_adapt(folders):
     lm = onward.LanguageModel(onward.Model(lambda *_: None, {}, lambda batch, length: (), vocab_size=5))
     with pytest.raises(RequestError, match="names modules of a checkpoint"):
         lm.load_adapter("plain", folders[1]["plain"])
@@ -353,7 +353,7 @@ def test_continuations_are_scored_with_the_adapter(loaded, name, cut):
 
 @pytest.mark.parametrize("name", [None, *NAMES])
 @pytest.mark.parametrize("chunk", [2, 512])
-def test_logits_are_those_with_the_adapter(loaded, name, chunk):
+def test_logits_use_the_adapter(loaded, name, chunk):
     lm = copy.copy(loaded)
     lm.prefill_chunk = chunk
     logits = lm.logits(IDS, adapter=name)
@@ -363,7 +363,7 @@ def test_logits_are_those_with_the_adapter(loaded, name, chunk):
     assert token_logprobs(IDS[1:], logits[:-1], 3) == expected, "bit for bit"
 
 
-def test_every_verb_takes_an_adapter_and_refuses_one_that_is_not_loaded(loaded):
+def test_every_method_takes_an_adapter_and_refuses_unloaded_ones(loaded):
     """A verb of LanguageModel is whatever runs the model for ids, a text or messages."""
     verbs = {
         "generate": lambda **options: loaded.generate(IDS, max_new_tokens=4, **options).token_ids,

@@ -35,7 +35,7 @@ def grown(request, tmp_path):
 
 
 @pytest.mark.parametrize("quantize", [None, "int8"])
-def test_merged_logits_are_those_of_the_larger_model(grown, quantize):
+def test_merged_logits_equal_the_larger_model(grown, quantize):
     source, adapter, expected = grown
     lm = onward.load(source, merge=adapter, quantize=quantize)
     assert lm.model.vocab_size == 104
@@ -47,7 +47,7 @@ def test_merged_logits_are_those_of_the_larger_model(grown, quantize):
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("saved", [["embed_tokens"], ["lm_head"], ["embed_tokens", "lm_head"]], ids="+".join)
-def test_tables_that_were_trained_whole_have_the_added_tokens(saved, tied, tmp_path):
+def test_fully_trained_embeddings_include_added_tokens(saved, tied, tmp_path):
     model = base(tie_word_embeddings=tied)
     model.save_pretrained(tmp_path / "model")
     model.resize_token_embeddings(104, mean_resizing=False)
@@ -63,7 +63,7 @@ def test_tables_that_were_trained_whole_have_the_added_tokens(saved, tied, tmp_p
     torch.testing.assert_close(lm.logits(IDS), expected, rtol=0, atol=TOLERANCE)
 
 
-def test_such_an_adapter_is_not_beside_the_weights(grown):
+def test_adapter_with_added_tokens_must_be_merged(grown):
     source, adapter, _ = grown
     with pytest.raises(CheckpointError, match=r"\[104, 32\], and the model's \[101, 32\]: added tokens.*merge="):
         onward.load(source, adapters={"it": adapter})
@@ -71,7 +71,7 @@ def test_such_an_adapter_is_not_beside_the_weights(grown):
         onward.load(source).merge(adapter)
 
 
-def test_both_tables_must_have_the_tokens(grown):
+def test_both_embeddings_must_include_the_added_tokens(grown):
     source, adapter, _ = grown
     file = adapter / "adapter_model.safetensors"
     tensors = load_file(file)
@@ -83,7 +83,7 @@ def test_both_tables_must_have_the_tokens(grown):
         onward.load(source, merge=adapter)
 
 
-def test_every_field_of_peft_is_known():
+def test_every_peft_field_is_known():
     assert {
         field.name for field in dataclasses.fields(LoraConfig)
     } <= FIELDS.read | FIELDS.ignored | FIELDS.refused.keys()
@@ -100,7 +100,7 @@ def test_every_field_of_peft_is_known():
         ("arrow_config", {"top_k": 3}),
     ],
 )
-def test_fields_that_change_what_an_adapter_computes_are_refused_by_name(grown, field, value):
+def test_peft_fields_that_change_results_are_refused_by_name(grown, field, value):
     source, adapter, _ = grown
     path = adapter / "adapter_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {field: value}))
@@ -108,7 +108,7 @@ def test_fields_that_change_what_an_adapter_computes_are_refused_by_name(grown, 
         onward.load(source, merge=adapter)
 
 
-def test_fields_that_change_nothing_are_let_be(grown):
+def test_peft_fields_without_effect_are_accepted(grown):
     source, adapter, expected = grown
     path = adapter / "adapter_config.json"
     fields = {"fan_in_fan_out": True, "lora_dropout": 0.1, "layers_to_transform": [0, 1], "layers_pattern": "layers"}
@@ -119,7 +119,7 @@ def test_fields_that_change_nothing_are_let_be(grown):
         onward.load(source, merge=adapter)
 
 
-def test_names_of_wrapped_models_are_found(grown):
+def test_wrapped_module_names_are_found(grown):
     source, adapter, expected = grown
     file = adapter / "adapter_model.safetensors"
     prefix = "base_model.model."

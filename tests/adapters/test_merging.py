@@ -33,7 +33,7 @@ DENSE = [form for form in FORMS if form not in ("recurrent layers", "saved convo
         ("falcon_h1", "saved convolutions"),
     ],
 )
-def test_merged_logits_are_those_of_peft(tmp_path, family, form):
+def test_merged_logits_equal_peft(tmp_path, family, form):
     model = base(family)
     source = saved(model, tmp_path / "model")
     before = theirs(model)
@@ -46,7 +46,7 @@ def test_merged_logits_are_those_of_peft(tmp_path, family, form):
 
 
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
-def test_a_tied_head_keeps_the_old_weight_where_an_adapter_changes_the_embedding(tmp_path):
+def test_tied_head_keeps_its_weight_if_an_adapter_changes_the_embedding(tmp_path):
     model = base(tie_word_embeddings=True)
     source = saved(model, tmp_path / "model")
     wrapped = adapted(model, "head and embedding")
@@ -55,7 +55,7 @@ def test_a_tied_head_keeps_the_old_weight_where_an_adapter_changes_the_embedding
     torch.testing.assert_close(lm.logits(IDS), expected, rtol=0, atol=TOLERANCE)
 
 
-def test_merging_comes_before_quantizing(tmp_path):
+def test_merging_happens_before_quantizing(tmp_path):
     model = base()
     source, folder = saved(model, tmp_path / "model"), saved(adapted(base(), "plain"), tmp_path / "adapter")
     whole = onward.load(source, merge=folder)
@@ -108,7 +108,7 @@ NAME = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
         ({"init_lora_weights": "gaussian"}, None),
     ],
 )
-def test_a_config_that_cannot_be_used_says_why(folders, fields, message):
+def test_unusable_configs_raise_a_clear_error(folders, fields, message):
     source, folder = folders
     change_config(folder, **fields)
     if message is None:
@@ -143,7 +143,7 @@ def test_a_config_that_cannot_be_used_says_why(folders, fields, message):
         ),
     ],
 )
-def test_tensors_that_do_not_fit_say_why(folders, change, message):
+def test_mismatched_tensors_raise_a_clear_error(folders, change, message):
     source, folder = folders
     change_tensors(folder, change)
     with pytest.raises(CheckpointError, match=message):
@@ -152,7 +152,7 @@ def test_tensors_that_do_not_fit_say_why(folders, change, message):
         onward.load(source, adapters={"it": folder})
 
 
-def test_what_is_no_adapter_says_why(folders, tmp_path):
+def test_invalid_adapters_raise_a_clear_error(folders, tmp_path):
     source, folder = folders
     with pytest.raises(CheckpointError, match=r"has no adapter_config\.json"):
         onward.load(source, merge=tmp_path)

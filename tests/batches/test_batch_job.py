@@ -85,7 +85,7 @@ def serve(
     seed=st.integers(0, 1000),
     stops=st.lists(st.integers(0, 12), max_size=4),
 )
-def test_whatever_dies_the_file_is_that_of_one_undisturbed_replica(
+def test_crashes_leave_the_file_of_an_undisturbed_run(
     count: int,
     replicas: int,
     chunk: int,
@@ -121,7 +121,7 @@ def test_whatever_dies_the_file_is_that_of_one_undisturbed_replica(
     assert not (folder / "out.jsonl.parts").exists()
 
 
-def test_what_is_done_is_not_done_again(tmp_path: Path) -> None:
+def test_finished_lines_are_not_repeated(tmp_path: Path) -> None:
     source, out = write(tmp_path / "in.jsonl", 200, bad=[7]), tmp_path / "out.jsonl"
     chunks = iter(range(3))
     asked: list[str | None] = []
@@ -141,7 +141,7 @@ def test_what_is_done_is_not_done_again(tmp_path: Path) -> None:
     assert out.read_bytes() == before
 
 
-def test_a_line_that_ends_its_replicas_is_given_up_alone(tmp_path: Path) -> None:
+def test_a_line_that_kills_replicas_fails_alone(tmp_path: Path) -> None:
     source, out = write(tmp_path / "in.jsonl", 100), tmp_path / "out.jsonl"
     progress = serve(source, out, lambda lines: any(line.custom_id == "41" for line in lines))
     assert (progress.served, progress.failed) == (99, 1)
@@ -152,7 +152,7 @@ def test_a_line_that_ends_its_replicas_is_given_up_alone(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(("chunk", "ahead"), [(1, 6), (4, 3)])
-def test_a_replica_has_so_many_lines_at_a_time(tmp_path: Path, chunk: int, ahead: int) -> None:
+def test_lines_in_flight_per_replica_are_limited(tmp_path: Path, chunk: int, ahead: int) -> None:
     """Its engine is never short of lines, and memory holds no more."""
     running, most = 0, 0
 
@@ -172,7 +172,7 @@ def test_a_replica_has_so_many_lines_at_a_time(tmp_path: Path, chunk: int, ahead
     assert most == chunk * ahead
 
 
-def test_a_folder_gives_a_folder_and_at_last_its_manifest(tmp_path: Path) -> None:
+def test_an_input_folder_gives_an_output_folder_with_a_manifest(tmp_path: Path) -> None:
     source, out = tmp_path / "in", tmp_path / "out"
     source.mkdir()
     for name, count in (("b.jsonl", 3), ("a.jsonl", 40)):
@@ -185,7 +185,7 @@ def test_a_folder_gives_a_folder_and_at_last_its_manifest(tmp_path: Path) -> Non
     assert serve(source, out).done_before == 43
 
 
-def test_parquet_is_what_json_lines_are(tmp_path: Path) -> None:
+def test_parquet_equals_json_lines(tmp_path: Path) -> None:
     arrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
     lines = write(tmp_path / "in.jsonl", 600, bad=[3])
@@ -209,7 +209,7 @@ def test_parquet_is_what_json_lines_are(tmp_path: Path) -> None:
         BatchInput(tmp_path / "text.parquet")
 
 
-def test_replicas_that_cannot_be_had_are_one_error(tmp_path: Path) -> None:
+def test_unavailable_replicas_raise_one_error(tmp_path: Path) -> None:
     batch = BatchInput(write(tmp_path / "in.jsonl", 300))
 
     class Dying(Fake):

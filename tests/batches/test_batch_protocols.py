@@ -21,7 +21,7 @@ BODIES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("url", BODIES)
-def test_a_result_does_not_depend_on_the_run(url: str) -> None:
+def test_results_do_not_depend_on_the_run(url: str) -> None:
     """The second time the prompt is in the cache."""
     lm = onward.load("demo")
     lines = [json.dumps({"custom_id": "a", "method": "POST", "url": url, "body": body}) for body in (BODIES[url], {})]

@@ -45,7 +45,7 @@ def finished(out: Path, batch: BatchInput) -> bytes:
 
 @settings(max_examples=40)
 @given(share=st.floats(0, 1), of_output=st.booleans())
-def test_wherever_a_kill_cuts_a_file_the_whole_lines_count(
+def test_whole_lines_survive_a_kill_at_any_byte(
     share: float, of_output: bool, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     folder = tmp_path_factory.mktemp("cut")
@@ -70,7 +70,7 @@ def test_wherever_a_kill_cuts_a_file_the_whole_lines_count(
     assert not parts.exists()
 
 
-def test_runs_that_are_stopped_leave_what_they_have_and_nothing_else(tmp_path: Path) -> None:
+def test_stopped_runs_leave_only_finished_results(tmp_path: Path) -> None:
     batch, out = BatchInput(write(tmp_path / "in.jsonl", "a", "b")), tmp_path / "out.jsonl"
     with BatchResults(out, batch):
         pass
@@ -82,7 +82,7 @@ def test_runs_that_are_stopped_leave_what_they_have_and_nothing_else(tmp_path: P
     assert out.read_bytes() == whole
 
 
-def test_the_output_has_the_mode_that_it_had_or_that_of_any_new_file(tmp_path: Path) -> None:
+def test_output_keeps_its_mode_or_gets_the_default(tmp_path: Path) -> None:
     batch, out = BatchInput(write(tmp_path / "in.jsonl", "a")), tmp_path / "out.jsonl"
     before = os.umask(0o027)
     try:
@@ -95,7 +95,7 @@ def test_the_output_has_the_mode_that_it_had_or_that_of_any_new_file(tmp_path: P
         os.umask(before)
 
 
-def test_a_link_stays_one(tmp_path: Path) -> None:
+def test_symlinked_output_stays_a_symlink(tmp_path: Path) -> None:
     batch, out = BatchInput(write(tmp_path / "in.jsonl", "a")), tmp_path / "out.jsonl"
     (tmp_path / "there").mkdir()
     out.symlink_to(tmp_path / "there" / "real.jsonl")
@@ -131,7 +131,7 @@ def test_a_pipe_gets_the_results_at_the_end(tmp_path: Path) -> None:
         ("no/folder/out.jsonl", "cannot be written to"),
     ],
 )
-def test_an_output_of_something_else_is_refused(
+def test_unrelated_output_files_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, out: str, message: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -149,7 +149,7 @@ def test_an_output_of_something_else_is_refused(
     assert set(Path().iterdir()) == files
 
 
-def test_a_second_process_waits_for_its_turn_by_being_refused(tmp_path: Path) -> None:
+def test_a_second_process_is_refused(tmp_path: Path) -> None:
     batch = BatchInput(write(tmp_path / "in.jsonl", "a"))
     with (
         BatchResults(tmp_path / "out.jsonl", batch),
@@ -159,6 +159,6 @@ def test_a_second_process_waits_for_its_turn_by_being_refused(tmp_path: Path) ->
         pass
 
 
-def test_a_folder_without_files_is_refused(tmp_path: Path) -> None:
+def test_empty_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match=r"has no .jsonl or .parquet files"):
         BatchInput(tmp_path)

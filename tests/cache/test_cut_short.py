@@ -126,7 +126,7 @@ def interrupted(call, line) -> tuple[bool, bool]:
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("window", [None, 6])
-def test_an_interrupt_at_any_line_of_a_change_loses_nothing(change, window):
+def test_an_interrupt_at_any_line_loses_nothing(change, window):
     call, changed = CHANGES[change]
     for line in range(1, 10000):
         house = House(window)
@@ -147,7 +147,7 @@ COPIES = {
 
 @pytest.mark.parametrize("change", COPIES)
 @pytest.mark.parametrize("at", [0, 1])
-def test_a_copy_that_fails_changes_no_slot(change, at):
+def test_a_failed_copy_changes_no_slot(change, at):
     house = House(6)
     memory = (house.memory, house.memory.windows)[at]
     memory.fails = True
@@ -164,7 +164,7 @@ def test_a_copy_that_fails_changes_no_slot(change, at):
 
 @pytest.mark.parametrize("window", [None, 6])
 @pytest.mark.parametrize(("length", "left"), [(8, 6), (24, 6), (28, 4)])
-def test_a_pinned_prefix_keeps_what_is_left_when_a_copy_fails(window, length, left):
+def test_a_pinned_prefix_survives_a_failed_copy(window, length, left):
     """All of it if the new slot has other room; its first block if the second one is needed."""
     house, ids = House(window), [5, 5, 5, 5, 5, 8, 8]
     slots, pin = house.slots, house.pin
@@ -199,7 +199,7 @@ def interrupts():
     signal.signal(signal.SIGINT, before)
 
 
-def test_an_interrupt_comes_at_the_end_of_the_block(interrupts):
+def test_interrupts_are_deferred_to_the_end_of_the_block(interrupts):
     done = []
 
     def work():
@@ -213,7 +213,7 @@ def test_an_interrupt_comes_at_the_end_of_the_block(interrupts):
     assert (done, interrupts.count) == ([0, 0, 0], 1)
 
 
-def test_an_interrupt_of_an_inner_block_comes_at_the_end_of_the_outer_one(interrupts):
+def test_interrupts_in_nested_blocks_are_deferred_to_the_outer_end(interrupts):
     done = []
 
     def work():
@@ -227,7 +227,7 @@ def test_an_interrupt_of_an_inner_block_comes_at_the_end_of_the_outer_one(interr
     assert (done, interrupts.count) == ([0], 1)
 
 
-def test_an_error_of_the_block_is_the_context_of_its_interrupt(interrupts):
+def test_an_error_in_the_block_is_the_context_of_its_interrupt(interrupts):
     def work():
         with sigint_deferred():
             signal.raise_signal(signal.SIGINT)
@@ -238,7 +238,7 @@ def test_an_error_of_the_block_is_the_context_of_its_interrupt(interrupts):
     assert isinstance(raised.value.__context__, LookupError)
 
 
-def test_a_handler_that_the_block_installs_stays(interrupts):
+def test_a_handler_installed_in_the_block_stays(interrupts):
     def other(number, frame): ...
 
     with sigint_deferred():
@@ -247,7 +247,7 @@ def test_a_handler_that_the_block_installs_stays(interrupts):
 
 
 @pytest.mark.parametrize("action", [signal.SIG_IGN, signal.SIG_DFL])
-def test_without_a_handler_in_python_nothing_is_deferred(action):
+def test_nothing_is_deferred_without_a_python_handler(action):
     before = signal.signal(signal.SIGINT, action)
     try:
         with sigint_deferred():

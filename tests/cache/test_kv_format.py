@@ -86,7 +86,7 @@ class Rounded:
 @pytest.mark.parametrize("format", FORMATS_OF_8_BITS, ids=lambda format: format.name)
 @pytest.mark.parametrize("family", MODELS)
 @pytest.mark.usefixtures("definitions")
-def test_the_logits_are_those_of_attention_over_what_the_rows_load(family, format):
+def test_logits_equal_attention_over_the_loaded_rows(family, format):
     model, floats = stored_in(format, family).model, tiny_model(family, **MODELS[family])
     tokens, at = torch.tensor([PROMPTS[2]], dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
     with torch.no_grad():
@@ -100,7 +100,7 @@ def test_the_logits_are_those_of_attention_over_what_the_rows_load(family, forma
 
 @pytest.mark.parametrize("format", FORMATS_OF_8_BITS, ids=lambda format: format.name)
 @pytest.mark.parametrize("family", MODELS)
-def test_dense_and_paged_caches_programs_and_batches_give_the_same_tokens(family, format):
+def test_dense_paged_compiled_and_batched_tokens_are_equal(family, format):
     lm = stored_in(format, family)
     alone = [lm.generate(prompt, max_new_tokens=24, temperature=0).token_ids for prompt in PROMPTS]
     assert [each.token_ids for each in lm.generate(PROMPTS, max_new_tokens=24, temperature=0)] == alone
@@ -112,7 +112,7 @@ def test_dense_and_paged_caches_programs_and_batches_give_the_same_tokens(family
 
 @pytest.mark.parametrize("format", FORMATS_OF_8_BITS, ids=lambda format: format.name)
 @pytest.mark.parametrize("family", MODELS)
-def test_forks_kept_prefixes_drafts_and_sessions_move_rows_as_they_are(family, format, tmp_path):
+def test_forks_prefixes_drafts_and_sessions_copy_rows_unchanged(family, format, tmp_path):
     lm, fresh = stored_in(format, family), partial(stored_in, format, family, prefix_memory=0)
     expected = fresh().generate(PROMPTS[0], max_new_tokens=40, temperature=0)
     sampled = {"seed": 5, "max_new_tokens": 9, "temperature": 1.0}
@@ -135,7 +135,7 @@ def test_forks_kept_prefixes_drafts_and_sessions_move_rows_as_they_are(family, f
 
 
 @pytest.mark.parametrize("format", FORMATS_OF_8_BITS, ids=lambda format: format.name)
-def test_a_plan_knows_the_bytes_of_rows(format):
+def test_memory_plans_include_the_bytes_of_rows(format):
     shapes = (LayerShape(2, 16, 8), LayerShape(1, 24, 0), LayerShape(2, 16, 16, window=100))
     plan = CachePlan(shapes, torch.bfloat16, format=format)
     position = [2 * (20 + 12), 28, 2 * (20 + 20)]  # values that are not stored have no scale either
@@ -148,7 +148,7 @@ def test_a_plan_knows_the_bytes_of_rows(format):
 
 
 @pytest.mark.skipif(native.library() is None, reason="no native library was built")
-def test_kernels_leave_a_format_without_a_code_to_the_definitions():
+def test_formats_without_a_kernel_code_use_the_definitions():
     forms = (None, INT8, COARSE)
     floats, int8, coarse = ({(row.op, row.kernel) for row in stored_in(each).explain().rows} for each in forms)
     assert int8 == floats
@@ -175,7 +175,7 @@ def test_rows_of_the_wrong_width_or_dtype_are_refused():
             ops.cached_attention(q, rows, values, at, value_dim=value_dim)
 
 
-def test_load_takes_the_name_of_a_format():
+def test_load_accepts_a_format_name():
     lm, floats = onward.load("demo", cache_format="int8"), onward.load("demo")
     assert {leaf.dtype for leaf in lm.model.new_cache(1, 8).keys} == {torch.int8}
     text = "The dragon said"
@@ -191,7 +191,7 @@ def test_load_takes_the_name_of_a_format():
         onward.load("demo", cache_format="int5")
 
 
-def test_a_session_of_another_format_is_refused(tmp_path):
+def test_sessions_of_another_format_are_refused(tmp_path):
     session = Session(onward.load("demo", cache_format="int8"))
     session.generate("Once", max_new_tokens=3)
     session.save(tmp_path / "session")

@@ -50,7 +50,7 @@ def reused(slots, ids):
 
 
 @pytest.mark.parametrize("length", range(1, 14))
-def test_any_length_of_a_prefix_is_reused_exactly(length):
+def test_prefixes_of_any_length_are_reused_exactly(length):
     memory, slots = slots_over()
     text = list(range(13))
     cache(slots, text)
@@ -59,7 +59,7 @@ def test_any_length_of_a_prefix_is_reused_exactly(length):
     assert memory.read(slot, positions) == [tuple(text[: at + 1]) for at in range(length)]
 
 
-def test_the_last_id_is_computed_though_all_are_found():
+def test_the_last_id_is_computed_even_if_all_are_cached():
     memory, slots = slots_over()
     text = list(range(8))
     cache(slots, text)
@@ -70,7 +70,7 @@ def test_the_last_id_is_computed_though_all_are_found():
     assert source != slot.blocks[1], "what the row writes is its own block"
 
 
-def test_running_rows_share_the_blocks_they_noted():
+def test_running_rows_share_noted_blocks():
     _, slots = slots_over()
     text = list(range(9))
     first = filled(slots, text)
@@ -81,7 +81,7 @@ def test_running_rows_share_the_blocks_they_noted():
     assert counts(slots)[2] == 4
 
 
-def test_of_two_rows_with_one_text_the_second_to_note_keeps_its_blocks_and_continues_the_first_when_released():
+def test_the_second_of_two_equal_rows_extends_the_first_after_release():
     _, slots = slots_over()
     text = list(range(12))
     (one, _), (two, _) = slots.acquire(text, 12), slots.acquire(text, 12)
@@ -99,7 +99,7 @@ def test_of_two_rows_with_one_text_the_second_to_note_keeps_its_blocks_and_conti
     check_accounts(slots)
 
 
-def test_a_block_that_a_fork_holds_is_not_found_behind_another_rows_block():
+def test_a_block_of_a_fork_is_not_found_through_another_rows_block():
     """Else the fork would hold it without what comes before, which could then not be evicted first."""
     _, slots = slots_over()
     text = list(range(12))
@@ -116,7 +116,7 @@ def test_a_block_that_a_fork_holds_is_not_found_behind_another_rows_block():
     assert reused(slots, [*text, 1]) == 12
 
 
-def test_a_row_that_goes_on_replaces_the_part_of_a_block_that_it_continues():
+def test_a_longer_row_replaces_its_partial_block():
     _, slots = slots_over()
     cache(slots, [1, 2])
     assert counts(slots)[1] == 1
@@ -141,7 +141,7 @@ def test_blocks_are_compared_by_tokens():
     assert reused(slots, [-1] * 6) == SIZE
 
 
-def test_where_there_is_no_room_nothing_changes():
+def test_a_failed_allocation_changes_nothing():
     _, slots = slots_over(4)
     row = filled(slots, list(range(6)))
     cache(slots, [9, 9, 9, 9])
@@ -158,7 +158,7 @@ def test_where_there_is_no_room_nothing_changes():
     assert len(row.blocks) == 2
 
 
-def test_what_can_never_be_held_is_an_error():
+def test_requests_larger_than_the_cache_are_an_error():
     _, slots = slots_over(4, max_len=40)
     row, _ = slots.acquire([1], 4)
     assert slots.can_hold(16)
@@ -175,7 +175,7 @@ def test_sizes_are_checked(options):
         PagedCacheManager(WrittenBlocks(2, BLOCK), **{"max_len": 8, "cached_blocks": 0, **options})
 
 
-def test_the_least_recently_used_is_evicted_first_and_a_text_from_its_end():
+def test_least_recently_used_texts_are_evicted_from_their_end():
     _, slots = slots_over(cached=4)
     old, new = list(range(10, 18)), list(range(20, 28))
     cache(slots, old)
@@ -187,7 +187,7 @@ def test_the_least_recently_used_is_evicted_first_and_a_text_from_its_end():
     assert reused(slots, [*old, 0]) == 8
 
 
-def test_a_block_is_used_when_a_part_of_it_is():
+def test_using_part_of_a_block_marks_it_as_used():
     _, slots = slots_over(cached=2)
     old, new = [1, 2, 3, 4], [5, 6, 7, 8]
     cache(slots, old)
@@ -198,7 +198,7 @@ def test_a_block_is_used_when_a_part_of_it_is():
     assert reused(slots, [*new, 0]) == 0
 
 
-def test_the_budget_of_cached_blocks_keeps_the_beginning_of_a_long_text():
+def test_the_cached_block_budget_favors_the_start_of_a_text():
     _, slots = slots_over(cached=3)
     text = list(range(30))
     cache(slots, text)
@@ -206,7 +206,7 @@ def test_the_budget_of_cached_blocks_keeps_the_beginning_of_a_long_text():
     assert reused(slots, text) == 12
 
 
-def test_with_a_budget_of_none_only_running_rows_share():
+def test_with_a_zero_budget_only_running_rows_share():
     _, slots = slots_over(cached=0)
     text = list(range(8))
     row = filled(slots, text)
@@ -216,7 +216,7 @@ def test_with_a_budget_of_none_only_running_rows_share():
     assert reused(slots, [*text, 1]) == 0
 
 
-def test_cached_blocks_give_way_to_who_needs_room():
+def test_cached_blocks_are_evicted_for_new_rows():
     memory, slots = slots_over(4)
     cache(slots, list(range(16)))
     assert counts(slots)[:2] == (0, 4)
@@ -226,7 +226,7 @@ def test_cached_blocks_give_way_to_who_needs_room():
     assert counts(slots)[2] == 4
 
 
-def test_a_short_request_after_another_gives_no_memory_back():
+def test_short_requests_release_no_memory():
     memory, slots = slots_over(cached=0, warm=2)
     for _ in range(10):
         slots.release(filled(slots, list(range(16))), range(16))
@@ -239,7 +239,7 @@ def test_a_short_request_after_another_gives_no_memory_back():
     assert sorted(block for batch in memory.given_back for block in batch) == list(range(10))
 
 
-def test_forks_share_what_is_full_and_copy_the_rest():
+def test_forks_share_full_blocks_and_copy_the_rest():
     memory, slots = slots_over()
     text = list(range(10))
     row = filled(slots, text, 16)
@@ -252,7 +252,7 @@ def test_forks_share_what_is_full_and_copy_the_rest():
     assert memory.read(forks[1], 10) == [tuple(text[: at + 1]) for at in range(10)]
 
 
-def test_a_pinned_prefix_is_kept_where_nothing_is_cached_and_its_next_turn_reuses_all_of_it():
+def test_a_pinned_prefix_is_reused_without_a_cache_budget():
     memory, slots = slots_over(cached=0)
     text = list(range(10))
     pin = filled(slots, text, 16)
@@ -271,7 +271,7 @@ def test_a_pinned_prefix_is_kept_where_nothing_is_cached_and_its_next_turn_reuse
     assert counts(slots) == (16, 0, 0)
 
 
-def test_two_pins_of_one_text_and_another_that_continues_it():
+def test_two_pins_of_one_text_and_a_longer_one():
     _, slots = slots_over(cached=0)
     text = list(range(10))
     pins = [filled(slots, each, 12) for each in (text, text, [*text, 10, 11])]
@@ -288,7 +288,7 @@ def test_two_pins_of_one_text_and_another_that_continues_it():
     assert counts(slots) == (16, 0, 0)
 
 
-def test_an_edited_text_takes_the_room_of_its_pin():
+def test_an_edited_text_reuses_the_room_of_its_pin():
     _, slots = slots_over(3, cached=0)
     pin = filled(slots, list(range(12)))
     slots.release(pin, list(range(12)), pin=True)
@@ -303,7 +303,7 @@ def test_an_edited_text_takes_the_room_of_its_pin():
     check_accounts(slots)
 
 
-def test_there_is_no_room_for_a_longer_turn_and_the_pin_stays():
+def test_a_pin_survives_when_a_longer_turn_has_no_room():
     _, slots = slots_over(4, cached=0)
     other, pin = filled(slots, [7] * 8), filled(slots, list(range(6)))
     slots.release(pin, list(range(6)), pin=True)
@@ -315,7 +315,7 @@ def test_there_is_no_room_for_a_longer_turn_and_the_pin_stays():
     assert slots.acquire([*range(6), 50], 12, pin=pin)[1] == 6
 
 
-def test_a_pin_keeps_nothing_of_other_weights():
+def test_a_pin_is_dropped_when_the_weights_change():
     _, slots = slots_over()
     slots.set_weights_version("a")
     pin = filled(slots, list(range(6)))
@@ -331,7 +331,7 @@ def test_a_pin_keeps_nothing_of_other_weights():
     slots.release(slot)
 
 
-def test_a_finalizer_may_pin_and_release_in_the_middle_of_a_change():
+def test_a_finalizer_may_pin_and_release_during_a_change():
     memory, slots = slots_over(8)
     slot, other = filled(slots, [1, 2, 3, 4, 5], 12), filled(slots, [7, 8, 9])
     copy = memory.copy
@@ -349,7 +349,7 @@ def test_a_finalizer_may_pin_and_release_in_the_middle_of_a_change():
     check_accounts(slots)
 
 
-def test_another_key_forgets_what_can_be_found_and_what_rows_of_before_will_hold():
+def test_a_new_weights_version_forgets_cached_and_running_rows():
     _, slots = slots_over()
     text = list(range(8))
     slots.set_weights_version("a")
@@ -388,7 +388,7 @@ def test_hits_count_positions():
     assert slots.stats()[3:] == (6, 8 + 7)
 
 
-def test_a_table_is_the_same_tensor_and_only_rows_that_changed_are_written():
+def test_a_block_table_is_reused_and_only_changed_rows_are_written():
     memory, slots = slots_over()
     rows = [filled(slots, [ids] * 6, 8) for ids in range(3)]
     table = slots.view(rows, [0] * len(rows), 0).cache
@@ -420,7 +420,7 @@ def test_rows_that_end_one_by_one_share_tables():
     assert len({table.untyped_storage().data_ptr() for table in memory.tables}) == 7, "of 1, 2, 4 … 64 rows"
 
 
-def test_a_table_on_another_device_is_copied_there():
+def test_a_table_on_another_device_is_copied():
     memory = WrittenBlocks(4, SIZE)
     memory.device = torch.device("meta")
     slots = PagedCacheManager(memory, max_len=8, cached_blocks=0, block=SIZE)
@@ -429,7 +429,7 @@ def test_a_table_on_another_device_is_copied_there():
     assert slots._tables._tables[1].host.tolist() == [slot.blocks]
 
 
-def test_a_slot_that_was_released_is_refused():
+def test_a_released_slot_is_refused():
     _, slots = slots_over()
     slot, _ = slots.acquire([1], 8)
     slots.view([slot], [0], 0)
@@ -450,7 +450,7 @@ class Counted(list):
         return super().__getitem__(index)
 
 
-def test_noting_reads_ids_only_when_a_block_became_full():
+def test_ids_are_read_only_when_a_block_fills_up():
     _, slots = slots_over()
     slot, _ = slots.acquire([1], 40)
     ids, reads = Counted(), []
@@ -461,7 +461,7 @@ def test_noting_reads_ids_only_when_a_block_became_full():
     assert reads == [0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3, 4]
 
 
-def test_a_block_that_has_no_more_use_is_one_of_the_few_that_keep_their_memory():
+def test_an_unused_block_counts_among_the_warm_ones():
     _, slots = slots_over(64, warm=2)
     longer, _ = slots.acquire([0, 0, 1, 2], 16)
     cache(slots, [0, 0])
@@ -471,7 +471,7 @@ def test_a_block_that_has_no_more_use_is_one_of_the_few_that_keep_their_memory()
     check_accounts(slots)
 
 
-def test_memory_goes_with_its_slots():
+def test_memory_is_freed_with_its_slots():
     memory, slots = slots_over()
     slots.release(filled(slots, [1, 2, 3]), [1, 2, 3])
     kept = weakref.ref(memory)
@@ -479,7 +479,7 @@ def test_memory_goes_with_its_slots():
     assert kept() is None, "it does not wait for the collector"
 
 
-def test_threads_share_without_losing_a_block():
+def test_threads_share_without_losing_blocks():
     memory, slots = slots_over(64, cached=10, max_len=16)
     failures = []
 
@@ -517,7 +517,7 @@ def test_threads_share_without_losing_a_block():
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="a system without forks")
 @pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
-def test_a_forked_child_keeps_its_slots_and_lets_those_of_other_threads_go():
+def test_a_forked_child_keeps_only_its_own_slots():
     _, slots = slots_over()
     mine = filled(slots, list(range(8)))
     others, locked, over = [], threading.Event(), threading.Event()
@@ -557,7 +557,7 @@ def test_a_forked_child_keeps_its_slots_and_lets_those_of_other_threads_go():
     assert counts(slots)[2] == 5
 
 
-def test_a_child_of_a_fork_in_the_middle_of_a_change_begins_without_slots():
+def test_a_child_forked_during_a_change_starts_without_slots():
     """As `os.fork` calls `renew` in the child while another thread of the parent was in a change."""
     _, slots = slots_over()
     mine, pin = filled(slots, list(range(8))), filled(slots, [5] * 6)
@@ -576,7 +576,7 @@ def test_a_child_of_a_fork_in_the_middle_of_a_change_begins_without_slots():
     assert not slots._slots
 
 
-def test_a_slot_that_is_left_is_let_go_with_the_next_call():
+def test_an_abandoned_slot_is_freed_by_the_next_call():
     """As the garbage collector leaves one, which may come in the midst of another method."""
     memory, slots = slots_over(8)
     slot, _ = slots.acquire([1, 2, 3, 4, 5], 12)
@@ -603,7 +603,7 @@ class Adapter:
         self.index, self.digest = 1, digest
 
 
-def test_an_adapter_whose_texts_are_gone_leaves_nothing_in_the_index():
+def test_unused_adapters_leave_nothing_in_the_index():
     _, slots = slots_over()
     slot, _ = slots.acquire([1, 2, 3, 4], 4, adapter=Adapter("kept"))
     slots.release(slot, [1, 2, 3, 4])

@@ -84,7 +84,7 @@ def chat_of(format: str, text: str = "") -> Chat:
         ("unknown", '{"a": [1]}', {"a": [1]}),
     ],
 )
-def test_values_become_json_by_the_schema(format: str, name: str, value: str, expected: object) -> None:
+def test_values_are_converted_to_json_by_the_schema(format: str, name: str, value: str, expected: object) -> None:
     for text in (call(format, {name: value}), call(format, {name: value}).replace("\n</parameter>", "</parameter>")):
         for parts in ([text], list(text)):
             answer = parsed(format, parts, tools=TOOLS)[1]
@@ -93,7 +93,7 @@ def test_values_become_json_by_the_schema(format: str, name: str, value: str, ex
 
 
 @pytest.mark.parametrize("format", FORMAT_NAMES)
-def test_several_calls_and_what_stands_around_them(format: str) -> None:
+def test_several_calls_with_text_around_them(format: str) -> None:
     first, second = call(format, {"city": "Oslo", "days": "2"}), call(format, {}, "clock")
     text = f"<think>\nHm.\n</think>\n\nI look.\n{first}\n{second}\nSo."
     calls = (ToolCall("call 0", "weather", '{"city": "Oslo", "days": 2}'), ToolCall("call 1", "clock", "{}"))
@@ -102,7 +102,7 @@ def test_several_calls_and_what_stands_around_them(format: str) -> None:
 
 
 @pytest.mark.parametrize("format", FORMAT_NAMES)
-def test_a_call_that_breaks_off(format: str) -> None:
+def test_truncated_call(format: str) -> None:
     text = call(format, {"city": "Oslo", "days": "2"})
     written = [message(format, text[:end], tools=TOOLS) for end in range(len(text) + 1)]
     assert all(answer.content for answer in written[1 : text.index("weather") + 7]), "without a name it is content"
@@ -135,7 +135,7 @@ _PARTS = [
 
 
 @given(st.lists(st.sampled_from(_PARTS), max_size=14), st.sampled_from(FORMAT_NAMES), st.data())
-def test_the_message_does_not_depend_on_the_cuts(parts: list[str], format: str, data: st.DataObject) -> None:
+def test_message_does_not_depend_on_the_chunks(parts: list[str], format: str, data: st.DataObject) -> None:
     text = "".join(parts)
     whole = message(format, text, tools=TOOLS)
     cut = data.draw(st.integers(0, len(text)))
@@ -144,12 +144,12 @@ def test_the_message_does_not_depend_on_the_cuts(parts: list[str], format: str, 
 
 
 @pytest.mark.parametrize("format", FORMAT_NAMES)
-def test_the_template_tells_the_format(format: str) -> None:
+def test_the_template_determines_the_format(format: str) -> None:
     assert format_of(TEMPLATES[format]) is FORMATS[format]
 
 
 @pytest.mark.parametrize("format", FORMAT_NAMES)
-def test_the_types_of_a_chats_tools_are_known(format: str) -> None:
+def test_types_of_a_chats_tools_are_known(format: str) -> None:
     chat = chat_of(format, call(format, {"city": "5", "days": "5"}))
     answer = chat.chat(tools=[TOOL]).message
     assert answer is not None
@@ -157,7 +157,7 @@ def test_the_types_of_a_chats_tools_are_known(format: str) -> None:
 
 
 @pytest.mark.parametrize("format", FORMAT_NAMES)
-def test_calls_that_have_to_come(format: str) -> None:
+def test_required_calls(format: str) -> None:
     chat = chat_of(format)
 
     def of(text: str, **options: Any) -> str:
@@ -201,7 +201,7 @@ def test_calls_that_have_to_come(format: str) -> None:
         ),
     ],
 )
-def test_schemas_that_cannot_be_held(parameters: dict[str, Any], error: str) -> None:
+def test_schemas_that_cannot_be_enforced(parameters: dict[str, Any], error: str) -> None:
     tool = {"type": "function", "function": {"name": "weather", "parameters": parameters}}
     chat = chat_of("qwen3-coder")
     chat.chat(tools=[tool])
@@ -209,6 +209,6 @@ def test_schemas_that_cannot_be_held(parameters: dict[str, Any], error: str) -> 
         chat.chat(tools=[tool], tool_choice="required")
 
 
-def test_a_weather_tool_without_more_is_called() -> None:
+def test_a_tool_can_be_chosen_by_name() -> None:
     chat = chat_of("glm", call("glm", {"city": "Oslo"}))
     assert chat.chat(ASKED, tools=[WEATHER], tool_choice="weather").text == call("glm", {"city": "Oslo"})

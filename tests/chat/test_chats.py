@@ -54,7 +54,7 @@ def fold(pieces: list[onward.Piece]) -> AssistantMessage:
 
 @pytest.mark.parametrize("tokenizer", [None, MarkTokenizer()], ids=["text", "special tokens"])
 @pytest.mark.parametrize("format", TEXTS)
-def test_streamed_is_whole_is_the_engines_is_openais(format: str, tokenizer: MarkTokenizer | None) -> None:
+def test_stream_chat_engine_and_openai_agree(format: str, tokenizer: MarkTokenizer | None) -> None:
     text = TEXTS[format]
     chat = answering(format, text, tokenizer)
     assert chat.lm.message_format.name == format
@@ -83,7 +83,7 @@ def test_streamed_is_whole_is_the_engines_is_openais(format: str, tokenizer: Mar
     assert choice["message"].get("reasoning") == choice["message"].get("reasoning_content") == reasoning
 
 
-def test_special_tokens_are_no_part_of_the_text_but_of_the_message() -> None:
+def test_special_tokens_are_in_the_message_but_not_in_the_text() -> None:
     chat = answering("mistral", TEXTS["mistral"], MarkTokenizer())
     whole = chat.chat(tools=TOOLS)
     assert whole.text == 'Oslo?I look.[{"name": "weather", "arguments": {"city": "Oslo"}}]'
@@ -91,7 +91,7 @@ def test_special_tokens_are_no_part_of_the_text_but_of_the_message() -> None:
 
 
 @pytest.mark.parametrize("stop", ["look", "I l", "wea", ": {", "Oslo?I", "Oslo?]"])
-def test_a_stop_string_ends_the_message_where_it_ends_the_text(stop: str) -> None:
+def test_a_stop_string_ends_message_and_text_at_the_same_place(stop: str) -> None:
     """Text that is delayed for a stop string passes through the parser too, with the marks in their places."""
     chat = answering("mistral", TEXTS["mistral"], MarkTokenizer())
     whole = chat.chat(tools=TOOLS, stop=stop)
@@ -109,7 +109,7 @@ def test_a_stop_string_ends_the_message_where_it_ends_the_text(stop: str) -> Non
     assert without_ids(said(whole)) == expected[stop]
 
 
-def test_the_last_piece_has_what_was_held_back() -> None:
+def test_the_last_piece_flushes_delayed_text() -> None:
     for text, options in (("Hi <tool_", {}), ("Hi <tool_call>{", {}), ("Hi <tool_call>x", {"max_new_tokens": 10})):
         chat = answering("hermes", text)
         whole = chat.chat(tools=TOOLS, **options)
@@ -125,7 +125,7 @@ def test_the_last_piece_has_what_was_held_back() -> None:
     st.integers(1, 60),
 )
 @settings(max_examples=60)
-def test_streamed_is_whole_with_stop_strings_and_marks(parts: list[str], stop: list[str], tokens: int) -> None:
+def test_stream_equals_chat_with_stop_strings_and_marks(parts: list[str], stop: list[str], tokens: int) -> None:
     chat = answering("mistral-args", "".join(parts), MarkTokenizer())
     whole = chat.chat(tools=TOOLS, stop=stop, max_new_tokens=tokens)
     assert fold(list(chat.lm.stream_chat(ASKED, tools=TOOLS, stop=stop, max_new_tokens=tokens))) == said(whole)
@@ -134,7 +134,7 @@ def test_streamed_is_whole_with_stop_strings_and_marks(parts: list[str], stop: l
         assert without_ids(said(searched)) == without_ids(said(whole))
 
 
-def test_speculated_pieces_are_plain_ones() -> None:
+def test_speculative_pieces_equal_plain_ones() -> None:
     chat = answering("mistral", TEXTS["mistral"] * 2, MarkTokenizer())
     chat.request(tools=TOOLS)
     options: Any = {"tools": TOOLS, "stop": ["Oslo?]!"]}
@@ -142,7 +142,7 @@ def test_speculated_pieces_are_plain_ones() -> None:
     assert list(chat.lm.stream_chat(ASKED, draft="lookup", **options)) == plain
 
 
-def test_every_choice_has_a_message_and_ids_are_those_of_the_text() -> None:
+def test_every_choice_has_a_message_and_the_ids_of_its_text() -> None:
     chat = answering("hermes", THOUGHT)
     whole = chat.chat(tools=TOOLS, n=3, temperature=0.1, seed=5)
     ids = [said(choice).tool_calls[0].id for choice in whole.choices]
@@ -158,7 +158,7 @@ def test_every_choice_has_a_message_and_ids_are_those_of_the_text() -> None:
     assert call.id.isalnum()
 
 
-def test_a_thinking_template_and_one_that_has_thought() -> None:
+def test_thinking_is_read_only_if_the_template_enables_it() -> None:
     chat = answering("hermes", "Hm.\n</think>\n\nYes.")
     assert without_ids(said(chat.chat(opens_thinking=True))) == ("Yes.", "Hm.", [])
     assert said(chat.chat(enable_thinking=False)).content == chat.chat(enable_thinking=False).text
@@ -168,7 +168,7 @@ def test_a_thinking_template_and_one_that_has_thought() -> None:
 
 
 @pytest.mark.parametrize("format", TEXTS)
-def test_an_answer_and_the_results_of_its_tools_are_messages(format: str) -> None:
+def test_answers_and_tool_results_are_messages(format: str) -> None:
     chat = answering(format, TEXTS[format])
     answer = said(chat.chat(tools=TOOLS))
     result = {"role": "tool", "tool_call_id": answer.tool_calls[0].id, "content": "rain"}
@@ -186,7 +186,7 @@ def test_an_answer_and_the_results_of_its_tools_are_messages(format: str) -> Non
         assert f"<think>\nOslo?\n</think>\n\nI look.\n{CALL}<|im_end|>" in text
 
 
-def test_a_template_that_takes_text_gets_the_arguments_as_they_were_written() -> None:
+def test_text_only_templates_get_the_original_argument_text() -> None:
     odd = '{"city":\t"Oslo"}'
     chat = answering("hermes", CALL.replace(OSLO, odd))
     answer = said(chat.chat(tools=TOOLS))
@@ -194,7 +194,7 @@ def test_a_template_that_takes_text_gets_the_arguments_as_they_were_written() ->
     assert odd in chat.lm.decode(chat.lm.chat_prompt([*ASKED, answer]))
 
 
-def test_a_client_that_sends_every_key_says_no_more_than_one_that_does_not() -> None:
+def test_keys_with_null_values_are_ignored() -> None:
     lm = answering("llama3", "").lm
     said = {"role": "assistant", "content": "Hi.", "tool_calls": None, "refusal": None, "reasoning": None}
     plain = {"role": "assistant", "content": "Hi."}
@@ -203,7 +203,7 @@ def test_a_client_that_sends_every_key_says_no_more_than_one_that_does_not() -> 
     assert lm.chat_prompt([*ASKED, empty]) == lm.chat_prompt([*ASKED, {"role": "assistant", "content": ""}])
 
 
-def test_results_get_the_name_of_the_tool() -> None:
+def test_tool_results_get_the_name_of_the_tool() -> None:
     from onward.chat import ChatTemplate
 
     template = ChatTemplate("{% for message in messages %}{{ message.name }};{% endfor %}", {})
@@ -230,7 +230,7 @@ def test_calls_in_messages_are_checked(calls: Any, error: str) -> None:
 # ── options and formats ───────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_the_format_is_told_by_the_template_or_given() -> None:
+def test_the_format_is_detected_or_set_explicitly() -> None:
     for format in TEMPLATES:
         assert answering(format, "").lm.message_format == FORMATS[format]
     lm = answering("plain", "").lm
@@ -260,7 +260,7 @@ class Failing(MessageFormat):
         raise ValueError("no such call")
 
 
-def test_a_format_that_fails_ends_its_request_alone() -> None:
+def test_a_failing_format_ends_its_request_alone() -> None:
     chat = answering("hermes", "I look. @weather")
     parts = chat.lm.model, chat.lm.tokenizer, chat.lm.chat_template, chat.lm.defaults
     lm = onward.LanguageModel(*parts, message_format=Failing())
@@ -274,7 +274,7 @@ def test_a_format_that_fails_ends_its_request_alone() -> None:
         assert engine.submit(messages=ASKED, max_new_tokens=3).result(60).finish_reason == "length"
 
 
-def test_tools_that_the_template_does_not_read_are_refused() -> None:
+def test_tools_are_refused_if_the_template_ignores_them() -> None:
     chat = answering("plain", "")
     with pytest.raises(RequestError, match="template does not read tools"):
         chat.chat(tools=TOOLS)
@@ -282,13 +282,13 @@ def test_tools_that_the_template_does_not_read_are_refused() -> None:
     chat.chat(tools=TOOLS, tool_choice="none")
 
 
-def test_none_renders_no_tools_and_reads_no_calls() -> None:
+def test_tool_choice_none_renders_no_tools_and_reads_no_calls() -> None:
     chat = answering("hermes", CALL)
     assert chat.request(tools=TOOLS, tool_choice="none") == chat.request()
     assert said(chat.chat(tools=TOOLS, tool_choice="none")) == AssistantMessage(CALL)
 
 
-def test_tools_of_the_template_alone_have_names_that_nobody_knows() -> None:
+def test_tools_passed_only_to_the_template_are_not_checked() -> None:
     chat = answering("llama3", '{"name": "any", "parameters": {}}')
     assert without_ids(said(chat.chat(template={"tools": ["any shape"]}))) == (None, None, [("any", "{}")])
 
@@ -335,14 +335,14 @@ def test_chunks_add_up_to_the_answer(together: int) -> None:
     assert choices[-1]["finish_reason"] == "tool_calls"
 
 
-def test_a_call_that_was_cut_is_cut_for_openai() -> None:
+def test_a_truncated_call_finishes_with_length() -> None:
     chat = answering("hermes", CALL)
     assert finish_reason(chat.chat(tools=TOOLS)) == "tool_calls"
     assert finish_reason(chat.chat(tools=TOOLS, max_new_tokens=50)) == "length"
     assert finish_reason(chat.chat(tools=TOOLS, tool_choice="none")) == "stop"
 
 
-def test_a_body_goes_on_after_a_call() -> None:
+def test_a_conversation_continues_after_a_call() -> None:
     chat = answering("hermes", "It rains.")
     answer = AssistantMessage(None, "Oslo?", (ToolCall("call_1", "weather", OSLO),))
     messages = [*ASKED, answer.to_dict(), {"role": "tool", "tool_call_id": "call_1", "content": "rain"}]

@@ -77,7 +77,7 @@ def admitted(request: Request, tokenizer: ByteTokenizer, text: str) -> str:
 
 @pytest.mark.parametrize("tokenizer", TOKENIZERS, ids=["text", "special tokens"])
 @pytest.mark.parametrize("format", FORMATS)
-def test_whatever_the_model_would_write_a_required_call_parses(format: str, tokenizer: ByteTokenizer) -> None:
+def test_a_required_call_always_parses(format: str, tokenizer: ByteTokenizer) -> None:
     for seed in range(3):
         lm = random_lm(format, tokenizer, seed)
         for choice, names in (("required", {"book", "clock"}), ("book", {"book"}), ("clock", {"clock"})):
@@ -95,7 +95,7 @@ def test_whatever_the_model_would_write_a_required_call_parses(format: str, toke
 
 @given(st.integers(0, 1000), st.sampled_from(FORMATS), st.sampled_from(TOKENIZERS), st.booleans())
 @settings(max_examples=25)
-def test_strict_tools_are_called_well_or_not_at_all(
+def test_strict_tools_are_called_correctly_or_not_at_all(
     seed: int, format: str, tokenizer: ByteTokenizer, parallel: bool
 ) -> None:
     strict = {"type": "function", "function": {**BOUNDED["function"], "strict": True}}
@@ -128,7 +128,7 @@ CALLS = {
 
 @pytest.mark.parametrize("tokenizer", TOKENIZERS, ids=["text", "special tokens"])
 @pytest.mark.parametrize("format", FORMATS)
-def test_what_is_admitted(format: str, tokenizer: ByteTokenizer) -> None:
+def test_admitted_texts(format: str, tokenizer: ByteTokenizer) -> None:
     chat = answering(format, "", tokenizer)
     first, second, end = CALLS[format]
     opening, closing = chat.lm.message_format.thinking
@@ -163,7 +163,7 @@ def test_what_is_admitted(format: str, tokenizer: ByteTokenizer) -> None:
     assert "I look." in of(f"I look.{chat.lm.message_format.openers[0]}nothing", parallel_tool_calls=False)
 
 
-def test_a_prompt_that_opens_the_reasoning_lets_it_end() -> None:
+def test_reasoning_opened_by_the_prompt_may_end() -> None:
     chat = answering("hermes", "")
     request = chat.request(tools=TOOLS, tool_choice="required", opens_thinking=True)
     text = f"Hm.\n</think>\n\n{CALLS['hermes'][0]}"
@@ -171,14 +171,14 @@ def test_a_prompt_that_opens_the_reasoning_lets_it_end() -> None:
     assert not admitted(request, ByteTokenizer(), CALLS["hermes"][0]).endswith("$"), "it is reasoning still"
 
 
-def test_a_prompt_that_closes_the_reasoning_has_no_more() -> None:
+def test_reasoning_closed_by_the_prompt_stays_closed() -> None:
     chat = answering("hermes", "")
     request = chat.request(tools=TOOLS, tool_choice="required", enable_thinking=False)
     assert admitted(request, ByteTokenizer(), f"<think>Hm.</think>{CALLS['hermes'][0]}") == "<t"
     assert admitted(request, ByteTokenizer(), CALLS["hermes"][0]) == CALLS["hermes"][0] + "$"
 
 
-def test_a_constrained_call_is_the_same_in_a_stream_an_engine_and_with_a_draft() -> None:
+def test_constrained_calls_are_equal_in_streams_engines_and_with_drafts() -> None:
     lm = random_lm("hermes", ByteTokenizer())
     options: dict[str, Any] = {"tools": [BOUNDED, CLOCK], "tool_choice": "required", "temperature": 1.0, "seed": 4}
     options["logit_bias"] = no_reasoning(ByteTokenizer())
@@ -196,7 +196,7 @@ def test_a_constrained_call_is_the_same_in_a_stream_an_engine_and_with_a_draft()
     assert lm.generate(request).message == whole.message
 
 
-def test_what_cannot_be_constrained_is_refused() -> None:
+def test_unsupported_constraints_are_refused() -> None:
     chat = answering("hermes", "")
     with pytest.raises(RequestError, match="regex and the requested tool calls are mutually exclusive"):
         chat.chat(tools=TOOLS, tool_choice="required", regex="a")
@@ -227,7 +227,7 @@ def test_what_cannot_be_constrained_is_refused() -> None:
     ],
     ids=str,
 )
-def test_a_constraint_holds_after_reasoning_that_the_prompt_has_opened(options: dict[str, Any], said: str) -> None:
+def test_a_constraint_applies_after_reasoning_opened_by_the_prompt(options: dict[str, Any], said: str) -> None:
     text = f"Hm {{ </thin.\n</think>\n\n{said}"
     chat = answering("hermes", text)
     completion = chat.chat(opens_thinking=True, **options)
@@ -239,7 +239,7 @@ def test_a_constraint_holds_after_reasoning_that_the_prompt_has_opened(options: 
     assert admitted(chat.request(**options), ByteTokenizer(), said) == f"{said}$"
 
 
-def test_a_rule_of_the_callers_own_begins_with_the_text() -> None:
+def test_a_custom_constraint_applies_from_the_first_token() -> None:
     chat = answering("hermes", "ab")
     rule = Regex("ab")(ByteTokenizer(), frozenset({257}))
     assert chat.chat(opens_thinking=True, constraint=rule).message == AssistantMessage("ab")

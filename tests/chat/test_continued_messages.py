@@ -27,7 +27,7 @@ def continued(content: Any, role: str = "assistant") -> list[dict[str, Any]]:
 
 
 @given(template=st.sampled_from([TRIMS, KEEPS, SPACED]), content=TEXTS, role=st.sampled_from(["assistant", "user"]))
-def test_the_prompt_is_transformers(template: str, content: str, role: str) -> None:
+def test_the_prompt_equals_transformers(template: str, content: str, role: str) -> None:
     peer = transformers.PreTrainedTokenizerFast(tokenizer_object=onward.load("demo").tokenizer._inner)
     messages = continued(content, role)
     mine = ChatTemplate(template, {})
@@ -63,7 +63,7 @@ def test_the_answer_is_the_rest_of_the_message() -> None:
     ],
     ids=["reasoning", "content", "call"],
 )
-def test_reasoning_and_calls_are_read_from_where_the_message_is(begins: str, rest: str, message: Any) -> None:
+def test_reasoning_and_calls_are_parsed_across_the_continuation(begins: str, rest: str, message: Any) -> None:
     chat = answering("hermes", rest)
     answer = chat.chat(continued(begins), continue_final_message=True, tools=[WEATHER])
     if message is not None:
@@ -74,7 +74,7 @@ def test_reasoning_and_calls_are_read_from_where_the_message_is(begins: str, res
 
 
 @pytest.mark.parametrize("format", sorted(set(TEMPLATES) & set(FORMATS)))
-def test_a_constraint_applies_to_the_rest_alone(format: str) -> None:
+def test_a_constraint_applies_only_to_the_rest(format: str) -> None:
     chat = answering(format, "")
     if chat.lm.message_format.before_content:  # content and calls are messages of their own
         with pytest.raises(RequestError, match="constrained tool calls cannot continue a message"):
@@ -102,7 +102,7 @@ BAD.append(
 
 
 @pytest.mark.parametrize(("fields", "param", "message"), BAD)
-def test_what_cannot_be_continued_is_refused(fields: dict[str, Any], param: str, message: str) -> None:
+def test_invalid_continuations_are_refused(fields: dict[str, Any], param: str, message: str) -> None:
     lm = answering("hermes", "x").lm
     with pytest.raises(BodyError, match=message) as refused:
         BodyReader(lm, "m").read("/v1/chat/completions", {"messages": ASKED} | fields)
@@ -111,6 +111,6 @@ def test_what_cannot_be_continued_is_refused(fields: dict[str, Any], param: str,
         lm.chat(**{"messages": ASKED} | fields)
 
 
-def test_a_template_that_hides_the_message_is_refused() -> None:
+def test_templates_that_hide_the_message_are_refused() -> None:
     with pytest.raises(RequestError, match="does not write the final message"):
         ChatTemplate("{{ messages[0].content }}", {}).render(continued("x"), continue_final_message=True)

@@ -67,7 +67,7 @@ CUTS = st.lists(st.integers(0, 60), max_size=6)
 
 
 @given(text=st.text(max_size=12), ascii=st.booleans(), cuts=CUTS)
-def test_the_input_is_the_text_however_it_is_written_and_cut(text: str, ascii: bool, cuts: list[int]) -> None:
+def test_the_input_does_not_depend_on_format_or_chunks(text: str, ascii: bool, cuts: list[int]) -> None:
     read: list[str] = []
     reader = InputReader(read.append)
     written = json.dumps({"input": text}, ensure_ascii=ascii)
@@ -78,7 +78,7 @@ def test_the_input_is_the_text_however_it_is_written_and_cut(text: str, ascii: b
 
 
 @given(written=st.text('{}" :inpu\\tu0dD8', max_size=16) | st.just('{"input": "a\\uD83Dx\\'), cuts=CUTS)
-def test_arguments_in_another_form_are_the_input_however_they_are_cut(written: str, cuts: list[int]) -> None:
+def test_arguments_of_another_shape_are_the_input_for_any_chunks(written: str, cuts: list[int]) -> None:
     results = []
     for parts in ([written], split(written, cuts)):
         read: list[str] = []
@@ -103,7 +103,7 @@ def test_arguments_in_another_form_are_the_input_however_they_are_cut(written: s
         ("qwen3-coder", '<tool_call>\n<function=patch>\n<parameter=input>\na\n"b"\n</parameter>\n</function>'),
     ],
 )  # fmt: skip
-def test_an_input_is_read_in_every_format_and_written_again(format: str, text: str) -> None:
+def test_an_input_makes_the_round_trip_in_every_format(format: str, text: str) -> None:
     schema = {"type": "object", "properties": {"input": {"type": "string"}}}
     for parts in ([text], list(text)):
         parser = MessageParser(FORMATS[format], "call {}".format, {"patch": schema}, custom=["patch"])
@@ -162,7 +162,7 @@ COMMON = [
 
 @settings(max_examples=300)
 @given(name=st.sampled_from(COMMON), text=st.text('a1F_.+-eE \n\r\t"\\/*#é', max_size=6))
-def test_imported_terminals_are_those_of_the_library(name: str, text: str) -> None:
+def test_imported_terminals_equal_those_of_lark(name: str, text: str) -> None:
     grammar = f"start: {name}\n%import common.{name}"
     assert matches(Lark(quoted_lark(grammar)), json.dumps(text, ensure_ascii=False)[1:-1]) == matches(
         Lark(grammar), text
@@ -180,7 +180,7 @@ GRAMMARS = [
 @pytest.mark.parametrize(("syntax", "definition"), GRAMMARS, ids=["lark", "tags", "regex", "short"])
 @pytest.mark.parametrize("seed", [0, 1], ids=["text", "special tokens"])
 @pytest.mark.parametrize("format", WITH_CALLS)
-def test_whatever_the_model_would_write_the_input_matches(format: str, seed: int, syntax: str, definition: str) -> None:
+def test_a_constrained_input_always_matches(format: str, seed: int, syntax: str, definition: str) -> None:
     lm = random_lm(format, seed)
     grammar = Regex(definition) if syntax == "regex" else Lark(definition)
     options = {"tools": [WEATHER, custom("patch", syntax, definition)], "tool_choice": "patch", "seed": 3 + seed}
@@ -194,7 +194,7 @@ def test_whatever_the_model_would_write_the_input_matches(format: str, seed: int
     assert AssistantMessage.of([delta for delta in deltas if delta]) == whole.message
 
 
-def test_a_free_input_is_a_string_of_a_call_that_has_to_come() -> None:
+def test_a_required_free_form_input_is_a_string() -> None:
     lm = random_lm("hermes")
     bias = {token: -20.0 for token in range(256) if not chr(token).isalnum()} | {ord('"'): 10.0}
     options = {"tools": [custom()], "tool_choice": {"type": "custom", "custom": {"name": "patch"}}, "seed": 1}
@@ -214,7 +214,7 @@ def named(name: str, type: str = "function") -> dict[str, Any]:
     return {"type": type, type: {"name": name}}
 
 
-def test_allowed_tools_may_be_called_and_no_others() -> None:
+def test_only_allowed_tools_are_called() -> None:
     tools = [WEATHER, CLOCK, custom()]
     use = read_tool_use(tools, allowed("auto", named("clock"), named("patch", "custom")))
     assert (use.choice, [tool.name for tool in use.callable_tools]) == ("auto", ["clock", "patch"])
@@ -267,7 +267,7 @@ def grammar(syntax: Any, definition: Any) -> dict[str, Any]:
         ({"tools": [], "tool_choice": ALLOWED}, "tool_choice", "there are no tools"),
     ],
 )  # fmt: skip
-def test_what_is_no_tool_or_choice_is_refused(options: dict[str, Any], at: str, message: str) -> None:
+def test_invalid_tools_and_choices_are_refused(options: dict[str, Any], at: str, message: str) -> None:
     with pytest.raises(RequestError, match=re.escape(message)) as refused:
         random_lm("hermes").chat_request(ASKED, **{"tools": [WEATHER, CLOCK], **options})
     assert refused.value.option == at

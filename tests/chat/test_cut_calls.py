@@ -50,7 +50,7 @@ def content_of(deltas: list[MessageDelta]) -> str:
 
 
 @pytest.mark.parametrize("format", ANSWERS)
-def test_once_there_is_a_call_no_mark_is_content_wherever_the_text_is_cut(format: str) -> None:
+def test_marks_after_a_call_are_never_content(format: str) -> None:
     text = ANSWERS[format]
     assert set(FORMATS) - set(ANSWERS) == {"plain"}
     whole = message(format, text, tools=TOOLS)
@@ -76,7 +76,7 @@ def test_once_there_is_a_call_no_mark_is_content_wherever_the_text_is_cut(format
 
 
 @pytest.mark.parametrize("format", ["qwen3-coder", "glm", "glm-4.7"])
-def test_an_argument_has_no_part_of_the_mark_that_ends_it(format: str) -> None:
+def test_arguments_exclude_their_end_mark(format: str) -> None:
     text = ANSWERS[format]
     start = text.index(CITY)
     for end in range(start, text.index("days")):
@@ -86,7 +86,7 @@ def test_an_argument_has_no_part_of_the_mark_that_ends_it(format: str) -> None:
         assert value == CITY or end < start + len(CITY)
 
 
-def test_what_only_looks_like_a_mark_stays() -> None:
+def test_text_that_resembles_a_mark_stays() -> None:
     call = '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
     for after in ("a <", "<b>", "</tool", "a <tool_call> b"):
         assert message("hermes", f"{call}\n{after}.", tools=TOOLS).content == f"{after}."

@@ -85,16 +85,16 @@ def gpt_oss(text: str, tokenizer: ByteTokenizer) -> Chat:
         ("<|channel|>analysis<|message|>Hm", AssistantMessage(None, "Hm")),
     ],
 )
-def test_what_the_model_writes(text: str, expected: AssistantMessage) -> None:
+def test_texts_and_their_messages(text: str, expected: AssistantMessage) -> None:
     assert message("harmony", text) == expected
     assert parsed("harmony", list(text))[1] == expected
 
 
-def test_without_tools_a_call_is_content() -> None:
+def test_a_call_is_content_without_tools() -> None:
     assert message("harmony", f"{ANALYSIS}{CALL}", tools=None) == AssistantMessage(OSLO, "Rain?\nI look.")
 
 
-def test_a_prompt_may_have_opened_the_reasoning() -> None:
+def test_the_prompt_may_open_the_reasoning() -> None:
     text = f"Hm.<|end|><|start|>assistant{FINAL}Yes."
     assert message("harmony", text, thinking=True) == AssistantMessage("Yes.", "Hm.")
 
@@ -105,7 +105,7 @@ _PARTS = [*MARKS, "assistant", "analysis", "final", " to=", "functions.", "weath
 @given(
     st.lists(st.sampled_from(_PARTS), max_size=14), st.booleans(), st.sampled_from([None, (), ("weather",)]), st.data()
 )
-def test_the_message_does_not_depend_on_the_cuts(
+def test_message_does_not_depend_on_the_chunks(
     parts: list[str], thinking: bool, tools: tuple[str, ...] | None, data: st.DataObject
 ) -> None:
     text = "".join(parts)
@@ -115,13 +115,13 @@ def test_the_message_does_not_depend_on_the_cuts(
         assert parsed("harmony", pieces, thinking=thinking, tools=tools)[1] == whole
 
 
-def test_the_template_tells_the_format() -> None:
+def test_the_template_determines_the_format() -> None:
     assert format_of(TEMPLATE).name == "harmony"
     assert all(format_of(template).name != "harmony" for template in TEMPLATES.values())
 
 
 @pytest.mark.parametrize("tokenizer", TOKENIZERS, ids=["text", "special tokens"])
-def test_an_answer_goes_on_in_the_next_chat(tokenizer: ByteTokenizer) -> None:
+def test_an_answer_is_rendered_in_the_next_chat(tokenizer: ByteTokenizer) -> None:
     chat = gpt_oss(f"{ANALYSIS}{CALL}", tokenizer)
     answer = chat.chat(tools=TOOLS)
     assert answer.message is not None
@@ -143,7 +143,7 @@ def test_an_answer_goes_on_in_the_next_chat(tokenizer: ByteTokenizer) -> None:
 
 
 @pytest.mark.parametrize("tokenizer", TOKENIZERS, ids=["text", "special tokens"])
-def test_calls_that_have_to_come(tokenizer: ByteTokenizer) -> None:
+def test_required_calls(tokenizer: ByteTokenizer) -> None:
     chat = gpt_oss("", tokenizer)
 
     def of(text: str, **options: Any) -> str:
@@ -159,7 +159,7 @@ def test_calls_that_have_to_come(tokenizer: ByteTokenizer) -> None:
 
 
 @pytest.mark.parametrize("tokenizer", TOKENIZERS, ids=["text", "special tokens"])
-def test_what_constrains_the_text_holds_in_the_final_message(tokenizer: ByteTokenizer) -> None:
+def test_constraints_apply_to_the_final_message(tokenizer: ByteTokenizer) -> None:
     chat = gpt_oss(f'{ANALYSIS}{FINAL}{{"a": 1}}', tokenizer)
     answer = chat.chat(json_schema={"type": "object"})
     assert answer.message == AssistantMessage('{"a": 1}', "Rain?\nI look.")

@@ -45,7 +45,7 @@ def answering(format: str, tokenizer: JsonTokenizer) -> onward.LanguageModel:
 
 
 @pytest.mark.parametrize("format", TEXTS)
-def test_marks_of_either_kind_are_read(format: str, tokenizer: JsonTokenizer) -> None:
+def test_marks_in_text_or_special_tokens_are_read(format: str, tokenizer: JsonTokenizer) -> None:
     lm = answering(format, tokenizer)
     reading = lm.chat_request(ASKED, tools=TOOLS).answer
     assert reading is not None
@@ -62,7 +62,7 @@ def test_marks_of_either_kind_are_read(format: str, tokenizer: JsonTokenizer) ->
 
 @pytest.mark.parametrize("options", [{"tool_choice": "required"}, {"parallel_tool_calls": False}], ids=str)
 @pytest.mark.parametrize("format", TEXTS)
-def test_a_constraint_admits_the_tokens_that_models_write(
+def test_a_constraint_admits_the_tokens_of_marks(
     format: str, options: dict[str, Any], tokenizer: JsonTokenizer
 ) -> None:
     lm = answering(format, tokenizer)
@@ -76,7 +76,7 @@ def test_a_constraint_admits_the_tokens_that_models_write(
     assert lm.generate(request).text == lm.chat(ASKED, tools=TOOLS).text
 
 
-def test_a_request_is_a_value(tokenizer: JsonTokenizer) -> None:
+def test_requests_are_values(tokenizer: JsonTokenizer) -> None:
     lm = answering("mistral-args", tokenizer)
     for options in ({}, {"tool_choice": "required"}):
         request = lm.chat_request(ASKED, tools=TOOLS, **options)
@@ -89,7 +89,7 @@ def test_a_request_is_a_value(tokenizer: JsonTokenizer) -> None:
     assert copy.copy(lm).message_format == lm.message_format == FORMATS["mistral-args"]
 
 
-def test_marks_stand_where_their_tokens_came() -> None:
+def test_marks_stay_at_the_position_of_their_tokens() -> None:
     """Also if the text before them is delayed: half a character, or the beginning of a stop string."""
     texts = {1: b"ab", 2: b"\xc3", 3: b"\xa9", 4: b"st"}
 
@@ -111,6 +111,6 @@ def test_marks_stand_where_their_tokens_came() -> None:
     assert marks(2, 3, 9) == [(1, 2)]
 
 
-def test_a_reading_has_the_marks_of_calls_only_with_tools(tokenizer: JsonTokenizer) -> None:
+def test_call_marks_are_read_only_with_tools(tokenizer: JsonTokenizer) -> None:
     of = AnswerFormat.of(FORMATS["mistral-args"], tokenizer, "", None)
     assert [text for _, text in of.marks] == ["[THINK]", "[/THINK]"]

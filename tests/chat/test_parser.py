@@ -81,7 +81,7 @@ def hermes(*arguments: str) -> str:
         ("plain", f"<think>Hm.</think>{hermes(OSLO)}", AssistantMessage(hermes(OSLO), "Hm.")),
     ],
 )
-def test_what_a_family_writes(format: str, text: str, expected: AssistantMessage) -> None:
+def test_texts_and_their_messages_by_family(format: str, text: str, expected: AssistantMessage) -> None:
     assert message(format, text) == expected
     assert parsed(format, list(text))[1] == expected
 
@@ -110,7 +110,7 @@ def test_what_a_family_writes(format: str, text: str, expected: AssistantMessage
         ("mistral-args", "[TOOL_CALLS]weather[ARGS]%s"),
     ],
 )
-def test_arguments_are_what_the_model_wrote(format: str, text: str, arguments: str) -> None:
+def test_arguments_are_passed_through_unchanged(format: str, text: str, arguments: str) -> None:
     """Arguments are never parsed and serialized again, so nothing in them is lost or changed."""
     for parts in ([text % arguments], list(text % arguments)):
         assert parsed(format, parts)[1] == AssistantMessage(None, None, calls(arguments))
@@ -166,18 +166,18 @@ def test_arguments_are_what_the_model_wrote(format: str, text: str, arguments: s
         ),
     ],
 )
-def test_a_call_that_breaks_off(format: str, text: str, expected: AssistantMessage) -> None:
+def test_truncated_call(format: str, text: str, expected: AssistantMessage) -> None:
     assert message(format, text) == expected
     assert parsed(format, list(text))[1] == expected
 
 
-def test_a_prompt_may_have_opened_the_reasoning() -> None:
+def test_the_prompt_may_open_the_reasoning() -> None:
     for text in ("\nHm.\n</think>\n\nYes.", "<think>\nHm.\n</think>\n\nYes."):
         assert message("hermes", text, thinking=True) == AssistantMessage("Yes.", "Hm.")
     assert message("hermes", "Hm.", thinking=True) == AssistantMessage(None, "Hm.")
 
 
-def test_without_tools_nothing_is_a_call() -> None:
+def test_nothing_is_a_call_without_tools() -> None:
     for format, text in (("hermes", hermes(OSLO)), ("llama3", '{"name": "weather", "parameters": {}}')):
         assert message(format, text, tools=None) == AssistantMessage(text)
 
@@ -228,7 +228,7 @@ def _cut(draw: st.DrawFn) -> tuple[str, list[str]]:
 
 
 @given(_cut(), st.sampled_from(list(FORMATS)), st.booleans(), st.sampled_from([None, (), ("weather",)]))
-def test_the_message_does_not_depend_on_the_cuts(
+def test_message_does_not_depend_on_the_chunks(
     cut: tuple[str, list[str]], format: str, thinking: bool, tools: tuple[str, ...] | None
 ) -> None:
     text, parts = cut
@@ -238,7 +238,7 @@ def test_the_message_does_not_depend_on_the_cuts(
 
 
 @given(_TEXTS, st.sampled_from(list(FORMATS)), st.booleans())
-def test_nothing_is_lost(text: str, format: str, thinking: bool) -> None:
+def test_no_text_is_lost(text: str, format: str, thinking: bool) -> None:
     """Where no call is read, the message has all of the text but for the marks of reasoning and spaces beside them."""
     read = message(format, text, thinking=thinking)
     if not read.tool_calls:
@@ -270,7 +270,9 @@ _JSON = st.recursive(
     st.sampled_from(["hermes", "llama3", "mistral", "mistral-args"]),
     st.booleans(),
 )
-def test_calls_are_read_back(arguments: list[dict[str, object]], format: str, ascii_only: bool) -> None:
+def test_rendered_calls_parse_to_the_same_calls(
+    arguments: list[dict[str, object]], format: str, ascii_only: bool
+) -> None:
     written = [json.dumps(each, ensure_ascii=ascii_only) for each in arguments]
     objects = [
         f'{{"name": "weather", "{"parameters" if format == "llama3" else "arguments"}": {each}}}' for each in written
@@ -289,7 +291,7 @@ def test_calls_are_read_back(arguments: list[dict[str, object]], format: str, as
         assert len(fragments) >= len(each) - 1 or "\\" in each, "arguments come as they are written"
 
 
-def test_only_what_may_begin_a_mark_is_held_back() -> None:
+def test_only_possible_marks_are_delayed() -> None:
     deltas, _ = parsed("hermes", ["Hi", " <", "b> ", "<tool_", "call", "x", " "])
     assert [delta.content for delta in deltas] == ["Hi", "", " <b>", "", "", " <tool_callx", "", " "]
     deltas, _ = parsed(

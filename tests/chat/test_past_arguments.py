@@ -47,7 +47,7 @@ def past(arguments: object, **outer: Any) -> list[dict[str, Any]]:
     ids=lambda value: "missing" if value is MISSING else repr(value),
 )
 @pytest.mark.parametrize("kind", TEMPLATES)
-def test_no_arguments_are_an_empty_object(kind: str, arguments: object) -> None:
+def test_missing_arguments_are_an_empty_object(kind: str, arguments: object) -> None:
     template, empty = TEMPLATES[kind]
     lm = lm_with(template)
     expected = [f"What time is it?;<now{empty}>;noon;"]
@@ -67,14 +67,14 @@ def test_no_arguments_are_an_empty_object(kind: str, arguments: object) -> None:
 
 @pytest.mark.parametrize("arguments", ["{", "[1]", "null", "5", '{"a": NaN', "now", '"x"'])
 @pytest.mark.parametrize("kind", ["as JSON", "one by one"])
-def test_arguments_that_are_no_object_are_refused_with_their_place(kind: str, arguments: str) -> None:
+def test_arguments_other_than_objects_are_refused_with_their_path(kind: str, arguments: str) -> None:
     lm = lm_with(TEMPLATES[kind][0])
     place = r"messages\[1\]\.tool_calls\[0\]\.function\.arguments must be a JSON object; got "
     with pytest.raises(RequestError, match=place):
         lm.chat_prompt(past(arguments))
 
 
-def test_what_models_write_is_read() -> None:
+def test_accepted_argument_texts() -> None:
     lm = lm_with(TEMPLATES["as JSON"][0])
     for written, read in (('{"a": "x\ny"}', r'{"a": "x\ny"}'), (r'"{\"a\": 1}"', '{"a": 1}')):
         assert f"<now{read}>" in lm.decode(lm.chat_prompt(past(written)))

@@ -128,7 +128,7 @@ def content(completion: onward.Completion) -> Any:
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("budget", [0, 1, 13])
 @pytest.mark.parametrize("name", CASES)
-def test_the_tokens_are_those_without_a_budget_then_the_closing_then_the_continuation(
+def test_tokens_equal_a_run_without_budget_then_closing_then_answer(
     name: str, budget: int, sampling: dict[str, Any]
 ) -> None:
     case = CASES[name]
@@ -151,7 +151,7 @@ def test_the_tokens_are_those_without_a_budget_then_the_closing_then_the_continu
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_budget_that_is_never_reached_changes_nothing(name: str) -> None:
+def test_an_unreached_budget_changes_nothing(name: str) -> None:
     case = CASES[name]
     for options in (GREEDY, SAMPLED | {"n": 2, "logprobs": 2}):
         assert content(ask(case, LENGTH, **options)) == content(ask(case, None, **options))
@@ -172,7 +172,7 @@ def test_reasoning_that_ends_by_itself_is_unchanged() -> None:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_in_every_format(name: str) -> None:
+def test_every_format(name: str) -> None:
     format = FORMATS[name]
     opening, end = format.thinking
     chat = answering("plain", f"{opening}abcdefgh{end}i")
@@ -199,7 +199,7 @@ def test_in_every_format(name: str) -> None:
         ("abc", 2, 0),
     ],
 )
-def test_a_cut_waits_for_a_character_and_for_a_mark_of_several_tokens(text: str, budget: int, waits: int) -> None:
+def test_a_cut_waits_for_whole_characters_and_marks(text: str, budget: int, waits: int) -> None:
     ids = list(text.encode("latin-1" if "\xff" in text else "utf-8"))
     chat = answering("hermes", "")
     chat.answers._ids = [*b"<think>", *ids, *[ord("z")] * 20]
@@ -207,7 +207,7 @@ def test_a_cut_waits_for_a_character_and_for_a_mark_of_several_tokens(text: str,
     assert answer.token_ids[7 : 7 + budget + waits + 9] == [*ids[: budget + waits], *b"!</think>"]
 
 
-def test_options_that_ban_the_closing_do_not_keep_it_away() -> None:
+def test_banned_tokens_do_not_prevent_the_closing() -> None:
     case = CASES["special"]
     closing, asked = case.ids(f"{MESSAGE}</think>"), [{"role": "user", "content": f"x{MESSAGE}x"}]
     for options in (
@@ -221,7 +221,7 @@ def test_options_that_ban_the_closing_do_not_keep_it_away() -> None:
             assert answer.token_ids[5 : 5 + len(closing)] == closing
 
 
-def test_logprobs_of_the_closing_are_the_models_own() -> None:
+def test_logprobs_of_the_closing_are_the_models() -> None:
     case = CASES["paged"]
     answer = ask(case, 5, **SAMPLED, logprobs=0)
     prompt = case.lm.chat_prompt(ASKED, case.variables)
@@ -232,7 +232,7 @@ def test_logprobs_of_the_closing_are_the_models_own() -> None:
     ]
 
 
-def test_an_end_within_the_reasoning_or_the_closing_ends_the_answer() -> None:
+def test_eos_in_the_reasoning_or_the_closing_ends_the_answer() -> None:
     chat = answering("hermes", "<think>ab")
     assert chat.chat(reasoning_budget=5).text == "<think>ab"
     long = answering("hermes", "<think>abcdefgh")
@@ -240,7 +240,7 @@ def test_an_end_within_the_reasoning_or_the_closing_ends_the_answer() -> None:
     assert long.chat(reasoning_budget=2, stop="time by").text == "<think>ab\n\nConsidering the limited "
 
 
-def test_harmony_is_closed_for_good_where_it_reasons_again() -> None:
+def test_repeated_harmony_reasoning_is_closed_for_good() -> None:
     tail, letters = CHANNELS.encode("<|start|>assistant"), CHANNELS.encode("ab")
 
     def script(history: list[int]) -> int:
@@ -315,7 +315,7 @@ def test_chunks_sessions_streams_and_batches_do_not_change_the_tokens(name: str,
 @pytest.mark.parametrize("feature", FEATURES)
 @pytest.mark.parametrize("name", FEW)
 @pytest.mark.stride(2)
-def test_in_an_engine_that_preempts_and_at_every_resumption(name: str, feature: str) -> None:
+def test_preemption_and_resumption_do_not_change_the_tokens(name: str, feature: str) -> None:
     case, options = CASES[name], FEATURES[feature]
     budgets = (None, 0, 2, 9)
     alone = [content(ask(case, budget, **options)) for budget in budgets]
@@ -361,7 +361,7 @@ def test_a_schema_applies_after_the_cut(name: str, draft: str | None) -> None:
 
 
 @pytest.mark.parametrize("text", ["é🦊", "ab</x"])
-def test_a_schema_and_a_cut_inside_a_character_or_what_may_be_a_mark(text: str) -> None:
+def test_a_schema_after_a_cut_inside_a_character_or_possible_mark(text: str) -> None:
     chat = answering("hermes", text + "z" * 50)
     for budget in range(7):
         answer = chat.chat(json_schema=SCHEMA, template=OPENED, reasoning_budget=budget)
@@ -370,7 +370,7 @@ def test_a_schema_and_a_cut_inside_a_character_or_what_may_be_a_mark(text: str) 
 
 @pytest.mark.parametrize("name", ["text", "special", "opened", "harmony", "mistral"])
 @pytest.mark.parametrize("choice", ["auto", "required"])
-def test_calls_come_after_the_cut(name: str, choice: str) -> None:
+def test_calls_follow_the_cut(name: str, choice: str) -> None:
     case = CASES[name]
     options: dict[str, Any] = {"tools": [CLOCK], "tool_choice": choice, "parallel_tool_calls": False}
     answer = ask(case, 6, **SAMPLED, **options, max_new_tokens=150)
@@ -379,7 +379,7 @@ def test_calls_come_after_the_cut(name: str, choice: str) -> None:
     assert answer.message.tool_calls or choice == "auto"
 
 
-def test_a_constraint_of_ones_own_applies_from_the_first_token() -> None:
+def test_a_custom_constraint_applies_from_the_first_token() -> None:
     case = CASES["opened"]
     constraint = Regex("[a-c]{20}")(case.tokenizer, frozenset({257}))
     answer = ask(case, 2, **GREEDY, constraint=constraint)
@@ -414,7 +414,7 @@ def test_errors_name_the_option(options: dict[str, Any], problem: str) -> None:
             CASES[name].lm.chat_request(ASKED, **options)
 
 
-def test_a_message_has_no_special_tokens() -> None:
+def test_special_tokens_in_the_budget_message_are_refused() -> None:
     demo = onward.load("demo")
     lm = LanguageModel(demo.model, demo.tokenizer, ChatTemplate(QWEN3, {}))
     assert demo.tokenizer is not None
@@ -423,7 +423,7 @@ def test_a_message_has_no_special_tokens() -> None:
         lm.chat_request(ASKED, reasoning_budget=3, reasoning_budget_message=f"So{special}")
 
 
-def test_a_text_without_a_chat_has_no_budget() -> None:
+def test_plain_texts_have_no_reasoning_budget() -> None:
     case = CASES["opened"]
     with pytest.raises(RequestError, match="reasoning_budget needs a chat"):
         case.lm.generate("<think>", reasoning_budget=3)
@@ -438,7 +438,7 @@ ENDPOINTS = {"/v1/chat/completions": {"messages": ASKED}, "/v1/responses": {"inp
 
 
 @pytest.mark.parametrize("path", ENDPOINTS)
-def test_fields_of_bodies(path: str) -> None:
+def test_budgets_in_request_bodies(path: str) -> None:
     reader = BodyReader(CASES["opened"].lm, "m", variables=OPENED)
     base = ENDPOINTS[path]
 
@@ -469,7 +469,7 @@ def test_fields_of_bodies(path: str) -> None:
         assert (refused.value.param, refused.value.status) == (param, 400)
 
 
-def test_efforts_are_budgets_where_the_template_does_not_read_them() -> None:
+def test_efforts_are_budgets_if_the_template_ignores_them() -> None:
     lm = CASES["special"].lm
     reader = BodyReader(lm, "m")
     for effort, budget in EFFORTS.items():
@@ -500,7 +500,7 @@ def test_efforts_are_budgets_where_the_template_does_not_read_them() -> None:
         never.chat(ASKED, reasoning_effort="low")
 
 
-def test_usage_counts_the_message() -> None:
+def test_usage_includes_the_budget_message() -> None:
     case = CASES["opened"]
     reader = BodyReader(case.lm, "m", variables=OPENED)
     body = {"messages": ASKED, "reasoning_budget": 5, "reasoning_budget_message": MESSAGE, "temperature": 0}

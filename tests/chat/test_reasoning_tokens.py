@@ -42,7 +42,7 @@ def variables(name: str) -> dict[str, bool]:
 @pytest.mark.parametrize("tokenizer", [ByteTokenizer(), MarkTokenizer()], ids=["text", "special tokens"])
 @pytest.mark.parametrize("name", ANSWERS)
 @pytest.mark.stride(2)
-def test_reasoning_tokens_are_those_with_its_text(name: str, tokenizer: ByteTokenizer) -> None:
+def test_reasoning_tokens_are_those_of_the_reasoning_text(name: str, tokenizer: ByteTokenizer) -> None:
     _, opening, reasoning, closing, _ = ANSWERS[name]
     chat = chat_of(name, tokenizer)
     begin, count, mark = (len(tokenizer.encode(text)) for text in (opening, reasoning, closing))
@@ -67,7 +67,7 @@ def test_reasoning_tokens_are_those_with_its_text(name: str, tokenizer: ByteToke
 
 
 @pytest.mark.parametrize("stop", ["Oslo é", "\n\nI", "</think>\n\nI", "é?\n🦊</th"])
-def test_text_held_back_for_a_stop_string_counts_to_its_tokens(stop: str) -> None:
+def test_text_delayed_for_a_stop_string_counts_to_its_tokens(stop: str) -> None:
     _, opening, reasoning, closing, rest = ANSWERS["hermes"]
     stopped = chat_of("hermes").chat(stop=stop)
     kept = f"{opening}{reasoning}{closing}{rest}".partition(stop)[0]
@@ -75,7 +75,7 @@ def test_text_held_back_for_a_stop_string_counts_to_its_tokens(stop: str) -> Non
 
 
 @pytest.mark.parametrize("name", ANSWERS)
-def test_usage_reports_them(name: str) -> None:
+def test_usage_reports_reasoning_tokens(name: str) -> None:
     chat = chat_of(name)
     count = len(ANSWERS[name][2].encode())
     assert chat.lm.tokenizer is not None

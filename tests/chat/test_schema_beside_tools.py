@@ -64,7 +64,7 @@ def of(request: Request, text: str, tokenizer: ByteTokenizer | None = None) -> b
 
 
 @pytest.mark.parametrize("format", CALLS)
-def test_an_answer_is_calls_or_what_the_schema_says(format: str) -> None:
+def test_an_answer_is_a_call_or_follows_the_schema(format: str) -> None:
     chat, call = chat_of(format), CALLS[format]
     for schema in SCHEMAS:
         request = chat.request(tools=TOOLS, json_schema=schema)
@@ -91,7 +91,7 @@ def test_an_answer_is_calls_or_what_the_schema_says(format: str) -> None:
 
 
 @pytest.mark.parametrize("format", CALLS)
-def test_the_message_is_the_call_or_the_content(format: str) -> None:
+def test_the_message_is_a_call_or_content(format: str) -> None:
     for schema in SCHEMAS[1:]:
         for text in (CALLS[format], content(format, SAID)):
             chat = chat_of(format, text)
@@ -118,7 +118,7 @@ def test_marks_that_are_special_tokens(format: str, tokenizer: ByteTokenizer) ->
         assert of(request, text, tokenizer)
 
 
-def test_reasoning_may_stand_before_either() -> None:
+def test_reasoning_may_precede_a_call_or_content() -> None:
     chat = chat_of("hermes")
     for options, before in (({}, "<think>\nHm.\n</think>\n\n"), ({"opens_thinking": True}, "Hm.\n</think>\n\n")):
         request = chat.request(tools=TOOLS, json_schema=ANSWER, **options)
@@ -130,7 +130,7 @@ def test_reasoning_may_stand_before_either() -> None:
     assert of(closed, SAID)
 
 
-def test_a_format_without_calls_has_the_schema_alone() -> None:
+def test_a_format_without_calls_only_has_the_schema() -> None:
     chat = answering("plain", "")
     template = ChatTemplate("{{ messages[0].content }}{{ tools }}", {})
     lm = onward.LanguageModel(chat.lm.model, chat.lm.tokenizer, template)
@@ -139,7 +139,7 @@ def test_a_format_without_calls_has_the_schema_alone() -> None:
     assert not of(request, CALLS["hermes"])
 
 
-def test_bodies_say_the_same() -> None:
+def test_http_bodies_give_the_same_constraint() -> None:
     """/v1/chat/completions and /v1/responses."""
     reader = BodyReader(chat_of("hermes").lm, "m", streams=True)
     named = {"name": "answer", "schema": ANSWER}

@@ -100,7 +100,7 @@ def test_a_stop_anywhere_leaves_a_consistent_answer(format: str) -> None:
     assert ends >= {(False, "stop"), (True, "stop")}
 
 
-def test_a_call_that_the_model_ends_itself_is_to_be_run_whatever_its_arguments_are() -> None:
+def test_a_call_ended_by_the_model_finishes_with_tool_calls() -> None:
     chat = answering("hermes", '<tool_call>\n{"name": "clock", "arguments": {"at": ')
     body = BodyReader(chat.lm, "m").read(CHAT, {"messages": ASKED, "tools": TOOLS})
     chat.answers.prompt_length = len(body.requests[0].prompt)
@@ -126,7 +126,7 @@ def built(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_a_response_cut_anywhere_is_what_its_events_add_up_to(format: str) -> None:
+def test_a_truncated_response_equals_the_sum_of_its_events(format: str) -> None:
     chat, text = answering_with(format), ANSWERS[format]
     reader = BodyReader(chat.lm, "m", streams=True)
     tools = [{"type": "function", **tool["function"]} for tool in TOOLS]

@@ -100,14 +100,14 @@ def test_a_malformed_schema_is_named_for_every_format(parameters: Any, error: st
     ],
     ids=str,
 )
-def test_odd_schemas_are_served_by_every_format(x: Any) -> None:
+def test_unusual_schemas_work_in_every_format(x: Any) -> None:
     parameters = of(x, **{"$defs": {"y": {"type": "boolean"}}})
     for format in CALLS:
         request = chat_of(format).request(tools=[tool(parameters)], tool_choice="required")
         assert request.options.new_constraint(ByteTokenizer()) is not None
 
 
-def test_a_property_that_is_false_is_none() -> None:
+def test_a_false_property_must_be_absent() -> None:
     chat = chat_of("qwen3-coder")
     chat.request(tools=[tool(of(False))], tool_choice="required")
     with pytest.raises(RequestError, match=r"tools\[0\]\.function\.parameters\.properties\.x allows no value"):
@@ -172,7 +172,7 @@ def written(format: str, name: str, parameter: str) -> str:
 
 @pytest.mark.parametrize("format", CALLS)
 @pytest.mark.stride(2)
-def test_a_constrained_call_has_the_names_of_its_tool(format: str) -> None:
+def test_a_constrained_call_uses_the_names_of_its_tool(format: str) -> None:
     for name, parameter in zip(TOOL_NAMES * 2, PARAMETERS, strict=False):
         parameters = {"type": "object", "properties": {parameter: {"type": "string"}}, "required": [parameter]}
         text = written(format, name, parameter)
@@ -186,7 +186,7 @@ def test_a_constrained_call_has_the_names_of_its_tool(format: str) -> None:
 
 
 @given(st.sampled_from(list(CALLS)), st.text(st.characters(codec="utf-8"), min_size=1, max_size=8))
-def test_any_parameter_is_written_and_read_back_or_refused(format: str, parameter: str) -> None:
+def test_parameters_make_the_round_trip_or_are_refused(format: str, parameter: str) -> None:
     parameters = {"type": "object", "properties": {parameter: {"type": "string"}}, "required": [parameter]}
     chat = chat_of(format)
     syntax = FORMATS[format].syntax
@@ -209,7 +209,7 @@ def test_any_parameter_is_written_and_read_back_or_refused(format: str, paramete
 @pytest.mark.parametrize(
     "x", [{"enum": []}, {"type": "string", "pattern": "("}, {"type": "array", "contains": {}}, {"not": {}}], ids=str
 )
-def test_a_schema_that_cannot_be_compiled_is_named_among_the_tools(format: str, x: Any) -> None:
+def test_an_uncompilable_schema_is_named_with_its_tool(format: str, x: Any) -> None:
     tools = [tool(of({"type": "boolean"}, required=["x"])), tool(of(x, required=["x"]))]
     tools[1]["function"]["name"] = "second"
     chat = chat_of(format)
@@ -218,7 +218,7 @@ def test_a_schema_that_cannot_be_compiled_is_named_among_the_tools(format: str, 
 
 
 @pytest.mark.parametrize("format", CALLS)
-def test_numbers_that_limit_no_text_are_served_in_tools(format: str) -> None:
+def test_numeric_keywords_that_restrict_no_text_are_accepted(format: str) -> None:
     x = {"type": "array", "items": {"type": "boolean"}, "maxItems": 2**64, "minItems": 1.0, "default": 10**400}
     request = chat_of(format).request(tools=[tool(of(x, required=["x"]))], tool_choice="required")
     assert request.options.new_constraint(ByteTokenizer()) is not None

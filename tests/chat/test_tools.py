@@ -32,7 +32,7 @@ def forecast(city: str, days: int = 3, unit: Unit | None = None, *, details: lis
     return f"{city} {days} {unit} {details}"
 
 
-def test_tools_are_given_to_the_template_in_openais_shape() -> None:
+def test_templates_get_tools_in_openais_shape() -> None:
     use = read_tool_use(TOOLS)
     assert [tool.function for tool in use.tools] == TOOLS
     assert [tool.parameters["type"] for tool in use.tools] == ["object", "object"], "no parameters are none"
@@ -94,12 +94,12 @@ def of(**function: Any) -> dict[str, Any]:
         ([lambda x: x], r"tools\[0\]\.function\.name"),
     ],
 )
-def test_what_is_no_tool_is_named(tools: Any, error: str) -> None:
+def test_invalid_tools_are_named(tools: Any, error: str) -> None:
     with pytest.raises(RequestError, match=error):
         read_tool_use(tools)
 
 
-def test_a_type_that_json_does_not_have_is_named() -> None:
+def test_types_that_json_lacks_are_named() -> None:
     def of_bytes(data: bytes, z: complex) -> None: ...
 
     with pytest.raises(RequestError, match=r"tools\[0\]: z of of_bytes is of type <class 'complex'>"):
@@ -127,12 +127,12 @@ def test_choices() -> None:
         (5, "tool_choice must be"),
     ],
 )
-def test_what_is_no_choice_is_named(choice: Any, error: str) -> None:
+def test_invalid_choices_are_named(choice: Any, error: str) -> None:
     with pytest.raises(RequestError, match=error):
         read_tool_use(TOOLS, choice)
 
 
-def test_a_call_needs_tools() -> None:
+def test_a_forced_call_needs_tools() -> None:
     for choice in ("required", "weather"):
         with pytest.raises(RequestError, match="requires a call, but there are no tools"):
             read_tool_use([], choice)

@@ -157,20 +157,20 @@ def theirs(source, messages, *, add_generation_prompt=True, **variables):
 @pytest.mark.parametrize("add_generation_prompt", [True, False])
 @pytest.mark.parametrize("conversation", CONVERSATIONS)
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_a_prompt_is_that_of_transformers(template, conversation, add_generation_prompt):
+def test_prompts_equal_transformers(template, conversation, add_generation_prompt):
     source, messages = TEMPLATES[template], CONVERSATIONS[conversation]
     options = {"add_generation_prompt": add_generation_prompt}
     assert ours(source, messages, **options) == theirs(source, messages, **options)
 
 
 @pytest.mark.parametrize("template", ["ChatML", "dated", "tools", *FAMILY_TEMPLATES])
-def test_a_system_prompt_is_that_of_transformers(template):
+def test_system_prompts_equal_transformers(template):
     assert ours(TEMPLATES[template], WITH_SYSTEM) == theirs(TEMPLATES[template], WITH_SYSTEM)
 
 
 @pytest.mark.parametrize("variables", [{}, {"enable_thinking": False}, {"enable_thinking": True}], ids=str)
 @pytest.mark.parametrize("tools", [None, [], [TOOL], [TOOL, TOOL]], ids=["none", "empty", "one", "two"])
-def test_tools_are_those_of_transformers(tools, variables):
+def test_tools_are_rendered_as_in_transformers(tools, variables):
     expected = theirs(TOOLS, WITH_TOOL_CALL, tools=tools, **variables)
     assert ours(TOOLS, WITH_TOOL_CALL, tools=tools, **variables) == expected
     assert "東京" in expected
@@ -185,19 +185,19 @@ def test_tools_are_those_of_transformers(tools, variables):
         "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}",
     ],
 )
-def test_the_generation_block_keeps_its_names_to_itself_as_in_transformers(source):
+def test_generation_block_variables_are_scoped_as_in_transformers(source):
     messages = CONVERSATIONS["two rounds"]
     assert ours(source, messages) == theirs(source, messages)
 
 
-def test_variables_go_before_special_tokens():
+def test_variables_take_precedence_over_special_tokens():
     assert ours("{{ bos_token }}", [{"role": "user", "content": ""}], bos_token="[BOS]") == "[BOS]"
 
 
 @given(
     st.lists(st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant"]), "content": st.text()}), min_size=1)
 )
-def test_any_text_goes_through_as_transformers_puts_it(messages):
+def test_any_text_is_rendered_as_in_transformers(messages):
     assert ours(CHATML, messages) == theirs(CHATML, messages)
 
 
@@ -214,7 +214,7 @@ WHEN = st.datetimes(min_value=datetime.datetime(1970, 1, 1), max_value=datetime.
 
 
 @given(WHEN, st.lists(st.sampled_from("aAbBhcdDeFHIjmMnpPrRSstTuUVwWxXyYzZ%fGgCkl") | st.text(max_size=2), max_size=6))
-def test_dates_are_those_of_c_whatever_the_time_zone(when, directives):
+def test_dates_equal_c_strftime_in_any_time_zone(when, directives):
     layout = "".join(
         f"%{each}" if each.isascii() and each.isalpha() else each.replace("%", "%%") for each in directives
     )
@@ -254,7 +254,7 @@ def test_flags_and_modifiers_of_dates(layout, written):
     assert template.render(CONVERSATIONS["one question"], when.replace(tzinfo=None), layout=layout) == written
 
 
-def test_a_template_reads_no_clock_and_nothing_random():
+def test_templates_have_no_clock_and_no_randomness():
     when = datetime.datetime(2026, 2, 5, 9, tzinfo=datetime.UTC)
     assert "strftime_now" not in ChatTemplate(DATED, {}).variables
     for source in ("{{ [1, 2] | random }}", "{{ strftime_now.__closure__ }}"):
@@ -272,7 +272,7 @@ JSON = st.recursive(
 
 
 @given(JSON)
-def test_tojson_is_plain_json_with_its_characters_kept(value):
+def test_tojson_is_plain_json_without_escaped_characters(value):
     written = ours("{{ value | tojson }}", [{"role": "user", "content": ""}], value=value)
     assert written == json.dumps(value, ensure_ascii=False)
     assert json.loads(written) == value
@@ -285,19 +285,19 @@ def chat(folder, **variables):
     return CheckpointFolder(folder).chat_template.render([{"role": "user", "content": "Hi"}], **variables)
 
 
-def test_no_template_is_none_and_a_chat_says_so(folder):
+def test_a_chat_without_a_template_is_refused(folder):
     lm = onward.load(folder)
     assert lm.chat_template is None
     with refused(TokenizerError, "no chat template"):
         lm.chat([{"role": "user", "content": "Hi"}])
 
 
-def test_a_template_in_tokenizer_config(folder):
+def test_template_in_tokenizer_config(folder):
     change_json(folder / "tokenizer_config.json", chat_template="config: {{ messages[0].content }}{{ eos_token }}")
     assert chat(folder) == "config: Hi</s>"
 
 
-def test_a_template_in_a_file_goes_before_that_in_tokenizer_config(folder):
+def test_a_template_file_takes_precedence_over_tokenizer_config(folder):
     change_json(folder / "tokenizer_config.json", chat_template="config")
     (folder / "chat_template.jinja").write_text(
         "file: {{ bos_token }}{{ messages[0].content }} – 東京", encoding="utf-8"
@@ -305,7 +305,7 @@ def test_a_template_in_a_file_goes_before_that_in_tokenizer_config(folder):
     assert chat(folder) == "file: <s>Hi – 東京"
 
 
-def test_the_default_of_several_named_templates_and_the_one_for_tools(folder):
+def test_default_and_tool_use_among_named_templates(folder):
     named = [{"name": "rag", "template": "rag"}, {"name": "tool_use", "template": "tools: {{ tools | length }}"}]
     change_json(folder / "tokenizer_config.json", chat_template=[*named, {"name": "default", "template": "default"}])
     assert chat(folder) == "default"
@@ -322,14 +322,14 @@ def test_named_templates_may_be_a_mapping_as_in_transformers(folder):
         assert chat(folder, tools=tools) == theirs.apply_chat_template(messages, tools=tools, tokenize=False)
 
 
-def test_a_template_for_tools_in_a_file(folder):
+def test_tool_use_template_in_a_file(folder):
     (folder / "chat_template.jinja").write_text("default")
     (folder / "additional_chat_templates").mkdir()
     (folder / "additional_chat_templates" / "tool_use.jinja").write_text("tools: {{ tools | length }}")
     assert (chat(folder), chat(folder, tools=[TOOL])) == ("default", "tools: 1")
 
 
-def test_named_templates_without_a_default_are_not_dropped_in_silence(folder):
+def test_named_templates_without_a_default_are_not_dropped_silently(folder):
     change_json(folder / "tokenizer_config.json", chat_template=[{"name": "rag", "template": "rag"}])
     with pytest.warns(OnwardWarning, match="'default' among rag"):
         assert onward.load(folder).chat_template is None
@@ -352,13 +352,13 @@ def test_a_chat_is_encoded_without_a_second_bos(folder):
 @pytest.mark.parametrize(
     "given", [5, {"default": 5}, ["x"], [{"name": "default"}], [{"name": 1, "template": "x"}]], ids=str
 )
-def test_what_is_no_template_in_tokenizer_config(given, folder):
+def test_invalid_templates_in_tokenizer_config(given, folder):
     change_json(folder / "tokenizer_config.json", chat_template=given)
     with refused(TokenizerError, "chat_template", "tokenizer_config.json"):
         onward.load(folder)
 
 
-def test_a_template_file_that_is_not_utf8(folder):
+def test_template_file_that_is_not_utf8(folder):
     (folder / "chat_template.jinja").write_bytes(b"\xff\xfeh\0i\0")
     with refused(TokenizerError, "chat_template.jinja", "UTF-8"):
         onward.load(folder)
@@ -367,7 +367,7 @@ def test_a_template_file_that_is_not_utf8(folder):
 @pytest.mark.parametrize(
     "source", ["{% for %}", "{{ ", "{% endgeneration %}", "{% generation %}", "{% nothing %}", "{{ 1 | nothing }}"]
 )
-def test_a_template_that_is_no_jinja(source, folder):
+def test_invalid_jinja(source, folder):
     (folder / "chat_template.jinja").write_text(f"line one\n{source}\nline three")
     with refused(TokenizerError, "the chat template cannot be read"):
         onward.load(folder)
@@ -397,12 +397,12 @@ ESCAPES = [
 
 
 @pytest.mark.parametrize("source", ESCAPES)
-def test_a_step_out_of_the_sandbox_is_an_error(source):
+def test_unsafe_access_is_an_error(source):
     with refused(TokenizerError, "sandbox"):
         ours(source, [{"role": "user", "content": "Hi"}])
 
 
-def test_a_namespace_may_be_made_and_set_as_in_jinja():
+def test_namespaces_work_as_in_jinja():
     source = (
         "{% set ns = namespace({'a': 1}, self=2, b=3) %}{% set ns.a = ns.b %}{{ ns.a }}{{ ns.self }}{{ ns.nothing }}"
     )
@@ -429,7 +429,7 @@ def test_messages_are_not_changed():
         "{{ messages[0] | tojson(nothing=1) }}",
     ],
 )
-def test_a_template_that_fails_is_an_error_of_one_line(source):
+def test_a_failing_template_is_a_one_line_error(source):
     with refused(RequestError, "the chat template refuses these messages"):
         ours(source, [{"role": "user", "content": "Hi"}])
 
@@ -507,7 +507,7 @@ ENDLESS = [
 
 
 @pytest.mark.parametrize("source", ENDLESS)
-def test_work_without_end_is_refused(source):
+def test_endless_work_is_refused(source):
     with refused(TokenizerError, "sandbox forbids"):
         ours(source, [{"role": "user", "content": "Hi"}])
 
@@ -544,7 +544,7 @@ def runs_over_starts(source, flags=0):
     return any(matching(*each) & starts for each in endless)
 
 
-def test_no_scan_of_a_format_is_worse_than_linear():
+def test_scans_of_formats_are_linear():
     """The scans of all matches together are one, since none runs over the beginning of another."""
     modules = (chat_template, template_sandbox)
     patterns = [value for each in modules for value in vars(each).values() if isinstance(value, re.Pattern)]
@@ -555,17 +555,17 @@ def test_no_scan_of_a_format_is_worse_than_linear():
 
 
 @pytest.mark.parametrize("source", ["{% break %}", "{% continue %}", "{% for a in b %}" * 30 + "{% endfor %}" * 30])
-def test_what_pythons_compiler_refuses_is_an_error_of_one_line(source):
+def test_templates_python_cannot_compile_are_a_one_line_error(source):
     with refused(TokenizerError, "the chat template cannot be read"):
         ChatTemplate(source, TOKENS)
 
 
-def test_a_template_too_long_to_be_one():
+def test_too_long_templates_are_refused():
     with refused(TokenizerError, "characters"):
         ChatTemplate(" " * 2_000_000, TOKENS)
 
 
-def test_what_a_template_raises_is_cut():
+def test_messages_raised_by_templates_are_truncated():
     with pytest.raises(RequestError) as caught:
         ours("{{ raise_exception('x' * 99999) }}", [{"role": "user", "content": "Hi"}])
     assert "xxx" in str(caught.value)
@@ -574,13 +574,13 @@ def test_what_a_template_raises_is_cut():
 
 @pytest.mark.parametrize("enable_thinking", [True, False])
 @pytest.mark.parametrize("template", ["SmolLM3", "EXAONE 4", "Seed-OSS"])
-def test_variables_of_reasoning_are_those_of_transformers(template, enable_thinking):
+def test_reasoning_variables_equal_transformers(template, enable_thinking):
     options = {"enable_thinking": enable_thinking, "thinking_budget": 1024}
     assert ours(TEMPLATES[template], WITH_SYSTEM, **options) == theirs(TEMPLATES[template], WITH_SYSTEM, **options)
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_a_long_conversation_is_within_the_bounds(template):
+def test_a_long_conversation_is_within_the_limits(template):
     """As long as any context: some four million characters, in one message or in a thousand."""
     for count in (1, 1000):
         messages = []
@@ -615,11 +615,11 @@ MANY = """\
 
 
 @pytest.mark.parametrize("conversation", CONVERSATIONS)
-def test_every_kind_of_operation_gives_what_it_gives_in_transformers(conversation):
+def test_every_operation_equals_transformers(conversation):
     assert ours(MANY, CONVERSATIONS[conversation]) == theirs(MANY, CONVERSATIONS[conversation])
 
 
-def test_what_a_template_says_is_passed_on():
+def test_errors_raised_by_a_template_are_passed_on():
     with refused(RequestError, "conversation roles must alternate"):
         ours(INST, [{"role": "assistant", "content": "Hi"}])
 
@@ -643,7 +643,7 @@ def test_what_a_template_says_is_passed_on():
     ],
     ids=str,
 )
-def test_what_are_no_messages(messages):
+def test_invalid_messages(messages):
     with refused(RequestError, "message"):
         ours(CHATML, messages)
 
@@ -660,7 +660,7 @@ class Loud(str):
 @pytest.mark.parametrize(
     "value", [Path("secret"), {1, 2}, b"bytes", open, object()], ids=lambda value: type(value).__name__
 )
-def test_a_value_with_methods_is_not_handed_to_a_template(value):
+def test_objects_with_methods_are_not_passed_to_templates(value):
     for messages, variables in (
         ([{"role": "user", "content": [{"type": "file", "file": value}]}], {}),
         ([{"role": "user", "content": "Hi"}], {"value": value}),
@@ -669,7 +669,7 @@ def test_a_value_with_methods_is_not_handed_to_a_template(value):
             ours(CHATML, messages, **variables)
 
 
-def test_a_value_of_a_subclass_comes_as_what_it_is_at_heart():
+def test_subclass_values_are_passed_as_their_base_type():
     messages = [{"role": "user", "content": Mood.GOOD}, {"role": "user", "content": Loud("loud")}]
     assert ours("{{ messages[0].content }} {{ messages[1].content.upper() }}", messages) == "good LOUD"
 
@@ -679,7 +679,7 @@ def test_the_bundled_template_is_read():
     assert "Hi" in prompt
 
 
-def test_special_tokens_of_older_checkpoints_are_in_their_own_file(folder):
+def test_special_tokens_of_older_checkpoints_are_in_a_separate_file(folder):
     write_json(folder / "special_tokens_map.json", {**TOKENIZER_CONFIG, "bos_token": {"content": "<|im_start|>"}})
     write_json(folder / "tokenizer_config.json", {"eos_token": "<|im_end|>"})
     (folder / "chat_template.jinja").write_text("{{ bos_token }}{{ eos_token }}")

@@ -30,7 +30,7 @@ def read(config):
 
 
 @pytest.mark.parametrize("family", NAMES)
-def test_a_field_that_is_left_out_has_the_default_of_transformers(family, tmp_path):
+def test_omitted_fields_have_the_defaults_of_transformers(family, tmp_path):
     config = config_of(family, tmp_path / family)
     defaults = AutoConfig.for_model(config["model_type"]).to_dict()
     compared = 0

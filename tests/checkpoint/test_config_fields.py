@@ -35,12 +35,12 @@ def test_a_number_is_positive_and_finite(name, value):
 
 @pytest.mark.parametrize("name", ["rms_norm_eps", "rope_theta"])
 @pytest.mark.parametrize("value", [1e308, 1e39, 1e-39, 5e-324, 10**100], ids=str)
-def test_a_number_is_one_that_float32_holds(name, value):
+def test_a_number_fits_float32(name, value):
     with refused(ConfigError, repr(name), "positive number", "float32"):
         read_config(config(**{name: value}))
 
 
-def test_a_dynamic_rope_of_a_single_pair_is_refused():
+def test_dynamic_rope_of_a_single_pair_is_refused():
     with refused(ConfigError, "dynamic", "head_dim"):
         read_config(config(head_dim=2, rope_scaling={"rope_type": "dynamic", "factor": 2.0}))
 
@@ -70,7 +70,7 @@ def test_a_rope_type_is_a_name(kind):
 
 
 @pytest.mark.parametrize("value", [0, -3, True, 32.5, "32", [], HUGE], ids=str)
-def test_the_original_length_of_a_rope_is_a_positive_whole_number(value):
+def test_the_original_length_of_a_rope_is_a_positive_integer(value):
     for fields in (
         {"rope_scaling": LLAMA3 | {"original_max_position_embeddings": value}},
         {"original_max_position_embeddings": value},
@@ -80,13 +80,13 @@ def test_the_original_length_of_a_rope_is_a_positive_whole_number(value):
 
 
 @pytest.mark.parametrize("name", ["vocab_size", "max_position_embeddings", "num_hidden_layers", "intermediate_size"])
-def test_no_size_is_beyond_all_models(name):
+def test_absurdly_large_sizes_are_refused(name):
     """Ids and positions are int32; and a tuple of so many layers would not fit the memory."""
     with refused(ConfigError, repr(name), str(HUGE), "to "):
         read_config(config(**{name: HUGE}))
 
 
-def test_a_head_dim_that_does_not_divide_says_so():
+def test_a_hidden_size_that_the_heads_do_not_divide_is_named():
     with refused(ConfigError, "hidden_size (18)", "num_attention_heads (4)", "head_dim"):
         read_config(config(hidden_size=18))
 
@@ -98,18 +98,18 @@ def test_layer_types_are_a_list_of_names(types):
 
 
 @pytest.mark.parametrize("types", [["full_attention"], ["full_attention", "nothing"]], ids=repr)
-def test_layer_types_are_checked_where_nothing_slides_too(types):
+def test_layer_types_are_checked_without_sliding_layers_too(types):
     with refused(ConfigError, "layer_types", "2 entries"):
         read_config(config(**QWEN, layer_types=types))
 
 
-def test_a_sliding_layer_without_a_window_contradicts_itself():
+def test_a_sliding_layer_without_a_window_is_refused():
     with refused(ConfigError, "layer_types", "use_sliding_window", "sliding_window"):
         read_config(config(**QWEN, layer_types=["full_attention", "sliding_attention"]))
 
 
 @pytest.mark.parametrize("value", [-1, True, 1.5, "1", []], ids=repr)
-def test_max_window_layers_is_a_whole_number(value):
+def test_max_window_layers_is_an_integer(value):
     with refused(ConfigError, "max_window_layers"):
         read_config(config(**SLIDING, max_window_layers=value))
 

@@ -31,7 +31,7 @@ def config(**changes):
 # ── the file ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_folder_without_a_config_is_no_checkpoint(folder):
+def test_a_folder_without_a_config_is_refused(folder):
     (folder / "config.json").unlink()
     with refused(ConfigError, str(folder), "no config.json"):
         onward.load(folder)
@@ -53,13 +53,13 @@ def test_a_folder_without_a_config_is_no_checkpoint(folder):
     ],
     ids=range(10),
 )
-def test_what_is_no_json_object_is_refused(content, why, folder):
+def test_configs_other_than_json_objects_are_refused(content, why, folder):
     (folder / "config.json").write_bytes(content)
     with refused(ConfigError, "config.json", why):
         onward.load(folder)
 
 
-def test_a_folder_in_place_of_the_config_is_no_config(folder):
+def test_a_folder_named_config_json_is_refused(folder):
     (folder / "config.json").unlink()
     (folder / "config.json").mkdir()
     with refused(ConfigError, "no config.json"):
@@ -70,14 +70,14 @@ def test_a_folder_in_place_of_the_config_is_no_config(folder):
 
 
 @pytest.mark.parametrize("name", ["GPT2LMHeadModel", "MistralModel", "llamaforcausallm", ""])
-def test_an_architecture_that_is_not_supported_names_those_that_are(name, folder):
+def test_the_error_for_an_unsupported_architecture_lists_the_supported_ones(name, folder):
     change_json(folder / "config.json", architectures=[name])
     with refused(UnsupportedArchitectureError, repr(name), *(known.names for known in KNOWN_MODELS)):
         onward.load(folder)
 
 
 @pytest.mark.parametrize("value", [..., None, [], "LlamaForCausalLM", ["LlamaForCausalLM"] * 2, {}, 5], ids=str)
-def test_one_architecture_must_be_named(value):
+def test_exactly_one_architecture_must_be_named(value):
     with refused(ConfigError, "'architectures'", repr(None if value is ... else value)):
         read_config(config(architectures=value))
 
@@ -86,14 +86,14 @@ def test_one_architecture_must_be_named(value):
 @pytest.mark.parametrize(
     "value", [{"quant_method": "hqq"}, {"quant_method": ["awq"]}, {"bits": 4}, {}, [], "int4", True], ids=str
 )
-def test_weights_quantized_by_an_unknown_method_are_refused(name, value, folder):
+def test_unknown_quantization_methods_are_refused(name, value, folder):
     change_json(folder / "config.json", **{name: value})
     said = repr(value.get("quant_method") if isinstance(value, dict) else value)
     with refused(ConfigError, name, said, "unquantized"):
         onward.load(folder)
 
 
-def test_no_quantization_may_be_said(folder):
+def test_quantization_config_may_be_empty(folder):
     change_json(folder / "config.json", quantization_config=None, compression_config=None)
     onward.load(folder)
 
@@ -112,14 +112,14 @@ REQUIRED = [
 
 @pytest.mark.parametrize("name", REQUIRED)
 @pytest.mark.parametrize("value", [..., None], ids=["absent", "null"])
-def test_a_required_field_that_is_missing_is_named(name, value):
+def test_missing_required_fields_are_named(name, value):
     with refused(ConfigError, repr(name), "missing"):
         read_config(config(**{name: value}))
 
 
 @pytest.mark.parametrize("name", [*REQUIRED, "num_key_value_heads", "head_dim"])
 @pytest.mark.parametrize("value", [0, -4, True, False, 4.0, "4", [4], {}], ids=repr)
-def test_a_size_is_a_positive_whole_number(name, value):
+def test_a_size_is_a_positive_integer(name, value):
     with refused(ConfigError, repr(name), "whole number", repr(value)):
         read_config(config(**{name: value}))
 
@@ -164,7 +164,7 @@ def needed(architecture):
 
 @pytest.mark.parametrize("architecture", [name for name in FAMILIES if name.endswith("ForCausalLM")])
 @pytest.mark.parametrize("name", OPTIONAL)
-def test_null_is_as_absent(name, architecture):
+def test_null_means_absent(name, architecture):
     fields = {"architectures": [architecture]} | needed(architecture)
     if name == "layer_types" and name in fields:
         pytest.skip("this family's layers are named one by one")
@@ -185,7 +185,7 @@ def test_head_dim_is_even():
 
 
 @pytest.mark.parametrize("act", ["gelu", "relu", "SiLU", "", None, 5, []], ids=repr)
-def test_another_activation_is_refused(act):
+def test_other_activations_are_refused(act):
     with refused(ConfigError, "hidden_act", repr(act), "silu"):
         read_config(config(hidden_act=act))
 
@@ -193,34 +193,34 @@ def test_another_activation_is_refused(act):
 @pytest.mark.parametrize(
     "types", [[], ["full_attention"], ["full_attention"] * 3, ["full_attention", "chunked_attention"]]
 )
-def test_layer_types_are_one_for_every_layer(types):
+def test_layer_types_have_one_entry_per_layer(types):
     with refused(ConfigError, "layer_types", "2 entries", "num_hidden_layers", f"got {len(types)}"):
         read_config(config(**SLIDING, layer_types=types))
 
 
 @pytest.mark.parametrize("value", [0, -1, True, 4.5, "4"], ids=repr)
 @pytest.mark.parametrize("family", [SLIDING, {"architectures": ["MistralForCausalLM"]}], ids=["qwen3", "mistral"])
-def test_a_window_is_a_positive_whole_number(family, value):
+def test_a_window_is_a_positive_integer(family, value):
     with refused(ConfigError, "sliding_window", repr(value)):
         read_config(config(**family | {"sliding_window": value}))
 
 
 @pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
 @pytest.mark.parametrize("kind", ["ntk", "mrope", "LLAMA3"])
-def test_an_unknown_rope_names_those_that_are_known(key, kind):
+def test_the_error_for_an_unknown_rope_lists_the_known_ones(key, kind):
     with refused(ConfigError, repr(kind), "default, linear, dynamic, llama3, yarn, longrope, proportional"):
         read_config(config(**{key: {"rope_type": kind, "factor": 2.0}}))
 
 
 @pytest.mark.parametrize(("low", "high"), [(4.0, 1.0), (2.0, 2.0)])
-def test_the_low_frequency_factor_of_llama3_is_below_the_high_one(low, high):
+def test_llama3_low_freq_factor_is_below_high_freq_factor(low, high):
     with refused(ConfigError, "llama3", "low_freq_factor", str(low), str(high)):
         read_config(config(rope_scaling=LLAMA3 | {"low_freq_factor": low, "high_freq_factor": high}))
 
 
 @pytest.mark.parametrize("value", [..., None, 0, -1.0, "2", [2.0]], ids=repr)
 @pytest.mark.parametrize("kind", ["linear", "dynamic", "llama3"])
-def test_a_scaled_rope_wants_its_factor(kind, value):
+def test_a_scaled_rope_needs_its_factor(kind, value):
     scaling = LLAMA3 | {"rope_type": kind, "factor": value}
     with refused(ConfigError, kind, "'factor'"):
         read_config(config(rope_scaling={name: item for name, item in scaling.items() if item is not ...}))
@@ -253,14 +253,14 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
     ],
     ids=str,
 )
-def test_rope_fields_that_contradict_each_other_are_refused(fields, words):
+def test_contradictory_rope_fields_are_refused(fields, words):
     with refused(ConfigError, "config.json", *words):
         read_config(config(**{"rope_theta": ...} | fields))
 
 
 @pytest.mark.parametrize("value", [..., None, 3, [1.0], [1.0, "2"], [1.0, 0.0], "1.0, 2.0"], ids=repr)
 @pytest.mark.parametrize("name", ["short_factor", "long_factor"])
-def test_longrope_wants_a_factor_for_every_pair(name, value):
+def test_longrope_needs_a_factor_for_every_pair(name, value):
     scaling = {"rope_type": "longrope", "short_factor": [1.0, 2.0], "long_factor": [1.0, 2.0], name: value}
     with refused(ConfigError, "longrope", repr(name)):
         read_config(config(rope_scaling={name: item for name, item in scaling.items() if item is not ...}))
@@ -271,7 +271,7 @@ def test_partial_rotation_is_refused():
         read_config(config(partial_rotary_factor=0.5))
 
 
-def test_numbers_too_large_for_the_weights_are_named_by_the_tensor(folder):
+def test_sizes_that_the_weights_do_not_have_are_named_by_tensor(folder):
     change_json(folder / "config.json", intermediate_size=10**9)
     with refused(CheckpointError, "mlp", "1000000000"):
         onward.load(folder)
@@ -304,6 +304,6 @@ def test_any_config_is_read_or_refused_by_the_folder(tmp_path_factory, fields):
     assert "\n" not in message
 
 
-def test_fields_that_change_nothing_are_let_be(tmp_path):
+def test_fields_without_effect_are_accepted(tmp_path):
     extra = {"transformers_version": "5.0", "torch_dtype": "float32", "use_cache": True, "initializer_range": 0.02}
     onward.load(make_checkpoint(tmp_path, **extra))

@@ -44,7 +44,7 @@ def logits(source):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama", "mistral"])
-def test_a_folder_goes_to_gguf_and_back_with_the_same_bits(family, dtype, tmp_path):
+def test_conversion_to_gguf_and_back_keeps_the_bits(family, dtype, tmp_path):
     options = {"rope_parameters": LLAMA3, "rope_theta": 500000.0} if family == "llama" else {}
     options |= {"sliding_window": None} if family == "mistral" else {}
     source = random_checkpoint(tmp_path / "source", family, dtype=dtype, **SIZES, **options)
@@ -64,7 +64,7 @@ UNTIED = ["olmo2", "olmo3"]
 
 
 @pytest.mark.parametrize("family", WRITTEN)
-def test_a_family_is_written_as_llama_cpp_s_converter_does(family, tmp_path):
+def test_gguf_files_equal_those_of_llama_cpps_converter(family, tmp_path):
     """The names and keys are those of a file by llama.cpp's package; what is read back has the bits of the folder."""
     tied = family not in UNTIED
     config, twin = write_model(tmp_path / "theirs.gguf", family, "F32", tie_word_embeddings=tied)
@@ -100,11 +100,11 @@ def written(tmp_path, family, **options):
     return metadata, {tensor.name: tensor.tensor_type.name for tensor in reader.tensors}
 
 
-def test_what_llama_cpp_must_be_told_of_a_model_without_a_tokenizer(tmp_path):
+def test_a_model_without_a_tokenizer_is_marked_for_llama_cpp(tmp_path):
     assert written(tmp_path, "qwen3")[0]["tokenizer.ggml.model"] == "none"
 
 
-def test_granite_s_factors_are_written_where_the_config_leaves_them_out(tmp_path):
+def test_granites_default_factors_are_written(tmp_path):
     """llama.cpp's own defaults are others, or none."""
     factors = "attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling"
     metadata, _ = written(tmp_path, "granite", **dict.fromkeys(factors))
@@ -120,14 +120,14 @@ def read_without(file, key: str) -> dict:
 
 
 @pytest.mark.parametrize("family", ["granite", "granitemoe"])
-def test_granite_without_a_scale_of_scores_has_that_of_a_head_as_in_llama_cpp(family, tmp_path):
+def test_granite_without_attention_multiplier_has_llama_cpps_default(family, tmp_path):
     written(tmp_path, family, head_dim=32, attention_multiplier=0.5)
     config = read_without(tmp_path / "model.gguf", f"{family}.attention.scale")
     assert config["attention_multiplier"] == 32**-0.5
 
 
 @pytest.mark.parametrize(("mixed", "taken"), [(1.0, True), (-1.0, True), (0.5, False), (0.0, False)])
-def test_yarn_that_mixes_other_shares_is_refused(mixed, taken, tmp_path):
+def test_unsupported_yarn_ramps_are_refused(mixed, taken, tmp_path):
     yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
     written(tmp_path, "qwen3", rope_parameters=yarn)
     checkpoint = GgufCheckpoint(tmp_path / "model.gguf")
@@ -140,7 +140,7 @@ def test_yarn_that_mixes_other_shares_is_refused(mixed, taken, tmp_path):
 
 
 @pytest.mark.parametrize(("factor", "times"), [(None, None), (0.1 * np.log(4) + 1, None), (1.2, 1.2)])
-def test_llama_cpp_reads_of_yarn_s_magnitude_how_much_more_it_is_than_the_factor_s(factor, times, tmp_path):
+def test_yarns_magnitude_is_written_as_llama_cpp_reads_it(factor, times, tmp_path):
     yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
     yarn |= {"beta_fast": 16.0, "beta_slow": 2.0} | ({} if factor is None else {"attention_factor": float(factor)})
     metadata, _ = written(tmp_path, "qwen3", rope_parameters=yarn)
@@ -152,7 +152,7 @@ def test_llama_cpp_reads_of_yarn_s_magnitude_how_much_more_it_is_than_the_factor
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("family", UNTIED)
-def test_a_tied_head_is_written_where_llama_cpp_wants_one(family, dtype, tmp_path):
+def test_a_tied_head_is_written_where_llama_cpp_needs_one(family, dtype, tmp_path):
     source = random_checkpoint(tmp_path / "source", family, dtype=dtype, tie_word_embeddings=True)
     convert(source, tmp_path / "model.gguf", "gguf")
     convert(tmp_path / "model.gguf", tmp_path / "back", "safetensors")
@@ -176,7 +176,7 @@ def test_other_families_are_refused_by_name_before_any_work(family, tmp_path):
 
 
 @pytest.mark.parametrize(("format", "type"), [("int4", "Q4_0"), ("iq4_nl", "IQ4_NL")])
-def test_4_bits_are_a_type_with_the_same_numbers(tmp_path, format, type):
+def test_4_bit_types_keep_the_same_numbers(tmp_path, format, type):
     source = random_checkpoint(tmp_path / "source", "llama", dtype=torch.bfloat16, **SIZES)
     quantize_folder(source, tmp_path / "small", format)
     convert(tmp_path / "small", tmp_path / "model.gguf", "gguf")
@@ -205,7 +205,7 @@ def test_experts_in_int4_are_one_tensor_of_q4_0(tmp_path):
 
 
 @pytest.mark.parametrize("type", ["Q4_0", "Q8_0", "Q6_K", "BF16"])
-def test_what_a_gguf_file_holds_becomes_floats_that_transformers_reads(type, tmp_path):
+def test_gguf_weights_become_floats_that_transformers_reads(type, tmp_path):
     _, twin = write_model(tmp_path / "model.gguf", "llama", type)
     convert(tmp_path / "model.gguf", tmp_path / "folder", "safetensors")
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "folder", dtype=torch.float32)
@@ -224,14 +224,14 @@ def floats_of(tmp_path, family) -> tuple[Path, dict]:
 
 
 @pytest.mark.parametrize("family", MODELS)
-def test_the_model_type_of_what_a_gguf_file_holds_is_transformers_s(family, tmp_path):
+def test_the_model_type_of_a_gguf_file_is_transformers(family, tmp_path):
     _, config = floats_of(tmp_path, family)
     assert [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config["model_type"]]] == config["architectures"]
 
 
 # Of LongRoPE transformers takes the factors of short texts here: docs/decisions/0003-dynamic-rope.md.
 @pytest.mark.parametrize("family", [family for family in MODELS if family != "phi3 for long texts"])
-def test_transformers_reads_what_a_gguf_file_holds(family, tmp_path):
+def test_transformers_reads_converted_gguf_files(family, tmp_path):
     """Both compute in float32, whose 2**-24 grows to 1e-4 of a logit at most in two to six small layers."""
     folder, _ = floats_of(tmp_path, family)
     # transformers' own pad_token_id of some families lies outside so small a vocabulary.
@@ -255,7 +255,7 @@ def test_quantized_folders_become_floats_of_the_same_numbers(format, tmp_path):
     assert onward.load(tmp_path / "half").model.params.norm.dtype == torch.bfloat16
 
 
-def test_the_demo_model_speaks_the_same_from_gguf_and_back(tmp_path):
+def test_the_demo_model_survives_a_round_trip_through_gguf(tmp_path):
     convert("demo", tmp_path / "demo.gguf", "gguf")
     convert(tmp_path / "demo.gguf", tmp_path / "back", "safetensors")
     demo, file, back = (onward.load(source) for source in ("demo", tmp_path / "demo.gguf", tmp_path / "back"))
@@ -271,21 +271,21 @@ def test_the_demo_model_speaks_the_same_from_gguf_and_back(tmp_path):
         assert theirs == again == pytest.approx(ours, rel=2**-24), name
 
 
-def test_a_checkpoint_that_decodes_greedily_advises_no_sampling(tmp_path):
+def test_a_greedy_checkpoint_writes_no_sampling_defaults(tmp_path):
     source = random_checkpoint(tmp_path / "source", **SIZES)
     (source / "generation_config.json").write_text(json.dumps({"do_sample": False, "temperature": 0.6}))
     convert(source, tmp_path / "model.gguf", "gguf")
     assert onward.load(tmp_path / "model.gguf").defaults.temperature == 0
 
 
-def test_a_place_that_takes_no_file_is_refused(tmp_path):
+def test_an_unwritable_destination_is_refused(tmp_path):
     source = random_checkpoint(tmp_path / "source", **SIZES)
     for to in ("gguf", "safetensors"):
         with pytest.raises(RequestError, match=r"x cannot be written, because .*config\.json is not a writable folder"):
             convert(source, source / "config.json" / "x", to)
 
 
-def test_what_a_format_cannot_hold_is_refused_and_nothing_is_left(tmp_path):
+def test_unsupported_content_is_refused_and_nothing_is_left(tmp_path):
     source = random_checkpoint(tmp_path / "source", **SIZES)
     quantize_folder(source, tmp_path / "int8", "int8")
     window = random_checkpoint(tmp_path / "window", "mistral", sliding_window=7, **SIZES)
@@ -308,14 +308,14 @@ def test_what_a_format_cannot_hold_is_refused_and_nothing_is_left(tmp_path):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_folder_of_any_family_is_read_as_before(family, tmp_path):
+def test_folders_of_any_family_are_still_read(family, tmp_path):
     source = random_checkpoint(tmp_path / "source", family)
     convert(source, tmp_path / "again", "safetensors")
     assert torch.equal(logits(tmp_path / "again"), logits(source))
 
 
 @pytest.mark.parametrize("to", ["gguf", "safetensors"])
-def test_weights_of_another_dtype_than_the_others_keep_their_bits(to, tmp_path):
+def test_weights_of_mixed_dtypes_keep_their_bits(to, tmp_path):
     """Float32 norms among bfloat16 matrices, as some checkpoints have them, and all GGUF files of floats."""
     source = random_checkpoint(tmp_path / "source", dtype=torch.bfloat16)
     mixed = load_file(source / "model.safetensors")

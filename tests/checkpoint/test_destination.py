@@ -43,7 +43,7 @@ def test_a_full_disk_is_an_error_and_leaves_nothing(way, source, tmp_path, monke
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_file_in_the_way_of_a_folder_is_an_error(way, source, tmp_path):
+def test_a_file_in_place_of_a_folder_is_an_error(way, source, tmp_path):
     (tmp_path / "file").write_text("kept")
     before = everything(tmp_path)
     with pytest.raises(RequestError, match=r"cannot be written, because .*file is not a writable folder"):
@@ -52,12 +52,12 @@ def test_a_file_in_the_way_of_a_folder_is_an_error(way, source, tmp_path):
     assert (tmp_path / "file").read_text() == "kept"
 
 
-def test_a_name_that_is_too_long_is_an_error(source, tmp_path):
+def test_a_too_long_name_is_an_error(source, tmp_path):
     with pytest.raises(RequestError, match="File name too long"):
         convert(source, tmp_path / f"{'x' * 245}.gguf", "gguf")
 
 
-def test_an_interrupt_leaves_nothing_but_what_was_there(tmp_path):
+def test_an_interrupt_leaves_only_previous_files(tmp_path):
     (tmp_path / "there").mkdir()
 
     def write() -> None:
@@ -70,7 +70,7 @@ def test_an_interrupt_leaves_nothing_but_what_was_there(tmp_path):
     assert everything(tmp_path) == ["there"]
 
 
-def test_folders_that_others_filled_meanwhile_stay(tmp_path):
+def test_folders_filled_by_others_meanwhile_stay(tmp_path):
     def write() -> None:
         with appears(tmp_path / "a" / "b" / "x") as partial:
             partial.mkdir()
@@ -82,7 +82,7 @@ def test_folders_that_others_filled_meanwhile_stay(tmp_path):
     assert everything(tmp_path) == ["a", "a/of others"]
 
 
-def test_a_link_to_an_empty_folder_stays_one(source, tmp_path):
+def test_a_link_to_an_empty_folder_stays_a_link(source, tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "empty")
     convert(source, tmp_path / "link", "safetensors")
@@ -99,13 +99,13 @@ def test_a_link_to_an_empty_folder_stays_one(source, tmp_path):
         ("model-00001-of-00000.gguf", "is the name of one of 0 parts"),
     ],
 )
-def test_a_name_by_which_a_gguf_file_cannot_be_loaded_is_refused(name, words, source, tmp_path):
+def test_file_names_that_cannot_be_loaded_as_gguf_are_refused(name, words, source, tmp_path):
     with pytest.raises(RequestError, match=words):
         convert(source, tmp_path / name, "gguf")
     assert everything(tmp_path) == ["source", "source/config.json", "source/model.safetensors"]
 
 
-def test_a_full_disk_is_not_taken_for_standard_output(source, tmp_path, monkeypatch, capsys):
+def test_a_full_disk_is_not_reported_for_standard_output(source, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("os.fsync", no_room)
     assert run(["convert", str(source), str(tmp_path / "x.gguf"), "--to", "gguf"]) == 2
     error = capsys.readouterr().err

@@ -24,7 +24,7 @@ LAST = 319  # id of the tiny tokenizer
 
 
 @pytest.mark.parametrize("value", [..., None, []], ids=str)
-def test_a_config_without_architectures_is_of_its_model_type(value, tmp_path):
+def test_architectures_default_to_that_of_the_model_type(value, tmp_path):
     folder = make_checkpoint(tmp_path)
     expected = onward.load(folder).logits([1, 2])
     change_json(folder / "config.json", architectures=value)
@@ -34,7 +34,7 @@ def test_a_config_without_architectures_is_of_its_model_type(value, tmp_path):
         onward.load(folder, via="onward")
 
 
-def test_model_types_stand_for_the_architectures_of_transformers():
+def test_model_types_map_to_the_architectures_of_transformers():
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as THEIRS
 
     assert set(_OF_MODEL_TYPES.values()) == set(FAMILIES)
@@ -59,7 +59,7 @@ def add_tokens(folder, *texts, special=True, first=LAST + 1):
 
 
 @pytest.mark.parametrize("special", [True, False])
-def test_added_tokens_past_the_embedding_are_errors_where_they_are_used(special, tmp_path):
+def test_using_added_tokens_past_the_embedding_is_an_error(special, tmp_path):
     folder = make_checkpoint(tmp_path, vocab_size=320)
     expected = onward.load(folder).generate("hello", max_new_tokens=6, temperature=0).token_ids
     add_tokens(folder, "<image>", "<pad>", special=special)
@@ -91,7 +91,7 @@ def test_added_tokens_past_the_embedding_are_errors_where_they_are_used(special,
 
 
 @pytest.mark.parametrize("special", [True, False])
-def test_a_grammar_is_met_without_tokens_past_the_embedding(special, tmp_path):
+def test_grammars_avoid_tokens_past_the_embedding(special, tmp_path):
     folder = make_checkpoint(tmp_path, vocab_size=320)
     add_tokens(folder, "[EXTRA]", special=special)
     lm = onward.load(folder)
@@ -99,7 +99,7 @@ def test_a_grammar_is_met_without_tokens_past_the_embedding(special, tmp_path):
     assert text == "[EXTRA]b"
 
 
-def test_an_engine_refuses_a_request_with_such_a_token_alone(tmp_path):
+def test_an_engine_refuses_only_requests_with_tokens_past_the_embedding(tmp_path):
     folder = make_checkpoint(tmp_path, vocab_size=320)
     add_tokens(folder, "<image>")
     lm = onward.load(folder)
@@ -111,14 +111,14 @@ def test_an_engine_refuses_a_request_with_such_a_token_alone(tmp_path):
         assert good.result().text == expected
 
 
-def test_a_vocabulary_that_is_larger_itself_is_of_another_model(tmp_path):
+def test_a_tokenizer_with_a_larger_base_vocabulary_is_refused(tmp_path):
     folder = make_checkpoint(tmp_path, vocab_size=300)
     with refused(CheckpointError, "ends at 299", "different models"):
         onward.load(folder)
 
 
 @pytest.mark.parametrize("file", ["generation_config.json", "config.json"])
-def test_special_ids_past_the_vocabulary_are_left_out(file, tmp_path):
+def test_special_ids_past_the_vocabulary_are_ignored(file, tmp_path):
     folder = make_checkpoint(tmp_path)
     change_json(folder / file, eos_token_id=[1, 352], pad_token_id=400, bos_token_id=353, suppress_tokens=[5, 999])
     lm = onward.load(folder)
@@ -127,7 +127,7 @@ def test_special_ids_past_the_vocabulary_are_left_out(file, tmp_path):
     assert len(lm.generate("hello", max_new_tokens=4).token_ids) <= 4
 
 
-def test_no_end_within_the_vocabulary_is_a_warning(tmp_path):
+def test_no_eos_within_the_vocabulary_is_a_warning(tmp_path):
     folder = make_checkpoint(tmp_path)
     change_json(folder / "generation_config.json", eos_token_id=5000)
     with pytest.warns(UserWarning, match=r"eos_token_id names id 5000.*ends at 351: no id ends a text"):
@@ -158,7 +158,7 @@ BEAMS = {"num_beams": 3, "length_penalty": 0.5, "early_stopping": True, "eos_tok
 
 
 @pytest.mark.parametrize("fields", [GENERATION, BEAMS, {}], ids=["sampling", "beams", "nothing"])
-def test_fields_of_config_json_are_those_of_a_generation_config(fields, tmp_path):
+def test_generation_fields_of_config_json_are_read(fields, tmp_path):
     folder = make_checkpoint(tmp_path)
     write_json(folder / "generation_config.json", fields)
     expected = onward.load(folder).defaults
@@ -171,7 +171,7 @@ def test_fields_of_config_json_are_those_of_a_generation_config(fields, tmp_path
 
 @pytest.mark.parametrize("nested", [{}, {"temperature": 0.5, "top_k": 3, "eos_token_id": 9}, None])
 @pytest.mark.parametrize("own", [{}, {"temperature": 0.7, "top_k": None}, GENERATION])
-def test_fields_are_taken_as_transformers_takes_them(own, nested):
+def test_fields_are_interpreted_as_in_transformers(own, nested):
     from transformers import GenerationConfig
 
     config = {"model_type": "llama", **own} | ({} if nested is None else {"text_config": nested})
@@ -188,7 +188,7 @@ def test_every_generation_field_of_transformers_is_known():
     assert theirs <= GENERATION_FIELDS
 
 
-def test_messages_name_the_file_that_has_the_field(tmp_path):
+def test_messages_name_the_file_of_the_field(tmp_path):
     folder = make_checkpoint(tmp_path)
     change_json(folder / "config.json", do_sample=True, temperature="hot")
     with refused(ConfigError, "config.json", "temperature", "'hot'"):
@@ -198,7 +198,7 @@ def test_messages_name_the_file_that_has_the_field(tmp_path):
         onward.load(folder)
 
 
-def test_generation_fields_of_the_text_part_are_taken(tmp_path):
+def test_generation_fields_of_the_text_config_are_read(tmp_path):
     assert generation_defaults({}, (), has_text=False, folder=tmp_path).temperature == 0
     folder = make_checkpoint(tmp_path)
     change_json(folder / "config.json", text_config={"do_sample": True, "temperature": 0.3, "eos_token_id": 11})
@@ -207,7 +207,7 @@ def test_generation_fields_of_the_text_part_are_taken(tmp_path):
     assert found.eos == (11,)
 
 
-def test_such_folders_are_quantized_with_calibration(tmp_path):
+def test_folders_with_unusable_tokens_are_quantized_with_calibration(tmp_path):
     folder = make_checkpoint(tmp_path / "source", vocab_size=320)
     add_tokens(folder, "<image>")
     change_json(folder / "config.json", eos_token_id=[1, 999], architectures=...)

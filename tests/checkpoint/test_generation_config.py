@@ -38,9 +38,7 @@ ABSENT = ...
         (ABSENT, ABSENT, None, ()),
     ],
 )
-def test_eos_is_the_generation_configs_or_else_the_configs_or_else_the_tokenizers(
-    generation, config, tokenizer, eos, folder
-):
+def test_eos_is_read_from_generation_config_then_config_then_tokenizer(generation, config, tokenizer, eos, folder):
     change_json(folder / "generation_config.json", eos_token_id=generation)
     change_json(folder / "config.json", eos_token_id=config)
     change_json(folder / "tokenizer_config.json", eos_token=tokenizer)
@@ -48,11 +46,11 @@ def test_eos_is_the_generation_configs_or_else_the_configs_or_else_the_tokenizer
     assert onward.load(folder).defaults.eos == eos
 
 
-def test_without_any_of_these_files_there_is_no_eos(tmp_path):
+def test_there_is_no_eos_without_these_files(tmp_path):
     assert onward.load(make_checkpoint(tmp_path, tokenizer=False)).defaults.eos == ()
 
 
-def test_each_of_several_eos_ends_a_text(folder):
+def test_each_of_several_eos_ids_ends_a_text(folder):
     write_json(folder / "generation_config.json", {"eos_token_id": [350, 351]})
     lm = onward.load(folder)
     ids = lm.generate([5], max_new_tokens=8).token_ids
@@ -63,14 +61,14 @@ def test_each_of_several_eos_ends_a_text(folder):
 
 @pytest.mark.parametrize("value", ["2", -1, 1.0, True, [True], ["</s>"], [1, None], {}, [[1]]], ids=str)
 @pytest.mark.parametrize("file", ["generation_config.json", "config.json"])
-def test_an_eos_that_is_no_id_is_refused(file, value, folder):
+def test_an_invalid_eos_is_refused(file, value, folder):
     change_json(folder / file, eos_token_id=value)
     with refused(ConfigError, file, "eos_token_id", repr(value)):
         onward.load(folder)
 
 
 @pytest.mark.parametrize("file", ["generation_config.json", "config.json"])
-def test_an_eos_outside_the_vocabulary_never_comes_and_is_left_out(file, folder):
+def test_an_eos_outside_the_vocabulary_is_ignored(file, folder):
     change_json(folder / file, eos_token_id=[1, 352])
     assert onward.load(folder).defaults.eos == (1,)
 
@@ -83,11 +81,11 @@ GREEDY = GenerateOptions(eos=())
 @pytest.mark.parametrize(
     "config", [{}, {"do_sample": False}, {"do_sample": None}, {"temperature": 1.0, "top_k": 50}], ids=str
 )
-def test_decoding_is_greedy_where_sampling_is_not_asked_for(config):
+def test_decoding_is_greedy_without_do_sample(config):
     assert defaults(**config) == GREEDY
 
 
-def test_sampling_is_as_asked_and_otherwise_as_transformers_has_it():
+def test_sampling_uses_the_file_and_the_defaults_of_transformers():
     asked = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.05, "typical_p": 0.9}
     assert defaults(do_sample=True, **asked) == GenerateOptions(eos=(), **asked)
     # transformers' defaults, whose top_k is 50; test_generation_defaults.py compares with it.
@@ -98,7 +96,7 @@ def test_sampling_is_as_asked_and_otherwise_as_transformers_has_it():
     assert defaults(do_sample=True, temperature=0.0) == GenerateOptions(eos=(), temperature=0.0, top_k=50)
 
 
-def test_a_request_may_ask_for_something_else(folder):
+def test_a_request_may_override_the_defaults(folder):
     write_json(
         folder / "generation_config.json", {"do_sample": True, "temperature": 0.5, "top_k": 3, "eos_token_id": 7}
     )
@@ -108,18 +106,18 @@ def test_a_request_may_ask_for_something_else(folder):
     assert one == other
 
 
-def test_a_length_that_counts_the_prompt_is_the_callers():
+def test_max_length_is_ignored():
     assert defaults(max_length=20) == defaults(max_length=4096) == GREEDY
 
 
-def test_new_tokens_are_counted_as_the_checkpoint_says(folder):
+def test_max_new_tokens_is_read_from_the_checkpoint(folder):
     write_json(folder / "generation_config.json", {"max_new_tokens": 5, "eos_token_id": []})
     lm = onward.load(folder)
     assert len(lm.generate([5]).token_ids) == 5
     assert len(lm.generate([5], max_new_tokens=3).token_ids) == 3
 
 
-def test_the_fewest_new_tokens_bend_to_the_most():
+def test_min_new_tokens_is_limited_by_max_new_tokens():
     assert defaults(min_new_tokens=200) == GenerateOptions(eos=(), min_new_tokens=200, max_new_tokens=200)
     assert defaults(min_new_tokens=9, max_new_tokens=5) == GenerateOptions(eos=(), min_new_tokens=5, max_new_tokens=5)
     assert defaults(min_new_tokens=9).replace(max_new_tokens=5).min_new_tokens == 5
@@ -147,11 +145,11 @@ def test_the_fewest_new_tokens_bend_to_the_most():
     ],
     ids=str,
 )  # fmt: skip
-def test_what_transformers_serves_is_served(config, options):
+def test_fields_supported_as_in_transformers(config, options):
     assert generation_defaults(config, (7,), has_text=True, folder=Path("folder")) == GenerateOptions(eos=7, **options)
 
 
-def test_what_is_asked_for_instead_of_a_checkpoints_beams_or_samples_leaves_none_of_them():
+def test_request_options_replace_the_checkpoints_beams_and_sampling():
     beams = defaults(num_beams=4, num_return_sequences=4, length_penalty=2.0)
     assert beams.replace(beams=1) == GREEDY
     assert beams.replace(beams=1, temperature=0.5) == GenerateOptions(eos=(), temperature=0.5)
@@ -166,7 +164,7 @@ def test_stop_strings_stop(stop, folder):
     assert onward.load(folder).defaults.stop == ((stop,) if isinstance(stop, str) else tuple(stop))
 
 
-def test_stop_strings_without_a_tokenizer_are_warned_of(tmp_path):
+def test_stop_strings_without_a_tokenizer_are_a_warning(tmp_path):
     folder = make_checkpoint(tmp_path, tokenizer=False)
     write_json(folder / "generation_config.json", {"stop_strings": ["\n"]})
     with pytest.warns(OnwardWarning, match="stop_strings"):
@@ -194,19 +192,19 @@ UNSERVED_SAMPLING = {"epsilon_cutoff": 1e-4, "eta_cutoff": 1e-4, "top_h": 0.4}
 
 
 @pytest.mark.parametrize("name", UNSERVED)
-def test_a_field_that_is_not_served_is_warned_of(name):
+def test_unsupported_fields_are_a_warning(name):
     with pytest.warns(OnwardWarning, match=rf"asks for {name}[a-z ]*, which Onward does not have"):
         defaults(**{name: UNSERVED[name]})
 
 
 @pytest.mark.parametrize("name", UNSERVED_SAMPLING)
-def test_a_filter_that_is_not_served_is_warned_of_where_it_would_filter(name):
+def test_unsupported_filters_are_a_warning_if_they_would_filter(name):
     assert defaults(**{name: UNSERVED_SAMPLING[name]}) == GREEDY
     with pytest.warns(OnwardWarning, match=name):
         defaults(do_sample=True, **{name: UNSERVED_SAMPLING[name]})
 
 
-def test_all_fields_that_are_not_served_are_named_at_once():
+def test_all_unsupported_fields_are_named_at_once():
     with pytest.warns(OnwardWarning) as caught:
         defaults(**UNSERVED)
     [message] = [str(warning.message) for warning in caught]
@@ -214,7 +212,7 @@ def test_all_fields_that_are_not_served_are_named_at_once():
     assert "\n" not in message
 
 
-def test_what_transformers_writes_by_default_is_nothing_to_warn_of():
+def test_values_written_by_default_in_transformers_are_no_warning():
     """Its saved files of version 4 could hold every field, at the value that turns it off."""
     off = {
         "bad_words_ids": None,
@@ -250,7 +248,7 @@ def test_what_transformers_writes_by_default_is_nothing_to_warn_of():
     assert defaults(**off | {"do_sample": True}) == GenerateOptions(eos=(), temperature=1.0, top_k=50)
 
 
-def test_the_second_checkpoint_of_a_process_is_warned_of_too(tmp_path):
+def test_the_second_checkpoint_of_a_process_also_warns(tmp_path):
     """Python shows a text once a line; one message for all checkpoints would be silent for the second."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
@@ -263,28 +261,28 @@ def test_the_second_checkpoint_of_a_process_is_warned_of_too(tmp_path):
     ] * 2
 
 
-def test_several_texts_of_greedy_decoding_are_warned_of():
+def test_several_greedy_texts_are_a_warning():
     with pytest.warns(OnwardWarning, match="num_return_sequences but neither for do_sample nor for beams"):
         assert defaults(num_return_sequences=2) == GREEDY
 
 
-def test_min_new_tokens_takes_the_place_of_min_length():
+def test_min_new_tokens_replaces_min_length():
     assert defaults(min_length=5, min_new_tokens=2).min_new_tokens == 2
 
 
-def test_renormalized_scores_matter_to_beams_alone():
+def test_renormalized_scores_matter_only_for_beams():
     assert defaults(renormalize_logits=True) == GREEDY
     with pytest.warns(OnwardWarning, match="renormalize_logits"):
         defaults(renormalize_logits=True, num_beams=2)
 
 
-def test_sampling_options_without_do_sample_are_warned_of():
+def test_sampling_options_without_do_sample_are_a_warning():
     with pytest.warns(OnwardWarning, match="sets temperature, top_p but not do_sample"):
         assert defaults(temperature=0.7, top_p=0.9) == GREEDY
     assert defaults(temperature=0.0) == GREEDY
 
 
-def test_a_warning_points_at_the_line_that_loads(folder):
+def test_a_warning_points_at_the_call_of_load(folder):
     write_json(folder / "generation_config.json", {"penalty_alpha": 0.6})
     with pytest.warns(OnwardWarning) as caught:
         onward.load(folder)
@@ -344,7 +342,7 @@ NAMES = {
         ("do_sample", 1),
     ],
 )
-def test_a_value_out_of_range_is_refused(field, value, folder):
+def test_values_out_of_range_are_refused(field, value, folder):
     write_json(folder / "generation_config.json", {"do_sample": True} | {field: value})
     with refused(ConfigError, "generation_config.json", NAMES.get(field, field)):
         onward.load(folder)
@@ -360,7 +358,7 @@ FIELDS = [
 
 
 @given(st.dictionaries(st.sampled_from(FIELDS), JSON))
-def test_any_content_is_served_or_refused(config):
+def test_any_content_is_read_or_refused(config):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", OnwardWarning)
         try:
@@ -377,6 +375,6 @@ def test_a_damaged_file_is_refused(content, folder):
         onward.load(folder)
 
 
-def test_an_eos_of_a_request_outside_the_vocabulary_is_refused(folder):
+def test_a_requested_eos_outside_the_vocabulary_is_refused(folder):
     with refused(RequestError, "999", "351"):
         onward.load(folder).generate([1], eos=999)

@@ -29,7 +29,7 @@ def assert_same_bits(type: str, raw: np.ndarray) -> None:
     assert np.array_equal(bits(ours)[number], bits(theirs)[number])
 
 
-def test_every_type_is_named_and_sized_as_in_the_package():
+def test_every_type_has_the_name_and_size_of_the_gguf_package():
     for number, block in BLOCK_TYPES.items():
         assert Kind(number).name == block.name
         assert gguf.GGML_QUANT_SIZES[Kind(number)] == (block.weights, block.size)
@@ -37,7 +37,7 @@ def test_every_type_is_named_and_sized_as_in_the_package():
 
 
 @pytest.mark.parametrize("type", TYPES)
-def test_weights_like_those_of_models(type):
+def test_realistic_weights(type):
     raw = (
         blocks_of(type, (5, 512))
         if type not in ("F32", "F16", "BF16")
@@ -57,7 +57,7 @@ def test_any_bytes(type, data):
 
 @pytest.mark.parametrize("type", [type for type in TYPES if scales_at(type) and BY_NAME[type].weights > 1])
 @pytest.mark.parametrize("scale", [0.0, -0.0, -1.5, 6e-8, 65504.0])
-def test_edges_of_scales(type, scale):
+def test_extreme_scales(type, scale):
     raw = blocks_of(type, (2, 256)).reshape(-1, BY_NAME[type].size)
     for at in scales_at(type):
         raw[:, at : at + 2] = np.array([scale], np.float16).view(np.uint8)
@@ -65,7 +65,7 @@ def test_edges_of_scales(type, scale):
 
 
 @pytest.mark.parametrize("type", [type for type in TYPES if BY_NAME[type].weights > 1])
-def test_scales_that_are_no_numbers_are_seen(type):
+def test_nonfinite_scales_are_detected(type):
     raw = torch.from_numpy(blocks_of(type, (3, 256)))
     assert scales_are_finite(BY_NAME[type], read_parts(BY_NAME[type], raw))
     for at in scales_at(type) or (0,):

@@ -71,7 +71,7 @@ def test_every_key_of_llama_cpp_is_known():
 
 
 @pytest.mark.parametrize("value", [3, 0.37, np.array([3, 5])])
-def test_no_key_is_ignored_in_silence(files, value):
+def test_no_key_is_ignored_silently(files, value):
     """A value that no model has is refused, changes the architecture, or is one that the table says changes nothing."""
     ignored = set()
     for name, checkpoint in files.items():
@@ -111,7 +111,7 @@ def test_no_key_is_ignored_in_silence(files, value):
         ({"freq_base": None}, {"rope_theta": 10000.0}),
     ],
 )
-def test_rope_is_read_as_llama_cpp_reads_it(files, keys, expected):
+def test_rope_is_read_as_in_llama_cpp(files, keys, expected):
     config = config_with(files["llama"], **{f"rope.{key}": value for key, value in keys.items()})
     rope = dict(config["rope_parameters"])
     for name in ("long_factor", "short_factor"):  # one for all 32 pairs
@@ -122,7 +122,7 @@ def test_rope_is_read_as_llama_cpp_reads_it(files, keys, expected):
     read_config(config)
 
 
-def test_a_factor_without_a_type_and_a_factor_of_scores_count(tmp_path):
+def test_untyped_rope_factors_and_attention_scales_apply(tmp_path):
     """The logits are those of the same model in the Hugging Face layout, where queries have the factors of both."""
     from test_gguf_models import assert_equal_logits
 
@@ -137,12 +137,12 @@ def test_a_factor_without_a_type_and_a_factor_of_scores_count(tmp_path):
     assert_equal_logits(tmp_path / "m.gguf", config | {"rope_parameters": rope}, weights)
 
 
-def test_divisors_beside_a_factor_are_refused(files):
+def test_divisors_with_a_factor_are_refused(files):
     with refused(ConfigError, "rope_freqs"):
         config_with(files["gemma4"], rope__scaling__factor=2.0)
 
 
-def test_one_list_of_divisors_of_two_is_refused(tmp_path):
+def test_one_of_two_lists_of_divisors_is_refused(tmp_path):
     write_model(tmp_path / "m.gguf", "phi3 for long texts", "F32")
     checkpoint = GgufCheckpoint(tmp_path / "m.gguf")
     del checkpoint.tensors["rope_factors_short.weight"]
@@ -163,12 +163,12 @@ def test_one_list_of_divisors_of_two_is_refused(tmp_path):
         ("qwen3", "attention.head_count_kv", "num_key_value_heads", 4),
     ],
 )
-def test_what_a_file_leaves_out_is_as_in_llama_cpp(files, family, keys, field, expected):
+def test_defaults_equal_llama_cpp(files, family, keys, field, expected):
     assert config_with(files[family], **{keys: None})[field] == expected
 
 
 @pytest.mark.parametrize("family", ["glm4", "glm4moe", "qwen35"])
-def test_heads_turn_as_a_whole_where_the_file_says_no_more(files, family):
+def test_whole_heads_are_rotated_by_default(files, family):
     assert config_with(files[family], rope__dimension_count=None)["rope_parameters"]["partial_rotary_factor"] == 1
 
 
@@ -176,7 +176,7 @@ def test_heads_turn_as_a_whole_where_the_file_says_no_more(files, family):
     ("pattern", "types"),
     [(2, "SFSFSF"), (3, "SSFSSF"), (0, "SSSSSS"), (1, "FFFFFF"), (np.array([1, 0, 0, 1, 0, 0, 1]), "SFFSFF")],
 )
-def test_windows_by_a_number_or_layer_by_layer(files, pattern, types):
+def test_windows_for_all_layers_or_per_layer(files, pattern, types):
     config = config_with(files["gemma3"], attention__sliding_window_pattern=pattern)
     assert "".join(kind[0].upper() for kind in config["layer_types"]) == types
 
@@ -205,7 +205,7 @@ def test_windows_by_a_number_or_layer_by_layer(files, pattern, types):
         ("gpt-oss", "attention.sliding_window", None),
     ],
 )
-def test_a_key_that_would_change_the_model_is_refused_by_name(files, family, key, value):
+def test_keys_that_would_change_the_model_are_refused_by_name(files, family, key, value):
     with refused(ConfigError, key):
         config_with(files[family], **{key: value})
 
@@ -229,12 +229,12 @@ def test_a_key_that_would_change_the_model_is_refused_by_name(files, family, key
         ("qwen3", "block_count", 2.0),
     ],
 )
-def test_a_key_that_says_what_the_model_is_changes_nothing(files, family, key, value):
+def test_keys_that_confirm_the_architecture_change_nothing(files, family, key, value):
     same, given = config_with(files[family]), config_with(files[family], **{key: value})
     assert read_config(same) == read_config(given)
 
 
-def test_keys_that_no_one_knows_are_named(files, tmp_path):
+def test_unknown_keys_are_named(files, tmp_path):
     def keys(writer) -> None:
         writer.add_uint32("qwen3.my.own_key", 3)
 
@@ -272,7 +272,7 @@ def test_the_docs_list_every_key(files):
         assert [key.strip("`") for key in listed] == keys, name
 
 
-def test_memory_of_lists_is_not_made_up(files):
+def test_absurd_sizes_allocate_no_lists(files):
     """A number of layers that no model has makes no list of them, and a width that no head has none of its pairs."""
     with refused(ConfigError, "head_dim 1099511627776"):
         wide = {"attention.key_length": 2**40, "attention.value_length": 2**40, "rope.dimension_count": 2**40}

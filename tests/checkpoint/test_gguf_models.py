@@ -62,7 +62,7 @@ def test_every_architecture(tmp_path, architecture, tied):
 
 
 @pytest.mark.parametrize("type", ["Q4_0", "Q4_K"])
-def test_an_order_of_columns_moves_blocks_or_cuts_them(tmp_path, type):
+def test_column_permutations_move_or_dequantize_blocks(tmp_path, type):
     """Blocks of 32 weights keep their bits; those of 256 are cut by heads of 64, and become floats."""
     file = tmp_path / "m.gguf"
     config, twin = write_model(file, "qwen35", type)
@@ -76,7 +76,7 @@ def test_an_order_of_columns_moves_blocks_or_cuts_them(tmp_path, type):
 
 
 @pytest.mark.parametrize("architecture", ["qwen3next", "qwen3next with fewer tensors"])
-def test_a_weight_that_is_some_rows_of_a_tensor_keeps_their_blocks(tmp_path, architecture):
+def test_a_slice_of_a_tensors_rows_keeps_its_blocks(tmp_path, architecture):
     """Heads of Qwen3-Next: queries, keys, values and z of a key head lie together in the checkpoint."""
     _, twin = write_model(tmp_path / "m.gguf", architecture, "Q4_K")
     mixer = read_params(GgufCheckpoint(tmp_path / "m.gguf")).layers[0].mixer
@@ -87,7 +87,7 @@ def test_a_weight_that_is_some_rows_of_a_tensor_keeps_their_blocks(tmp_path, arc
         assert torch.equal(weight.dequantize(), torch.cat([part.reshape(-1, 256) for part in rows]))
 
 
-def test_a_weight_of_two_tensors_keeps_their_blocks_where_they_are_of_one_type(tmp_path):
+def test_two_tensors_of_one_type_joined_keep_their_blocks(tmp_path):
     _, twin = write_model(tmp_path / "m.gguf", "granitehybrid", "Q4_0")
     want = twin["model.layers.0.shared_mlp.input_linear.weight"].to(torch.bfloat16)
     checkpoint = GgufCheckpoint(tmp_path / "m.gguf")
@@ -102,7 +102,7 @@ def test_a_weight_of_two_tensors_keeps_their_blocks_where_they_are_of_one_type(t
     assert torch.equal(weight, want)
 
 
-def test_numbers_of_layers_that_differ_are_refused(tmp_path):
+def test_contradictory_numbers_of_layers_are_refused(tmp_path):
     write_model(tmp_path / "m.gguf", "granitehybrid", "Q8_0")
     for counts, error in (
         (np.array([2, 4]), "differs between layers"),
@@ -115,7 +115,7 @@ def test_numbers_of_layers_that_differ_are_refused(tmp_path):
             read_config(checkpoint.config)
 
 
-def test_what_layers_of_one_block_are_must_be_clear(tmp_path):
+def test_ambiguous_kinds_of_single_block_layers_are_refused(tmp_path):
     write_model(tmp_path / "m.gguf", "nemotron_h", "Q8_0")
     for widths, words in (([0, 512, 512, 0], "layer 2 has"), ([0, 512], "for each layer"), (512, "each layer")):
         checkpoint = GgufCheckpoint(tmp_path / "m.gguf")
@@ -124,7 +124,7 @@ def test_what_layers_of_one_block_are_must_be_clear(tmp_path):
             _ = checkpoint.config
 
 
-def test_gemma4_s_layers_must_not_contradict_each_other(tmp_path):
+def test_gemma4_layers_must_be_consistent(tmp_path):
     write_model(tmp_path / "m.gguf", "gemma4", "Q8_0")
     for key, value in (
         ("feed_forward_length", np.array([512, 1024, 512, 1024])),
@@ -147,7 +147,7 @@ def test_gemma4_s_layers_must_not_contradict_each_other(tmp_path):
         _ = checkpoint.config
 
 
-def test_keys_that_a_layer_has_and_does_not_compute_are_left_out(tmp_path):
+def test_keys_of_layers_that_share_keys_are_ignored(tmp_path):
     """The last layers of Gemma 4 attend to the keys of others; files have matrices for these, too."""
     write_model(tmp_path / "m.gguf", "gemma4", "Q8_0")
     checkpoint = GgufCheckpoint(tmp_path / "m.gguf")
@@ -179,7 +179,7 @@ def test_the_numbers_of_yarn(tmp_path):
 
 
 @pytest.mark.parametrize("only", ["layer_norm_epsilon", "layer_norm_rms_epsilon"])
-def test_nemotron_h_says_the_epsilon_of_its_norms_by_either_key(tmp_path, only):
+def test_nemotron_h_names_its_norm_epsilon_by_either_key(tmp_path, only):
     write_model(tmp_path / "m.gguf", "nemotron_h", "Q8_0", layer_norm_epsilon=3e-4, rms_norm_eps=3e-4)
     checkpoint = GgufCheckpoint(tmp_path / "m.gguf")
     metadata = checkpoint.files[0].metadata
@@ -189,7 +189,7 @@ def test_nemotron_h_says_the_epsilon_of_its_norms_by_either_key(tmp_path, only):
     assert checkpoint.config["layer_norm_epsilon"] == pytest.approx(3e-4)
 
 
-def test_which_layers_recur_may_be_said_layer_by_layer(tmp_path):
+def test_recurrent_layers_may_be_listed_per_layer(tmp_path):
     write_model(tmp_path / "m.gguf", "qwen3next", "Q8_0")
     checkpoint = GgufCheckpoint(tmp_path / "m.gguf")
     checkpoint.files[0].metadata["qwen3next.attention.recurrent_layers"] = np.array([True, False])
@@ -200,7 +200,7 @@ def test_which_layers_recur_may_be_said_layer_by_layer(tmp_path):
         read_config(checkpoint.config)
 
 
-def test_parts_of_a_weight_that_do_not_fit_each_other_are_refused(tmp_path):
+def test_mismatched_parts_of_a_weight_are_refused(tmp_path):
     write_model(tmp_path / "m.gguf", "deepseek2", "F32")
     checkpoint = GgufCheckpoint(tmp_path / "m.gguf")
     keys = checkpoint.tensors["blk.0.attn_k_b.weight"]
@@ -213,12 +213,12 @@ def test_parts_of_a_weight_that_do_not_fit_each_other_are_refused(tmp_path):
         read_params(checkpoint)
 
 
-def test_biases_are_reordered_as_their_rows_are(tmp_path):
+def test_biases_are_reordered_like_their_rows(tmp_path):
     file = tmp_path / "m.gguf"
     assert_equal_logits(file, *write_model(file, "llama", "F32", attention_bias=True))
 
 
-def test_each_matrix_may_have_a_type_of_its_own(tmp_path):
+def test_each_matrix_may_have_its_own_type(tmp_path):
     types = {
         "model.embed_tokens.weight": "Q6_K",
         "lm_head.weight": "F16",
@@ -252,7 +252,7 @@ def test_llama3_scaling_is_read_from_its_divisors(tmp_path):
 
 
 @pytest.mark.parametrize("factor", [1.0, 2.0])
-def test_divisors_of_any_scaling_count(tmp_path, factor):
+def test_divisors_of_any_scaling_apply(tmp_path, factor):
     """A factor divides every frequency once more; divisors that are all alike are a linear scaling."""
 
     def divisors(writer) -> None:
@@ -265,7 +265,7 @@ def test_divisors_of_any_scaling_count(tmp_path, factor):
 
 
 @pytest.mark.parametrize("numbers", [np.linspace(1, 7, 31), np.linspace(-1, 7, 32), np.full(32, np.nan)])
-def test_divisors_that_are_none_are_refused(tmp_path, numbers):
+def test_invalid_divisors_are_refused(tmp_path, numbers):
     def divisors(writer) -> None:
         writer.add_tensor("rope_freqs.weight", numbers.astype(np.float32))
 
@@ -274,7 +274,7 @@ def test_divisors_that_are_none_are_refused(tmp_path, numbers):
         onward.load(tmp_path / "m.gguf")
 
 
-def test_gemma4_s_divisors_say_how_many_pairs_turn(tmp_path):
+def test_gemma4_divisors_determine_the_rotated_pairs(tmp_path):
     write_model(tmp_path / "m.gguf", "gemma4", "Q8_0")
     ropes = GgufCheckpoint(tmp_path / "m.gguf").config["rope_parameters"]
     assert ropes["full_attention"]["partial_rotary_factor"] == 0.25
@@ -294,7 +294,7 @@ def test_the_dtype_of_a_model(tmp_path, type, dtype):
     assert onward.load(tmp_path / "m.gguf").model.params.norm.dtype == getattr(torch, dtype)
 
 
-def test_a_head_count_for_each_layer_is_one_where_they_agree(tmp_path):
+def test_equal_head_counts_per_layer_are_accepted(tmp_path):
     config, _ = write_model(tmp_path / "m.gguf", "qwen3", "Q8_0")
     checkpoint = GgufCheckpoint(tmp_path / "m.gguf")
     checkpoint.files[0].metadata["qwen3.attention.head_count_kv"] = np.array([2, 2], np.int32)
@@ -339,7 +339,7 @@ def test_missing_and_surplus_tensors_are_named(tmp_path):
 
 @pytest.mark.parametrize("architecture", ["mixtral", "qwen3moe", "gpt-oss"])
 @pytest.mark.parametrize("type", ["Q8_0", "Q4_K", "MXFP4"])
-def test_experts_stay_in_the_bits_of_their_blocks(tmp_path, architecture, type):
+def test_experts_keep_the_bits_of_their_blocks(tmp_path, architecture, type):
     _, twin = write_model(tmp_path / "m.gguf", architecture, type)
     checkpoint = GgufCheckpoint(tmp_path / "m.gguf")
     params = read_params(checkpoint)
@@ -350,7 +350,7 @@ def test_experts_stay_in_the_bits_of_their_blocks(tmp_path, architecture, type):
         assert torch.equal(matrix.dequantize().float(), twin[name].to(torch.bfloat16).float())
 
 
-def test_experts_that_are_not_as_many_as_the_metadata_say_are_named(tmp_path):
+def test_a_wrong_number_of_experts_is_named(tmp_path):
     write_model(tmp_path / "m.gguf", "qwen3moe", "Q8_0")
     for count, words in ((3, ("4 experts", "says 3")), (5, ("[4, 256, 256]", "[5, 256, 256]"))):
         checkpoint = GgufCheckpoint(tmp_path / "m.gguf")
@@ -390,7 +390,7 @@ SOME_HAVE += [f"rope.scaling.yarn_{key}" for key in ("ext_factor", "attn_factor"
 
 @settings(max_examples=400)
 @given(st.data())
-def test_metadata_of_any_kind_are_read_or_refused(checkpoints, data):
+def test_any_metadata_are_read_or_refused(checkpoints, data):
     """The files of every family, with some of their numbers replaced or gone, or others added."""
     checkpoint = GgufCheckpoint(data.draw(st.sampled_from(checkpoints)))
     metadata = checkpoint.files[0].metadata
@@ -406,7 +406,7 @@ def test_metadata_of_any_kind_are_read_or_refused(checkpoints, data):
 
 
 @pytest.mark.parametrize("family", [family for family in MODELS if "experts" in family])
-def test_any_number_of_rows_takes_no_memory(family, tmp_path):
+def test_absurd_numbers_of_rows_allocate_no_memory(family, tmp_path):
     write_model(tmp_path / "m.gguf", family, "F32", tie_word_embeddings=True)
     checkpoint = GgufCheckpoint(tmp_path / "m.gguf")
     metadata = checkpoint.files[0].metadata
@@ -416,7 +416,7 @@ def test_any_number_of_rows_takes_no_memory(family, tmp_path):
         read_params(checkpoint)
 
 
-def test_layers_that_look_further_ahead_are_left_out(tmp_path):
+def test_mtp_layers_are_ignored(tmp_path):
     write_model(tmp_path / "m.gguf", "glm4moe", "Q8_0")
     checkpoint = GgufCheckpoint(tmp_path / "m.gguf")
     checkpoint.files[0].metadata |= {"glm4moe.block_count": 3, "glm4moe.nextn_predict_layers": 1}
@@ -429,7 +429,7 @@ def test_layers_that_look_further_ahead_are_left_out(tmp_path):
         read_params(checkpoint)
 
 
-def test_layers_that_look_further_ahead_are_some_of_all_in_every_family(tmp_path):
+def test_mtp_layers_are_counted_in_every_family(tmp_path):
     write_model(tmp_path / "m.gguf", "qwen3", "Q8_0")
     for ahead in (2, 2**62):
         checkpoint = GgufCheckpoint(tmp_path / "m.gguf")
@@ -441,7 +441,7 @@ def test_layers_that_look_further_ahead_are_some_of_all_in_every_family(tmp_path
     assert len(read_params(checkpoint).layers) == 1
 
 
-def test_a_share_of_yarn_that_is_no_number_is_none(tmp_path):
+def test_a_nonnumeric_yarn_ext_factor_is_ignored(tmp_path):
     write_model(tmp_path / "m.gguf", "deepseek2", "F32")
     checkpoint = GgufCheckpoint(tmp_path / "m.gguf")
     checkpoint.files[0].metadata["deepseek2.rope.scaling.yarn_ext_factor"] = "none"
@@ -449,7 +449,7 @@ def test_a_share_of_yarn_that_is_no_number_is_none(tmp_path):
 
 
 @pytest.mark.parametrize("architecture", MODELS)
-def test_floats_are_those_of_the_checkpoint_in_its_dtype(tmp_path, architecture):
+def test_floats_equal_those_of_the_checkpoint_in_its_dtype(tmp_path, architecture):
     """Norms too, to whose weights the converter adds 1 in float32."""
     config, weights = write_model(tmp_path / "m.gguf", architecture, "F32", tie_word_embeddings=True)
     folder = tmp_path / "twin"
@@ -458,7 +458,7 @@ def test_floats_are_those_of_the_checkpoint_in_its_dtype(tmp_path, architecture)
     assert torch.equal(logits_of(ours), logits_of(theirs))
 
 
-def test_what_cannot_be_asked_of_a_gguf_model(tmp_path):
+def test_unsupported_options_for_gguf_models(tmp_path):
     write_model(tmp_path / "m.gguf", "qwen3", "Q8_0")
     with refused(RequestError, "already quantized", "Q8_0"):
         onward.load(tmp_path / "m.gguf", quantize="int4")
@@ -466,13 +466,13 @@ def test_what_cannot_be_asked_of_a_gguf_model(tmp_path):
         onward.load(tmp_path / "m.gguf", name_map={})
 
 
-def test_floats_can_be_quantized_on_the_way(tmp_path):
+def test_floats_can_be_quantized_while_loading(tmp_path):
     write_model(tmp_path / "m.gguf", "qwen3", "F32")
     lm = onward.load(tmp_path / "m.gguf", quantize="int8")
     assert lm.model.params.lm_head.weight.format == "int8"
 
 
-def test_a_context_past_the_trained_one_is_warned_of(tmp_path):
+def test_a_context_past_the_trained_one_is_a_warning(tmp_path):
     write_model(tmp_path / "m.gguf", "qwen3", "Q8_0")
     with pytest.warns(OnwardWarning, match="max_position_embeddings 64"):
         onward.load(tmp_path / "m.gguf", max_seq_len=128)

@@ -39,7 +39,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 @pytest.mark.parametrize("type", BLOCKS)
 @pytest.mark.parametrize("inputs", [256, 1280])
-def test_the_packed_weights_are_those_of_the_package_bit_for_bit(form, type, inputs):
+def test_packed_weights_equal_the_gguf_package_bit_for_bit(form, type, inputs):
     raw, weight = drawn(type, 37, inputs)
     expected = dequantized(raw, type)
     assert same_bits(weight.dequantize(), expected)
@@ -63,7 +63,7 @@ def test_any_bits_of_a_block(form, type):
 
 @pytest.mark.parametrize("type", BLOCKS)
 @pytest.mark.parametrize("rows", [1, 16, 37])
-def test_every_form_packs_the_same_bytes(form, type, rows):
+def test_every_isa_packs_the_same_bytes(form, type, rows):
     inputs = 96 if BLOCKS[type].weights == 32 else 768  # no whole number of units where that can be
     raw, weight = drawn(type, rows, inputs)
     parts = read_parts(BLOCKS[type], torch.from_numpy(raw))
@@ -114,7 +114,7 @@ def test_an_odd_number_of_groups(form, type):
 
 
 @pytest.mark.parametrize("type", BLOCKS)
-def test_a_token_alone_has_the_bits_it_has_among_others(form, type):
+def test_a_token_alone_equals_the_token_in_a_batch(form, type):
     if form == "definition":
         pytest.skip("the definition's sums are torch's, whose order depends on the shape")
     _, weight = drawn(type, 83, 512)
@@ -129,7 +129,7 @@ def test_a_token_alone_has_the_bits_it_has_among_others(form, type):
 
 
 @pytest.mark.parametrize("type", BLOCKS)
-def test_a_token_with_an_infinity_comes_out_as_nan(form, type):
+def test_a_token_with_an_infinity_gives_nan(form, type):
     _, weight = drawn(type, 20, 256)
     x = torch.ones(2, 256)
     x[1, 7] = torch.inf
@@ -149,14 +149,14 @@ def test_infinite_scales_are_refused(form, type):
 
 
 @pytest.mark.parametrize("type", BLOCKS)
-def test_a_packed_weight_takes_few_more_bytes_than_its_blocks(type):
+def test_packed_weights_are_hardly_larger_than_their_blocks(type):
     _, weight = drawn(type, 64, 1024)
     size = 64 * 1024 // BLOCKS[type].weights * BLOCKS[type].size
     assert size <= weight.nbytes <= size * {"MXFP4": 1.0, "IQ4_XS": 1.03, "Q2_K": 1.28, "Q3_K": 1.06}.get(type, 1.03)
 
 
 @pytest.mark.parametrize("type", TYPES)
-def test_a_model_computes_as_its_packed_weights_do(tmp_path, type):
+def test_a_model_computes_with_its_packed_weights(tmp_path, type):
     """In bfloat16 matrices stay packed. Against float32 the greedy tokens of a random model mean little, so the logits
     are held to the rounding of activations to 8 bits, of which each layer has four."""
     write_model(tmp_path / "m.gguf", "llama", type)

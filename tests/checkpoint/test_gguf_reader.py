@@ -47,7 +47,7 @@ def gguf(
     return head + b"\0" * (-len(head) % 32) + data
 
 
-def test_what_a_file_holds(tmp_path):
+def test_contents_of_a_file(tmp_path):
     entries = [
         entry("a", 4, struct.pack("<I", 7)),
         entry("b", 8, text("naïve")),
@@ -99,7 +99,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_refused(tmp_path, name):
+def test_invalid_files_are_refused(tmp_path, name):
     content, reason = CASES[name]
     (tmp_path / "m.gguf").write_bytes(content)
     with refused(CheckpointError, reason, "m.gguf"):
@@ -172,7 +172,7 @@ def test_any_value_of_any_kind(small, tmp_path_factory, data):
 
 
 @given(at=st.integers(0, 6000))
-def test_any_cut(small, tmp_path_factory, at):
+def test_any_truncation(small, tmp_path_factory, at):
     folder = tmp_path_factory.getbasetemp()
     (folder / "m.gguf").unlink(missing_ok=True)
     (folder / "m.gguf").write_bytes(small[: min(at, len(small) - 1)])
@@ -189,7 +189,7 @@ def test_any_bytes_after_the_magic(tmp_path_factory, content):
         onward.load(folder / "m.gguf")
 
 
-def test_a_file_of_the_package_reads_as_the_package_reads_it(small, tmp_path):
+def test_files_are_read_as_by_the_gguf_package(small, tmp_path):
     import gguf as package
 
     (tmp_path / "m.gguf").write_bytes(small)

@@ -35,19 +35,19 @@ def test_split_files(parts, tmp_path):
         assert logits(source) == expected
 
 
-def test_a_part_that_is_missing_is_named(parts):
+def test_a_missing_part_is_named(parts):
     parts[2].unlink()
     with refused(CheckpointError, parts[2].name, "missing"):
         onward.load(parts[0])
 
 
-def test_parts_of_other_names_are_refused(parts):
+def test_inconsistently_named_parts_are_refused(parts):
     shutil.copy(parts[1], parts[2])
     with refused(CheckpointError, parts[2].name, "part 1"):
         onward.load(parts[0])
 
 
-def test_a_part_under_a_name_of_its_own_is_refused(parts, tmp_path):
+def test_a_renamed_part_is_refused(parts, tmp_path):
     shutil.copy(parts[0], tmp_path / "first.gguf")
     with refused(CheckpointError, "first.gguf", "of 3"):
         onward.load(tmp_path / "first.gguf")
@@ -68,13 +68,13 @@ def test_a_folder_with_several_models_names_them(tmp_path):
         onward.load(tmp_path)
 
 
-def test_config_json_wins_over_a_gguf_file_beside_it(tmp_path):
+def test_config_json_takes_precedence_over_a_gguf_file(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "m.gguf").write_bytes(b"GGUF")
     assert find_folder(tmp_path) == tmp_path
 
 
-def test_another_file_is_refused(tmp_path):
+def test_other_files_are_refused(tmp_path):
     (tmp_path / "model.bin").write_bytes(b"x")
     with refused(SourceError, "model.bin", "GGUF"):
         onward.load(tmp_path / "model.bin")

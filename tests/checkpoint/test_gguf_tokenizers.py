@@ -106,7 +106,7 @@ def test_byte_level(tmp_path, pre):
         assert ours.decode(encoded.ids) == original.decode(encoded.ids)
 
 
-def test_gpt2s_rule_is_that_of_the_library(tmp_path):
+def test_the_gpt2_rule_equals_that_of_tokenizers(tmp_path):
     """The one rule that the `tokenizers` library has built in."""
     tokenizer = trained("gpt-2")
     write_byte_level(tmp_path / "m.gguf", tokenizer, "gpt-2")
@@ -176,7 +176,7 @@ def test_scored_pieces_may_have_merges_too(tmp_path):
         assert ours.encode(text) == original.encode(text).ids, repr(text)
 
 
-def test_without_a_space_in_front(tmp_path):
+def test_without_a_space_prefix(tmp_path):
     write_sentencepiece(tmp_path / "m.gguf", sentencepiece_tokenizer(metaspace=False), add_add_space_prefix=False)
     ours = GgufCheckpoint(tmp_path / "m.gguf").tokenizer
     pieces = ours.tokens()
@@ -185,19 +185,19 @@ def test_without_a_space_in_front(tmp_path):
 
 
 @pytest.mark.parametrize(("said", "expected"), [(None, False), (True, True), (False, False)])
-def test_the_bos_is_added_as_the_file_says(tmp_path, said, expected):
+def test_the_bos_is_added_as_the_file_specifies(tmp_path, said, expected):
     metadata = {} if said is None else {"add_add_bos_token": said}
     write_byte_level(tmp_path / "m.gguf", trained("qwen2"), "qwen2", **metadata)
     ids = GgufCheckpoint(tmp_path / "m.gguf").tokenizer.encode("hello")
     assert (ids[0] == 0) is expected
 
 
-def test_llama3_adds_a_bos_where_the_file_says_nothing(tmp_path):
+def test_llama3_adds_a_bos_by_default(tmp_path):
     write_byte_level(tmp_path / "m.gguf", trained("llama-bpe"), "llama-bpe")
     assert GgufCheckpoint(tmp_path / "m.gguf").tokenizer.encode("hello")[0] == 0
 
 
-def test_special_tokens_and_what_ends_a_text(tmp_path):
+def test_special_tokens_and_eos(tmp_path):
     write_byte_level(tmp_path / "m.gguf", trained("qwen2"), "qwen2")
     checkpoint = GgufCheckpoint(tmp_path / "m.gguf")
     tokenizer = checkpoint.tokenizer
@@ -209,7 +209,7 @@ def test_special_tokens_and_what_ends_a_text(tmp_path):
     assert tokenizer.decode(tokenizer.encode("<s>hello</s>")) == "hello"
 
 
-def test_a_chat_through_the_file_s_template(tmp_path):
+def test_a_chat_through_the_files_template(tmp_path):
     template = "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
     write_byte_level(tmp_path / "m.gguf", trained("qwen2"), "qwen2", add_chat_template=template)
     lm = onward.load(tmp_path / "m.gguf")
@@ -239,7 +239,7 @@ def spoilt(tmp_path, **changes: object) -> GgufCheckpoint:
         ({"bos_token_id": "x"}, ("bos_token_id",)),
     ],
 )
-def test_refused(tmp_path, changes, words):
+def test_invalid_tokenizers_are_refused(tmp_path, changes, words):
     if "tokens" in changes:
         changes = changes | {"token_type": None}
     checkpoint = spoilt(tmp_path, **changes)

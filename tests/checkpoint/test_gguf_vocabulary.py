@@ -57,19 +57,19 @@ SAME = {
 
 
 @pytest.mark.parametrize(("rule", "pieces"), CUTS.items())
-def test_every_rule_of_llama_cpp_cuts_as_it_does(rule, pieces):
+def test_every_pretokenizer_splits_as_in_llama_cpp(rule, pieces):
     for name in (rule, *SAME.get(rule, "").split()):
         cuts = [pre_tokenizers.Split(Regex(text), "isolated") for text in SPLITTINGS[name].expressions]
         found = [piece for piece, _ in pre_tokenizers.Sequence(cuts).pre_tokenize_str(SAMPLE)]
         assert found == pieces.split("|"), name
 
 
-def test_every_name_has_its_cuts():
+def test_every_pretokenizer_name_has_a_rule():
     named = {*CUTS, *(name for names in SAME.values() for name in names.split()), "gpt2"}
     assert named == set(SPLITTINGS)
 
 
-def test_pieces_may_be_named_as_a_rule_of_byte_level_bpe(tmp_path):
+def test_gemma4_may_be_named_as_a_pretokenizer(tmp_path):
     original = sentencepiece_tokenizer(metaspace=False)
     merges = [" ".join(pair) for pair in json.loads(original.to_str())["model"]["merges"]]
     write_sentencepiece(tmp_path / "m.gguf", original, add_tokenizer_model="gemma4", add_token_merges=merges)
@@ -84,7 +84,7 @@ def test_pieces_may_be_named_as_a_rule_of_byte_level_bpe(tmp_path):
 @pytest.mark.parametrize(
     "text", ["<|im_end|>", "<|eom_id|>", "</s>", "[EOT]", "<|call|>", "<|fim_pad|>", "<|file_sep|>"]
 )
-def test_a_token_ends_a_text_by_what_it_is_called(kind, text):
+def test_tokens_with_known_names_end_a_text(kind, text):
     types = None if kind is None else [NORMAL] * len(BYTES) + [kind]
     vocabulary = vocabulary_of([text], types)
     assert vocabulary.ends == (256,)
@@ -93,7 +93,7 @@ def test_a_token_ends_a_text_by_what_it_is_called(kind, text):
     assert tokenizer.decode([256]) == ""
 
 
-def test_what_ends_no_text_beside_other_tokens():
+def test_some_tokens_do_not_end_a_text_if_others_exist():
     def ends(*texts: str) -> list[str]:
         vocabulary = vocabulary_of(texts)
         return [vocabulary.tokens[id] for id in vocabulary.ends]
@@ -108,7 +108,7 @@ def test_what_ends_no_text_beside_other_tokens():
 
 
 @pytest.mark.parametrize("value", [257.0, 257])
-def test_ids_of_keys_are_read_from_every_type(value):
+def test_ids_of_any_integer_type_are_read(value):
     assert vocabulary_of(["ab", "ba"], eot_token_id=value).ends == (257,)
     assert vocabulary_of(["ab", "ba"], fim_rep_token_id=value).ends == (257,)
 
@@ -124,7 +124,7 @@ def test_special_ids_past_the_vocabulary_are_ignored_with_a_warning():
 @pytest.mark.parametrize(
     "types", [(NORMAL, NORMAL), (NORMAL, USER), (USER, NORMAL), (CONTROL, NORMAL), (NORMAL, CONTROL)]
 )
-def test_two_ids_with_one_text_are_decoded_both(types):
+def test_two_ids_with_one_text_both_decode(types):
     vocabulary = vocabulary_of(["ab", "ba", "ab"], [NORMAL] * 256 + [types[0], NORMAL, types[1]], merges=["a b"])
     tokenizer = vocabulary.tokenizer()
     texts = ["" if kind == CONTROL else "ab" for kind in types]
@@ -135,26 +135,26 @@ def test_two_ids_with_one_text_are_decoded_both(types):
     assert tokenizer.encode("ab") == [258 if types[0] != CONTROL and types != (USER, NORMAL) else 256]
 
 
-def test_types_and_scores_are_read_from_every_type_and_may_be_more():
+def test_types_and_scores_of_any_integer_type_and_excess_length_are_read():
     for dtype in (np.int8, np.int32, np.uint32, np.int64, np.float32):
         assert vocabulary_of(["ab"], np.array([NORMAL] * 256 + [CONTROL, 7], dtype)).types[256] == CONTROL
     with refused(TokenizerError, "must be integers"):
         vocabulary_of(["ab"], np.full(257, 1.5))
 
 
-def test_a_tokenizer_without_a_rule_is_warned_of():
+def test_a_missing_pretokenizer_is_a_warning():
     with pytest.warns(OnwardWarning, match="pre is missing"):
         vocabulary_of(["ab"], pre=None).tokenizer()
 
 
-def test_an_eos_behind_every_prompt_is_not_added():
+def test_add_eos_token_is_ignored_with_a_warning():
     with pytest.warns(OnwardWarning, match="add_eos_token"):
         tokenizer = vocabulary_of(["ab"], eos_token_id=256, add_eos_token=1).tokenizer()
     assert tokenizer.encode("a") == [64]
 
 
 @pytest.mark.parametrize(("name", "behind"), [("Phi-3.5-mini-instruct", []), ("Phi3", []), ("Phi 4", [198])])
-def test_tokens_of_phi_3_take_the_spaces_behind_them(name, behind):
+def test_phi3_tokens_strip_the_spaces_after_them(name, behind):
     vocabulary = vocabulary_of(["<|user|>", "</s>", "<s>"], [NORMAL] * 256 + [USER, CONTROL, CONTROL])
     vocabulary._metadata["general.name"] = name
     encode = vocabulary.tokenizer().encode
@@ -165,7 +165,7 @@ def test_tokens_of_phi_3_take_the_spaces_behind_them(name, behind):
 
 @pytest.mark.parametrize("kind", [USER, CONTROL])
 @pytest.mark.parametrize("text", ["naïve", "Ġx", "çé", "a b", "▁y", "東"])
-def test_added_tokens_are_decoded_to_their_text_whatever_letters_stand_for(kind, text):
+def test_added_tokens_decode_to_their_text(kind, text):
     tokenizer = vocabulary_of([text], [NORMAL] * 256 + [kind]).tokenizer()
     ids = tokenizer.encode(f"a{text}b")
     assert ids == [64, 256, 65]
@@ -175,7 +175,7 @@ def test_added_tokens_are_decoded_to_their_text_whatever_letters_stand_for(kind,
 
 
 @pytest.mark.parametrize("text", ["é", "Ã", "Ġx"])
-def test_an_added_token_takes_no_piece_from_other_texts(text):
+def test_added_tokens_take_no_pieces_from_other_texts(text):
     """The letter "é" is the byte 0xE9, which "逅" begins with."""
     pieces = ["Ġx"]
     vocabulary = vocabulary_of([*pieces, text], [NORMAL] * 257 + [USER], merges=["Ġ x"])
@@ -185,20 +185,20 @@ def test_an_added_token_takes_no_piece_from_other_texts(text):
     assert tokenizer.decode([257]) == text
 
 
-def test_merges_through_tokens_that_the_vocabulary_lacks_are_left_out():
+def test_merges_of_unknown_tokens_are_ignored():
     with pytest.warns(OnwardWarning, match="1 of 2 merges, such as 'x y', use a token"):
         tokenizer = vocabulary_of(["ab"], merges=["x y", "a b"]).tokenizer()
     assert tokenizer.encode("abxy") == [256, 120 - 33, 121 - 33]
 
 
-def test_a_merged_token_of_type_unused_is_used():
+def test_merged_tokens_of_type_unused_are_used():
     vocabulary = vocabulary_of(["ab", "[PAD257]"], [NORMAL] * 256 + [UNUSED, UNUSED], merges=["a b"])
     tokenizer = vocabulary.tokenizer()
     assert tokenizer.encode("ab") == [256]
     assert tokenizer.decode([256, 257]) == "ab"
 
 
-def test_of_a_merge_that_is_there_twice_the_first_counts():
+def test_the_first_of_duplicate_merges_counts():
     tokenizer = vocabulary_of(["ab", "bc"], merges=["a b", "b c", "a b"]).tokenizer()
     assert tokenizer.encode("abc") == [256, 99 - 33]
 
@@ -207,7 +207,7 @@ HALVES = "東".encode()[:2], "東".encode()[2:]
 
 
 @pytest.mark.parametrize("kind", [NORMAL, USER])
-def test_tokens_that_are_no_text_keep_their_bytes(tmp_path, kind):
+def test_tokens_that_are_not_text_keep_their_bytes(tmp_path, kind):
     texts = [*(letter.encode() for letter in BYTES), *HALVES, b"\xff", b"ab"]
 
     def metadata(writer) -> None:
@@ -227,7 +227,7 @@ def test_tokens_that_are_no_text_keep_their_bytes(tmp_path, kind):
     assert max(tokenizer.encode("\ufffd東")) < 256
 
 
-def test_texts_that_a_tokenizer_json_cannot_say_are_warned_of(tmp_path):
+def test_unsupported_tokenizer_behavior_is_a_warning(tmp_path):
     def metadata(writer) -> None:
         writer.add_tokenizer_model("gpt2")
         writer.add_tokenizer_pre("gpt-2")
@@ -242,7 +242,7 @@ def test_texts_that_a_tokenizer_json_cannot_say_are_warned_of(tmp_path):
     assert len({tuple(tokenizer.encode("naïve ab")) for tokenizer in tokenizers}) == 1
 
 
-def test_pieces_that_are_no_text_keep_their_bytes():
+def test_pieces_that_are_not_text_keep_their_bytes():
     texts = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a"]
     texts += [half.decode("utf-8", "surrogateescape") for half in HALVES]
     types = np.array([UNKNOWN, CONTROL, CONTROL, *[BYTE] * 256, NORMAL, NORMAL, NORMAL, NORMAL])
@@ -257,7 +257,7 @@ def test_pieces_that_are_no_text_keep_their_bytes():
 
 
 @pytest.mark.parametrize("value", [True, False, None])
-def test_only_pieces_with_scores_may_get_a_space_in_front(tmp_path, value):
+def test_only_scored_pieces_may_get_a_space_prefix(tmp_path, value):
     """llama.cpp's BPE does not look at the key."""
     original = sentencepiece_tokenizer(metaspace=False)
     merges = [" ".join(pair) for pair in json.loads(original.to_str())["model"]["merges"]]
@@ -274,14 +274,14 @@ def test_only_pieces_with_scores_may_get_a_space_in_front(tmp_path, value):
 
 
 @pytest.mark.parametrize("kind", [NORMAL, CONTROL, USER])
-def test_in_gemma_4_a_token_that_strikes_text_out_is_text(kind):
+def test_gemma4_markup_tokens_decode_as_text(kind):
     vocabulary = vocabulary_of(["</s>", "<|tool_response>"], [NORMAL] * 256 + [kind, CONTROL])
     assert vocabulary.ends == (257,)
     assert vocabulary.tokenizer().decode([256]) == "</s>"
 
 
 @pytest.mark.parametrize("text", ["<|channel|>", "<|message|>", "<|start|>", "<|constrain|>"])
-def test_marks_of_harmony_are_left_out_as_transformers_does(text):
+def test_harmony_marks_are_skipped_as_in_transformers(text):
     tokenizer = vocabulary_of([text], [NORMAL] * 256 + [CONTROL]).tokenizer()
     assert tokenizer.encode(text) == [256]
     assert tokenizer.decode([256]) == ""

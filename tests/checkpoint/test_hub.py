@@ -85,13 +85,13 @@ def same_weights(one: onward.LanguageModel, other: onward.LanguageModel) -> bool
 # ── what is fetched, and from where ───────────────────────────────────────────────────────────────────────
 
 
-def test_a_hub_id_loads_what_its_folder_loads(published):
+def test_a_hub_id_equals_its_folder(published):
     from_hub, from_folder = onward.load(REPO), onward.load(published)
     assert same_weights(from_hub, from_folder)
     assert from_hub.encode("hello") == from_folder.encode("hello")
 
 
-def test_a_second_load_asks_for_no_file_again(published, hub):
+def test_a_second_load_downloads_nothing(published, hub):
     onward.load(REPO)
     hub.requests.clear()
     onward.load(REPO)
@@ -112,7 +112,7 @@ def test_a_second_load_works_while_the_hub_is_down(published, hub):
     assert same_weights(onward.load(REPO), online)
 
 
-def test_only_the_files_that_are_read_are_fetched(hub, cache, folder):
+def test_only_needed_files_are_downloaded(hub, cache, folder):
     wanted = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "generation_config.json"}
     write_json(folder / "generation_config.json", {})
     (folder / "original").mkdir()
@@ -142,7 +142,7 @@ def test_only_the_files_that_are_read_are_fetched(hub, cache, folder):
         ("model[1].safetensors", "model[2].safetensors"),
     ],
 )
-def test_shards_are_fetched_by_the_names_in_the_index(names, hub, cache, folder):
+def test_shards_are_downloaded_by_the_names_in_the_index(names, hub, cache, folder):
     whole = onward.load(folder)
     split_into_shards(folder, names)
     (folder / "model-00009-of-00009.safetensors").write_bytes(b"left from an older version")
@@ -171,7 +171,7 @@ def test_shards_come_from_the_commit_of_their_index(hub, cache, folder, monkeypa
     assert len(calls) == 2
 
 
-def test_one_file_is_taken_where_there_are_shards_too(hub, cache, folder):
+def test_a_single_file_is_preferred_to_shards(hub, cache, folder):
     whole = onward.load(folder)
     one_file = (folder / "model.safetensors").read_bytes()
     split_into_shards(folder)
@@ -182,7 +182,7 @@ def test_one_file_is_taken_where_there_are_shards_too(hub, cache, folder):
 
 
 @pytest.mark.parametrize("revision", ["v2", "refs/pr/1"])
-def test_a_revision_after_an_at_sign_is_the_one_that_is_loaded(revision, published, hub, tmp_path):
+def test_a_revision_after_an_at_sign_is_loaded(revision, published, hub, tmp_path):
     other = make_checkpoint(tmp_path / "other", num_hidden_layers=1)
     commit = hub.publish(REPO, other, revision)
     assert same_weights(onward.load(f"{REPO}@{revision}"), onward.load(other))
@@ -190,7 +190,7 @@ def test_a_revision_after_an_at_sign_is_the_one_that_is_loaded(revision, publish
     assert same_weights(onward.load(REPO), onward.load(published))
 
 
-def test_a_folder_of_that_name_goes_before_the_hub(published, hub, tmp_path, monkeypatch):
+def test_a_local_folder_takes_precedence_over_the_hub(published, hub, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     local = make_checkpoint(tmp_path / REPO, num_hidden_layers=1)
     assert same_weights(onward.load(REPO), onward.load(local))
@@ -215,19 +215,19 @@ def test_the_token_of_the_environment_opens_a_private_repository(published, hub,
 # ── what is refused ───────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_an_unknown_repository(published):
+def test_unknown_repository(published):
     with refused(SourceError, "someone/else", "no hub repository", "HF_TOKEN"):
         onward.load("someone/else")
 
 
-def test_a_token_that_the_hub_does_not_know(published, hub, monkeypatch):
+def test_invalid_token(published, hub, monkeypatch):
     hub.spent_tokens.add("hf_spent")
     monkeypatch.setenv("HF_TOKEN", "hf_spent")
     with refused(SourceError, REPO, "401", "check HF_TOKEN"):
         onward.load(REPO)
 
 
-def test_a_gated_repository(published, hub, monkeypatch):
+def test_gated_repository(published, hub, monkeypatch):
     hub.repositories[REPO].gated = True
     for token in (None, "hf_of_somebody_not_admitted"):
         if token:
@@ -236,7 +236,7 @@ def test_a_gated_repository(published, hub, monkeypatch):
             onward.load(REPO)
 
 
-def test_an_unknown_revision(published):
+def test_unknown_revision(published):
     with refused(SourceError, REPO, "no revision 'v9'"):
         onward.load(f"{REPO}@v9")
 
@@ -254,14 +254,14 @@ def test_a_hub_that_refuses(status, published, hub):
         onward.load(REPO)
 
 
-def test_a_hub_that_is_not_there(hub, cache):
+def test_an_unreachable_hub(hub, cache):
     hub.close()
     with refused(SourceError, REPO, "cannot be reached", "HF_ENDPOINT"):
         onward.load(REPO)
     hub.__init__()  # for the fixture to close
 
 
-def test_offline_and_not_in_the_cache(published, hub, offline):
+def test_offline_without_a_cached_copy(published, hub, offline):
     offline()
     with refused(SourceError, REPO, "HF_HUB_OFFLINE", "cache"):
         onward.load(REPO)
@@ -282,13 +282,13 @@ def test_offline_and_not_in_the_cache(published, hub, offline):
         "~no-such-user/x",
     ],
 )
-def test_what_is_neither_a_folder_nor_a_hub_id(source, hub, cache):
+def test_neither_a_folder_nor_a_hub_id(source, hub, cache):
     with refused(SourceError, "no folder", "hub id"):
         onward.load(source)
     assert hub.requests == []
 
 
-def test_a_name_without_an_owner_is_asked_for_on_the_hub(hub, cache):
+def test_names_without_an_owner_are_looked_up_on_the_hub(hub, cache):
     """As transformers does: gpt2 and bert-base-uncased are such names."""
     with refused(SourceError, "no folder and no hub repository 'nowhere'"):
         onward.load("nowhere")
@@ -296,7 +296,7 @@ def test_a_name_without_an_owner_is_asked_for_on_the_hub(hub, cache):
 
 
 @pytest.mark.parametrize("source", ["a--b/c", "a/b.git", "a/b-"])
-def test_what_the_hub_client_takes_for_no_id(source, hub, cache):
+def test_ids_refused_by_the_hub_client(source, hub, cache):
     with refused(SourceError, source, "hub id"):
         onward.load(source)
 
@@ -314,7 +314,7 @@ def test_a_repository_of_weights_in_another_format(hub, cache, folder):
     assert "pytorch_model.bin" not in hub.sent()
 
 
-def test_an_index_that_names_a_shard_the_repository_does_not_have(hub, cache, folder):
+def test_an_index_that_names_a_missing_shard(hub, cache, folder):
     split_into_shards(folder)
     (folder / "model-00002-of-00002.safetensors").unlink()
     hub.publish(REPO, folder)
@@ -323,7 +323,7 @@ def test_an_index_that_names_a_shard_the_repository_does_not_have(hub, cache, fo
 
 
 @pytest.mark.parametrize("shard", ["../../blobs/x", "/etc/passwd", "a/../../x", "", "..\\x"])
-def test_an_index_that_points_out_of_its_folder(shard, hub, cache, folder):
+def test_an_index_that_points_outside_its_folder(shard, hub, cache, folder):
     split_into_shards(folder)
     index = folder / "model.safetensors.index.json"
     change_json(index, weight_map=read_json(index)["weight_map"] | {"model.norm.weight": shard})
@@ -339,7 +339,7 @@ def files_in(cache: Path) -> set[str]:
     return {path.name for path in cache.rglob("snapshots/*/*")}
 
 
-def test_a_download_that_breaks_off_is_resumed_where_it_ended(published, hub, monkeypatch):
+def test_an_interrupted_download_is_resumed(published, hub, monkeypatch):
     monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 500)  # the received part of an incomplete piece is lost
     hub.cut("model.safetensors", at=[1000, 500])
     assert same_weights(onward.load(REPO), onward.load(published))
@@ -347,7 +347,7 @@ def test_a_download_that_breaks_off_is_resumed_where_it_ended(published, hub, mo
     assert ranges == ["bytes=1000-", "bytes=1500-"]
 
 
-def test_a_download_that_never_ends_well_is_an_error_and_leaves_nothing_half_done(published, hub, cache, offline):
+def test_a_download_that_keeps_failing_leaves_no_partial_files(published, hub, cache, offline):
     hub.cut("model.safetensors", at=[1000] + [0] * 20)
     with refused(SourceError, REPO, "failed", "try again"):
         onward.load(REPO)
@@ -358,7 +358,7 @@ def test_a_download_that_never_ends_well_is_an_error_and_leaves_nothing_half_don
     assert same_weights(onward.load(REPO), onward.load(published))
 
 
-def test_half_a_snapshot_is_not_used_offline(published, hub, cache, offline):
+def test_a_partial_snapshot_is_not_used_offline(published, hub, cache, offline):
     hub.cut("model.safetensors", at=[1000] + [0] * 20)
     with refused(SourceError, "failed"):
         onward.load(REPO)
@@ -368,7 +368,7 @@ def test_half_a_snapshot_is_not_used_offline(published, hub, cache, offline):
         onward.load(REPO)
 
 
-def test_half_of_the_shards_are_not_used_offline(hub, cache, folder, offline):
+def test_missing_shards_are_an_error_offline(hub, cache, folder, offline):
     split_into_shards(folder)
     hub.publish(REPO, folder)
     hub.cut("model-00002-of-00002.safetensors", at=[1000] + [0] * 20)
@@ -392,7 +392,7 @@ def test_a_hub_that_dies_during_a_download(published, hub, monkeypatch):
         onward.load(REPO)
 
 
-def test_a_new_version_is_fetched_and_the_old_one_stays_whole(published, hub, tmp_path):
+def test_a_new_version_is_downloaded_and_the_old_one_stays(published, hub, tmp_path):
     before = hub.repositories[REPO].revisions["main"]
     old = onward.load(REPO)
     tensors = load_file(published / "model.safetensors")
@@ -413,7 +413,7 @@ def bars_not_switched_off(monkeypatch):
 
 @pytest.mark.usefixtures("bars_not_switched_off")
 @pytest.mark.parametrize("progress", [True, False])
-def test_progress_is_shown_or_not_as_asked(progress, published, capsys):
+def test_progress_is_shown_on_request(progress, published, capsys):
     onward.load(REPO, progress=progress)
     shown = capsys.readouterr()
     assert bool(shown.err) == progress
@@ -422,14 +422,14 @@ def test_progress_is_shown_or_not_as_asked(progress, published, capsys):
 
 @pytest.mark.usefixtures("bars_not_switched_off")
 @pytest.mark.parametrize("terminal", [True, False])
-def test_progress_is_shown_on_a_terminal_only(terminal, published, capsys, monkeypatch):
+def test_progress_is_shown_only_on_a_terminal(terminal, published, capsys, monkeypatch):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
     onward.load(REPO)
     assert bool(capsys.readouterr().err) == terminal
 
 
 @pytest.mark.parametrize("progress", [True, False])
-def test_the_hub_clients_own_switch_is_left_as_it_was(progress, published):
+def test_the_hub_clients_progress_setting_is_restored(progress, published):
     before = are_progress_bars_disabled()
     find_folder(REPO, progress=progress)
     assert are_progress_bars_disabled() == before
@@ -489,7 +489,7 @@ def test_a_gguf_file_of_a_repository(hub, cache, tmp_path):
     assert "other.gguf" not in hub.sent()
 
 
-def test_a_gguf_file_that_is_not_there_is_named(hub, cache, tmp_path):
+def test_a_missing_gguf_file_is_named(hub, cache, tmp_path):
     (tmp_path / "m").mkdir()
     write_model(tmp_path / "m" / "whole.gguf", "qwen3", "Q8_0")
     hub.publish(REPO, tmp_path / "m")
@@ -501,7 +501,7 @@ def test_a_gguf_file_that_is_not_there_is_named(hub, cache, tmp_path):
         onward.load(f"{REPO}:../whole.gguf")
 
 
-def test_a_model_on_the_disk_does_not_wait_for_the_hubs_client():
+def test_loading_a_local_model_does_not_import_the_hub_client():
     code = "import sys, onward; onward.load('demo'); print('huggingface_hub' in sys.modules)"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout.strip() == "False"

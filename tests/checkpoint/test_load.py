@@ -18,7 +18,7 @@ def dtype_of(lm):
 
 
 @pytest.mark.parametrize("name", ["demo", "demo-draft"])
-def test_the_bundled_models_load_and_write(name):
+def test_the_bundled_models_load_and_generate(name):
     lm = onward.load(name)
     completion = lm.generate("Once upon a time", max_new_tokens=4, seed=1, ignore_eos=True)
     assert len(completion.token_ids) == 4
@@ -34,7 +34,7 @@ def test_the_bundled_models_share_a_tokenizer():
     assert draft.model.num_parameters < target.model.num_parameters / 4
 
 
-def test_a_folder_called_demo_is_reached_by_its_path(tmp_path, monkeypatch):
+def test_a_folder_named_demo_is_loaded_by_its_path(tmp_path, monkeypatch):
     make_checkpoint(tmp_path / "demo")
     monkeypatch.chdir(tmp_path)
     bundled = find_folder("demo")
@@ -51,14 +51,14 @@ class Elsewhere(os.PathLike):
         return str(self._path)
 
 
-def test_a_source_is_a_string_a_path_or_any_path_like(folder, monkeypatch):
+def test_a_source_is_a_string_or_a_path(folder, monkeypatch):
     monkeypatch.setenv("HOME", str(folder.parent))
     expected = onward.load(folder).logits([1, 2])
     for source in (str(folder), f"{folder}/", Elsewhere(folder), "~/tiny", pathlib.Path("~/tiny")):
         assert torch.equal(onward.load(source).logits([1, 2]), expected)
 
 
-def test_a_folder_may_be_reached_through_links(folder, tmp_path):
+def test_a_folder_may_be_a_symlink(folder, tmp_path):
     """As in the hub's cache, where every file is a link to a blob."""
     linked = tmp_path / "linked"
     linked.mkdir()
@@ -68,7 +68,7 @@ def test_a_folder_may_be_reached_through_links(folder, tmp_path):
 
 
 @pytest.mark.parametrize("source", [None, 5, b"bytes", ["demo"]], ids=str)
-def test_what_is_no_source(source):
+def test_invalid_sources(source):
     with refused(RequestError, "source", repr(source)):
         onward.load(source)
 
@@ -102,20 +102,20 @@ def test_dtypes_by_name_and_by_value(asked, wanted, folder):
 
 
 @pytest.mark.parametrize("dtype", ["int8", "float64", "", "half", torch.int8, torch.float64, 16, True, [], {}], ids=str)
-def test_what_is_no_dtype(dtype, folder):
+def test_invalid_dtypes(dtype, folder):
     with refused(RequestError, "dtype", "bfloat16, float16 or float32", repr(dtype)):
         onward.load(folder, dtype=dtype)
 
 
 @pytest.mark.parametrize("device", ["auto", "cpu", torch.device("cpu")], ids=str)
-def test_devices_that_are_there(device, folder):
+def test_available_devices(device, folder):
     lm = onward.load(folder, device=device)
     wanted = "cuda" if device == "auto" and torch.cuda.is_available() else "cpu"
     assert lm.model.device.type == wanted
     assert lm.model.params.embed_tokens.weight.device.type == wanted
 
 
-def test_a_device_that_this_pytorch_lacks_is_a_short_line(folder):
+def test_an_unavailable_device_is_a_one_line_error(folder):
     with pytest.raises(RequestError) as error:
         onward.load(folder, device="xla")
     assert str(error.value) == "device 'xla' cannot be used here (this PyTorch has no xla backend): try 'auto' or 'cpu'"
@@ -133,7 +133,7 @@ def test_cuda_on_a_machine_without_it(device, folder):
     ["", "gpu", "cpu:x", "meta", "mps" if not torch.backends.mps.is_available() else "xla", None, 1.5, True],
     ids=str,
 )
-def test_what_is_no_device(device, folder):
+def test_invalid_devices(device, folder):
     with refused(RequestError, "device", repr(str(device))):
         onward.load(folder, device=device)
 
@@ -141,11 +141,11 @@ def test_what_is_no_device(device, folder):
 # ── the context ───────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_the_context_is_the_checkpoints(folder):
+def test_the_context_defaults_to_the_checkpoints(folder):
     assert onward.load(folder).model.max_seq_len == 64
 
 
-def test_a_shorter_context_holds(folder):
+def test_a_shorter_context_applies(folder):
     lm = onward.load(folder, max_seq_len=10)
     assert lm.model.max_seq_len == 10
     assert len(lm.generate([1, 2, 3], max_new_tokens=7, ignore_eos=True).token_ids) == 7
@@ -153,25 +153,25 @@ def test_a_shorter_context_holds(folder):
         lm.generate([1, 2, 3], max_new_tokens=8)
 
 
-def test_a_context_beyond_the_trained_one_warns_and_serves(folder):
+def test_a_context_beyond_the_trained_one_works_with_a_warning(folder):
     with pytest.warns(OnwardWarning, match=r"max_seq_len 100 .* 64") as caught:
         lm = onward.load(folder, max_seq_len=100)
     assert [warning.filename for warning in caught] == [__file__]
     assert lm.logits(list(range(100))).isfinite().all()
 
 
-def test_dynamic_rope_is_made_for_going_beyond(tmp_path):
+def test_dynamic_rope_extends_the_context_without_a_warning(tmp_path):
     folder = make_checkpoint(tmp_path, rope_scaling={"rope_type": "dynamic", "factor": 2.0})
     assert onward.load(folder, max_seq_len=100).logits(list(range(100))).isfinite().all()
 
 
 @pytest.mark.parametrize("value", [0, -1, True, False, 1.5, "64", [64]], ids=repr)
-def test_what_is_no_context(value, folder):
+def test_invalid_contexts(value, folder):
     with refused(RequestError, "max_seq_len", repr(value)):
         onward.load(folder, max_seq_len=value)
 
 
-def test_bad_arguments_are_refused_before_anything_is_looked_for():
+def test_bad_arguments_are_refused_before_any_lookup():
     for options in ({"dtype": "int8"}, {"device": "gpu"}, {"max_seq_len": 0}, {"adapters": ["poet"]}):
         with refused(RequestError, *options):
             onward.load("/nowhere", **options)

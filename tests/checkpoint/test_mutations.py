@@ -56,7 +56,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.filterwarnings("ignore::onward.errors.OnwardWarning")
 @pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json", "tokenizer.json", "model.safetensors"])
-def test_a_changed_file_is_read_or_refused(folder: Path, name: str) -> None:
+def test_a_mutated_file_is_read_or_refused(folder: Path, name: str) -> None:
     random_ = random.Random(f"mutations of {name}")
     whole = (folder / name).read_bytes()
     read = 0
@@ -93,7 +93,7 @@ TEMPLATE = """{% set ns = namespace(n=0, all=[]) %}{% for m in messages %}{% set
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_changed_template_is_rendered_or_refused(seed: int) -> None:
+def test_a_mutated_template_is_rendered_or_refused(seed: int) -> None:
     random_ = random.Random(seed)
     for _ in range(150):
         source = TEMPLATE

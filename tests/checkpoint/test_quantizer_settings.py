@@ -70,7 +70,7 @@ def test_gptq_zero_points_of_every_value(tmp_path, bits, version):
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize("dim", [0, 1])
-def test_fields_of_every_width_are_read_back(bits, dim):
+def test_packed_fields_of_every_width_are_unpacked(bits, dim):
     values = drawn((96, 64), 0, 2**bits, bits)
     packed = stream(values, bits) if dim == 0 else stream(values.T, bits).T
     assert torch.equal(unpacked(packed, bits, dim), values.to(torch.int32))
@@ -94,7 +94,7 @@ def mixed(tmp_path, settings, maker_of):
     return folder, twin
 
 
-def test_dynamic_rules_give_modules_settings_of_their_own(tmp_path):
+def test_dynamic_rules_override_settings_per_module(tmp_path):
     rules = {
         "-:.*\\.o_proj": {},
         "+:model\\.layers\\.1\\.mlp\\.down": {"bits": 8, "group_size": 64, "sym": True, "desc_act": True},
@@ -115,7 +115,7 @@ def test_dynamic_rules_give_modules_settings_of_their_own(tmp_path):
 
 
 @pytest.mark.parametrize("packing", ["auto_round:auto_gptq", "auto_round:auto_awq", "auto_round:gptqmodel"])
-def test_auto_round_reads_the_packing_that_it_names(tmp_path, packing):
+def test_auto_round_reads_each_packing_format(tmp_path, packing):
     extra = {"model.layers.0.mlp.down_proj": {"bits": 16}, ".*v_proj": {"group_size": 64}, "lm_head": {"bits": 16}}
     quantize = awq if "awq" in packing else lambda *shape, **own: gptq(*shape, added="auto_gptq" in packing, **own)
 
@@ -141,7 +141,7 @@ def test_a_quantized_head_is_read(tmp_path):
 
 
 @pytest.mark.parametrize("form", ["gptq", "awq", "fp8", "nf4", "int-quantized"])
-def test_biases_of_zeros_are_left_out_and_others_refused(tmp_path, form):
+def test_zero_biases_are_dropped_and_others_refused(tmp_path, form):
     folder, twin = made(tmp_path, form)
     tensors = load_file(folder / "model.safetensors")
     biases = {f"model.layers.0.{name}.bias": torch.zeros(64).half() for name in ("self_attn.q_proj", "mlp.down_proj")}
@@ -165,7 +165,7 @@ CACHE_SCALES = (
 
 
 @pytest.mark.parametrize("form", ["fp8", "float-quantized by block", "int-quantized", "gptq", "pack-quantized"])
-def test_scales_of_a_cache_and_of_activations_change_nothing(tmp_path, form):
+def test_cache_and_activation_scales_change_nothing(tmp_path, form):
     folder, twin = made(tmp_path, form)
     tensors = load_file(folder / "model.safetensors")
     tensors |= {f"model.layers.{i}.self_attn.{name}": torch.tensor([0.37]) for i in range(2) for name in CACHE_SCALES}
@@ -177,7 +177,7 @@ def test_scales_of_a_cache_and_of_activations_change_nothing(tmp_path, form):
     assert same(folder, twin)
 
 
-def test_such_scales_are_refused_where_nothing_is_quantized(tmp_path):
+def test_cache_scales_of_unquantized_models_are_refused(tmp_path):
     _, twin = made(tmp_path, "fp8")
     tensors = load_file(twin / "model.safetensors")
     save_file(tensors | {"model.layers.0.self_attn.k_scale": torch.ones(1)}, twin / "model.safetensors")
@@ -187,7 +187,7 @@ def test_such_scales_are_refused_where_nothing_is_quantized(tmp_path):
 
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1), "rows", "rows, 1"])
 @pytest.mark.parametrize("method", ["fp8", "compressed-tensors"])
-def test_fp8_with_a_scale_for_a_tensor_or_a_row(tmp_path, shape, method):
+def test_fp8_with_a_scale_per_tensor_or_row(tmp_path, shape, method):
     def quantize(outputs, inputs, seed):
         codes = torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(seed)).to(torch.float8_e4m3fn)
         of_rows = {"rows": (outputs,), "rows, 1": (outputs, 1)}
@@ -222,7 +222,7 @@ def test_nf4_in_every_storage(tmp_path, storage, nested):
     assert same(*made(tmp_path, (settings | {"llm_int8_skip_modules": ["lm_head"]}, quantize)))
 
 
-def test_int8_of_bitsandbytes_in_tiles_is_refused(tmp_path):
+def test_tiled_int8_of_bitsandbytes_is_refused(tmp_path):
     folder, twin = made(tmp_path, "int8 of bitsandbytes")
     tensors = load_file(folder / "model.safetensors")
     formats = {f"{name.removesuffix('.SCB')}.weight_format": 0 for name in tensors if name.endswith(".SCB")}
@@ -237,7 +237,7 @@ def test_int8_of_bitsandbytes_in_tiles_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("bits", [3, 5, 6, 7, 8])
-def test_packed_numbers_of_widths_that_do_not_divide_a_word(tmp_path, bits):
+def test_packed_widths_that_do_not_divide_a_word(tmp_path, bits):
     """7 bits are packed into as many words as 8: num_bits tells them apart."""
 
     def quantize(outputs, inputs, seed):
@@ -274,7 +274,7 @@ def test_packed_numbers_of_widths_that_do_not_divide_a_word(tmp_path, bits):
         ("fp8", {"fmt": "e5m2"}, "e5m2"),
     ],
 )
-def test_settings_that_cannot_be_read_are_refused_by_name(tmp_path, form, settings, message):
+def test_unsupported_settings_are_refused_by_name(tmp_path, form, settings, message):
     folder, _ = made(tmp_path, form)
     change_config(folder, **settings)
     with pytest.raises(ConfigError, match=message):
@@ -310,7 +310,7 @@ def test_every_setting_of_transformers_is_known(name):
     assert theirs <= READERS[name].known
 
 
-def test_settings_of_the_text_part_are_found(tmp_path):
+def test_settings_of_the_text_config_are_found(tmp_path):
     folder, _ = made(tmp_path, "gptq")
     config = read_json(folder / "config.json")
     write_json(folder / "config.json", config | {"text_config": {"quantization_config": config["quantization_config"]}})
@@ -323,7 +323,7 @@ def test_settings_of_the_text_part_are_found(tmp_path):
 
 
 @pytest.mark.parametrize("form", ["gptq", "fp8"])
-def test_a_quantized_tied_model_that_kept_only_its_head(tmp_path, form):
+def test_a_quantized_tied_model_that_stores_only_its_head(tmp_path, form):
     folder, twin = made(tmp_path, form, SHAPES | {"tie_word_embeddings": True})
     tensors = load_file(folder / "model.safetensors")
     tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
@@ -331,7 +331,7 @@ def test_a_quantized_tied_model_that_kept_only_its_head(tmp_path, form):
     assert same(folder, twin)
 
 
-def test_rules_name_modules_as_the_file_does(tmp_path):
+def test_rules_use_the_module_names_of_the_file(tmp_path):
     rules = {"+:module\\.model\\.layers\\.0\\.mlp\\.down_proj": {"bits": 8}}
     folder, twin = mixed(
         tmp_path,

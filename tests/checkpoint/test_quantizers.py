@@ -36,20 +36,20 @@ from onward.ops.quantized_layout import NF4
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_logits_are_those_of_the_weights_in_floats(tmp_path, form):
+def test_logits_equal_those_of_the_float_weights(tmp_path, form):
     folder, twin = made(tmp_path, form)
     with pytest.warns(UserWarning, match="become floats as they are read"):
         lm = onward.load(folder)
     assert torch.equal(lm.logits(IDS), onward.load(twin).logits(IDS))
 
 
-def test_what_was_read_can_be_quantized_again(tmp_path):
+def test_quantized_weights_can_be_quantized_again(tmp_path):
     folder, twin = made(tmp_path, "gptq")
     ours, theirs = (onward.load(source, quantize="int8").logits(IDS) for source in (folder, twin))
     assert torch.equal(ours, theirs)
 
 
-def test_a_folder_of_what_was_read_names_its_own_format_alone(tmp_path):
+def test_a_requantized_folder_names_only_the_new_format(tmp_path):
     folder, twin = made(tmp_path, "gptq")
     quantize_folder(folder, tmp_path / "small", "int8")
     config = json.loads((tmp_path / "small" / "config.json").read_text())
@@ -71,7 +71,7 @@ def test_a_folder_of_what_was_read_names_its_own_format_alone(tmp_path):
         ("int-quantized", {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse"),
     ],
 )
-def test_settings_that_cannot_be_read_are_named(tmp_path, form, settings, message):
+def test_unsupported_settings_are_named(tmp_path, form, settings, message):
     folder, _ = made(tmp_path, form)
     change_config(folder, **settings)
     with pytest.raises(ConfigError, match=message):
@@ -80,7 +80,7 @@ def test_settings_that_cannot_be_read_are_named(tmp_path, form, settings, messag
 
 @pytest.mark.filterwarnings("ignore:.*become floats")
 @pytest.mark.parametrize("form", FORMS)
-def test_parts_that_do_not_fit_are_one_error(tmp_path, form):
+def test_mismatched_parts_are_one_error(tmp_path, form):
     folder, _ = made(tmp_path, form)
     tensors = load_file(folder / "model.safetensors")
     parts = [
@@ -171,7 +171,7 @@ def held(tmp_path, form):
 
 @pytest.mark.parametrize("form", HELD)
 @pytest.mark.filterwarnings("error")
-def test_weights_stay_in_few_bits_without_loss(tmp_path, form):
+def test_weights_stay_quantized_without_loss(tmp_path, form):
     folder, twin, format = held(tmp_path, form)
     lm, floats = onward.load(folder, dtype="bfloat16"), onward.load(twin, dtype="float32")
     for layer, other in zip(lm.model.params.layers, floats.model.params.layers, strict=True):
@@ -184,14 +184,14 @@ def test_weights_stay_in_few_bits_without_loss(tmp_path, form):
 
 
 @pytest.mark.parametrize("form", ["gptq by activation", "nf4", "fp8 by block"])
-def test_a_program_has_the_bits_of_the_plain_forward(tmp_path, form):
+def test_a_program_equals_the_eager_forward(tmp_path, form):
     folder, _, _ = held(tmp_path, form)
     compiled, plain = (onward.load(folder, dtype="bfloat16", compile=how) for how in ("native", "eager"))
     assert compiled.generate(IDS, max_new_tokens=12).token_ids == plain.generate(IDS, max_new_tokens=12).token_ids
     assert torch.equal(compiled.logits(IDS), plain.logits(IDS))
 
 
-def test_what_no_format_holds_becomes_floats_with_a_word(tmp_path):
+def test_weights_without_a_packed_format_become_floats_with_a_warning(tmp_path):
     settings, quantize, _ = HELD["gptq"]
 
     def unheld(*shape):
@@ -205,14 +205,14 @@ def test_what_no_format_holds_becomes_floats_with_a_word(tmp_path):
     assert not any(isinstance(part.weight, QuantizedWeight) for part in marked_parts(lm.model.params))
 
 
-def test_weights_in_few_bits_can_be_quantized_and_merged(tmp_path):
+def test_quantized_weights_can_be_requantized_and_merged(tmp_path):
     folder, twin, _ = held(tmp_path, "gptq by activation")
     ours, theirs = (onward.load(source, dtype="bfloat16") for source in (folder, twin))
     for format in ("int8", "int4"):
         assert torch.equal(onward.quantize(ours, format).logits(IDS), onward.quantize(theirs, format).logits(IDS))
 
 
-def test_layouts_of_gpus_are_refused_with_what_to_do(tmp_path):
+def test_gpu_layouts_are_refused_with_advice(tmp_path):
     def tiles(outputs, inputs, seed):
         tensors, weight = torchao_int8(outputs, inputs, seed)
         del tensors["_weight_scale"]

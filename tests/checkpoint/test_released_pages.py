@@ -29,7 +29,7 @@ def resident(folder: Path) -> int:
 @pytest.mark.parametrize(
     "options", [{"dtype": "bfloat16"}, {"quantize": "int8"}, {"quantize": "int4"}, {"quantize": "iq4_nl"}]
 )
-def test_a_loaded_model_leaves_no_pages_of_its_files_in_memory(tmp_path, options, shards):
+def test_a_loaded_model_leaves_no_file_pages_in_memory(tmp_path, options, shards):
     make_checkpoint(tmp_path, dtype=torch.bfloat16, **WIDE)
     if shards > 1:
         split_into_shards(tmp_path)

@@ -41,7 +41,7 @@ def same(folder, twin):
     [("quantize_config.json", AUTO_GPTQ, gptq), ("quant_config.json", AUTO_AWQ, awq)],
     ids=["AutoGPTQ", "AutoAWQ"],
 )
-def test_settings_beside_config_json_are_read(tmp_path, file, settings, form):
+def test_settings_files_next_to_config_json_are_read(tmp_path, file, settings, form):
     folder, twin = made(tmp_path, ({}, form))
     change_json(folder / "config.json", quantization_config=...)
     (folder / file).write_text(json.dumps(settings))
@@ -53,7 +53,7 @@ def test_settings_beside_config_json_are_read(tmp_path, file, settings, form):
         onward.load(folder)
 
 
-def test_a_quantization_config_goes_before_a_file_beside_it(tmp_path):
+def test_quantization_config_takes_precedence_over_a_separate_file(tmp_path):
     folder, twin = made(tmp_path, "gptq")
     (folder / "quantize_config.json").write_text(json.dumps(AUTO_GPTQ | {"bits": 8}))
     same(folder, twin)
@@ -82,7 +82,7 @@ def test_shards_without_an_index_are_read_by_their_numbers(tmp_path):
 # ── a template of its own ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_the_template_of_a_processor_is_read_where_the_tokenizer_has_none(tmp_path):
+def test_a_processors_template_is_read_if_the_tokenizer_has_none(tmp_path):
     folder = make_checkpoint(tmp_path)
     change_json(folder / "tokenizer_config.json", chat_template=...)
     (folder / "chat_template.json").write_text(json.dumps({"chat_template": "A"}))
@@ -92,7 +92,7 @@ def test_the_template_of_a_processor_is_read_where_the_tokenizer_has_none(tmp_pa
 
 
 @pytest.mark.parametrize("file", ["tokenizer.model", "tekken.json", "vocab.json"])
-def test_a_tokenizer_of_another_form_is_named_with_how_to_save_it(tmp_path, file):
+def test_the_error_for_another_tokenizer_format_explains_how_to_convert_it(tmp_path, file):
     folder = make_checkpoint(tmp_path)
     (folder / "tokenizer.json").rename(folder / file)
     with pytest.warns(OnwardWarning, match=f"{file} is not supported.*AutoTokenizer"):
@@ -116,7 +116,7 @@ def test_a_tokenizer_of_another_form_is_named_with_how_to_save_it(tmp_path, file
     ],
     ids=str,
 )
-def test_layer_types_of_mistral_are_those_of_transformers(tmp_path, types):
+def test_layer_types_of_mistral_equal_transformers(tmp_path, types):
     folder = random_checkpoint(
         tmp_path, "mistral", sliding_window=4, **({} if types is None else {"layer_types": types})
     )
@@ -130,7 +130,7 @@ def test_layer_types_of_mistral_are_those_of_transformers(tmp_path, types):
 # ── a head of its own ─────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_tied_head_that_differs_is_the_models_head_as_in_transformers(tmp_path):
+def test_a_differing_tied_head_is_used_as_in_transformers(tmp_path):
     folder = make_checkpoint(tmp_path, tie_word_embeddings=True)
     tensors = load_file(folder / "model.safetensors")
     tensors["lm_head.weight"] = torch.randn_like(tensors["model.embed_tokens.weight"])
@@ -207,7 +207,7 @@ def fp8_by_rows(outputs, inputs, seed):
     ],
     ids=["uneven groups", "order not set", "plain zeros", "preset", "block as text", "[1, 1]", "fbgemm"],
 )
-def test_forms_of_other_versions_are_the_weights_they_mean(tmp_path, settings, form):
+def test_formats_of_older_versions_give_the_same_weights(tmp_path, settings, form):
     same(*made(tmp_path, (settings, form), WIDE))
     method, (tensors, weight) = methods_of({"quantization_config": settings}).of("module"), form(64, 192, 1)
     stored = method.decode(tensors.__getitem__, method.parts(set(tensors)), (64, 192))
@@ -225,7 +225,7 @@ def test_forms_of_other_versions_are_the_weights_they_mean(tmp_path, settings, f
     ],
     ids=["compressed-tensors", "gptq", "gptq, size not said"],
 )
-def test_a_group_size_that_the_scales_do_not_have_is_an_error(tmp_path, settings, form, words):
+def test_a_group_size_that_contradicts_the_scales_is_an_error(tmp_path, settings, form, words):
     folder, _ = made(tmp_path, (settings, form), WIDE if form is uneven else {**WIDE, "hidden_size": 128})
     with refused(CheckpointError, *words):
         onward.load(folder)
@@ -234,7 +234,7 @@ def test_a_group_size_that_the_scales_do_not_have_is_an_error(tmp_path, settings
 @pytest.mark.parametrize(
     "groups", [["Linear"], {"g": {"weights": "int4"}}, {"g": {"weights": {"block_structure": "128"}}}], ids=str
 )
-def test_groups_of_another_kind_are_refused(tmp_path, groups):
+def test_other_kinds_of_groups_are_refused(tmp_path, groups):
     folder, _ = made(tmp_path, (CT | {"config_groups": groups}, packed_ct))
     with refused(ConfigError, "config_groups" if "128" not in str(groups) else "block_structure"):
         onward.load(folder)
@@ -273,7 +273,7 @@ def test_a_number_written_as_text_is_an_error(method):
 
 
 @pytest.mark.parametrize("method", ["GPTQ", "Awq", "FP8"])
-def test_the_name_of_a_method_in_capitals_is_refused_as_in_transformers(method):
+def test_method_names_in_capitals_are_refused_as_in_transformers(method):
     with pytest.raises(ValueError, match="Unknown quantization type"):
         AutoQuantizationConfig.from_dict({"quant_method": method})
     with refused(ConfigError, repr(method), "gptq"):

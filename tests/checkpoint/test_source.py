@@ -42,7 +42,7 @@ def test_names_with_and_without_an_owner_are_hub_ids(asked, source, repository, 
 
 
 @pytest.mark.parametrize("source", ["./gpt2", "/no/such/folder", "a b", "model.gguf", "model.safetensors", "a/b/c", ""])
-def test_what_cannot_be_a_hub_id_is_not_asked_for(asked, source):
+def test_invalid_hub_ids_are_not_looked_up(asked, source):
     with pytest.raises(SourceError, match=r"no folder .*, and it cannot be a hub id; give a folder, a hub id such as"):
         find_folder(source)
     with pytest.raises(SourceError, match="no folder"):
@@ -57,7 +57,7 @@ def test_a_path_is_never_a_hub_id(asked):
 
 
 @pytest.mark.parametrize("source", ["demo-drafts", "demos", "demo_draft"])
-def test_a_name_that_is_nearly_that_of_a_bundled_model_says_so(asked, source):
+def test_a_misspelled_bundled_model_is_suggested(asked, source):
     with pytest.raises(SourceError, match=r"; did you mean 'demo"):
         find_folder(source)
     with pytest.raises(SourceError) as raised:

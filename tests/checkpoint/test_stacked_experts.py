@@ -78,20 +78,20 @@ GATE_UP = "model.layers.1.mlp.experts.gate_up_proj"
     ],
     ids=["missing", "too few", "too many", "too narrow", "whole numbers"],
 )
-def test_what_does_not_fit_is_named(change, message, tmp_path):
+def test_mismatched_shapes_are_named(change, message, tmp_path):
     folder = changed(stack(random_checkpoint(tmp_path, "qwen3_5moe")), change)
     with pytest.raises(CheckpointError, match=message):
         onward.load(folder)
 
 
-def test_floats_of_gpt_oss_are_known_by_either_bias():
+def test_gpt_oss_floats_are_recognized_by_either_bias():
     for bias in ("gate_up_proj_bias", "down_proj_bias"):
         part = stacked_part("a.experts.3.down_proj.weight", {"a.experts.down_proj", f"a.experts.{bias}"})
         assert part is not None
         assert part.transposed
 
 
-def test_a_bias_of_one_expert_is_no_part():
+def test_a_bias_of_one_expert_is_no_stacked_part():
     assert stacked_part("a.experts.3.gate_proj.bias", {"a.experts.gate_up_proj_bias"}) is None
     assert stacked_part("a.experts.gate_proj.weight", {"a.experts.gate_up_proj"}) is None
 
@@ -141,7 +141,7 @@ def experts_of(lm):
     return [part for part in marked_parts(lm.model.params) if isinstance(part, ExpertLinear)]
 
 
-def test_floats_of_mxfp4_are_those_of_transformers(oss):
+def test_mxfp4_floats_equal_transformers(oss):
     folder, theirs = oss
     with pytest.warns(OnwardWarning, match="quantized by mxfp4 become floats"):
         lm = onward.load(folder, dtype="float32")
@@ -164,7 +164,7 @@ def test_experts_stay_in_four_bits_without_loss(oss):
         assert torch.equal(down.weight.dequantize(), layer.mlp.experts.down_proj.data.transpose(1, 2))
 
 
-def test_a_row_in_four_bits_is_what_it_is_alone(oss):
+def test_a_row_in_four_bits_equals_the_row_alone(oss):
     lm = onward.load(oss[0])
     together = [one.token_ids for one in lm.generate(PROMPTS, max_new_tokens=20, temperature=0)]
     assert together == [lm.generate(p, max_new_tokens=20, temperature=0).token_ids for p in PROMPTS]
@@ -174,7 +174,7 @@ def test_a_row_in_four_bits_is_what_it_is_alone(oss):
     assert torch.equal(lm.logits(IDS), whole)
 
 
-def test_a_quantized_folder_of_a_gpt_oss_has_its_experts_and_their_biases(oss, tmp_path_factory):
+def test_a_quantized_gpt_oss_folder_has_its_experts_and_biases(oss, tmp_path_factory):
     folder, small = oss[0], tmp_path_factory.mktemp("small") / "int8"
     quantize_folder(folder, small, "int8")
     stored = load_file(small / "model.safetensors")
@@ -188,7 +188,7 @@ def test_a_quantized_folder_of_a_gpt_oss_has_its_experts_and_their_biases(oss, t
 
 
 @pytest.mark.parametrize("format", ["int8", "int4", "iq4_nl"])
-def test_quantize_leaves_experts_in_their_four_bits(format, oss):
+def test_quantize_leaves_four_bit_experts_alone(format, oss):
     lm, kept = onward.load(oss[0], quantize=format), onward.load(oss[0])
     for part, same in zip(experts_of(lm), experts_of(kept), strict=True):
         assert torch.equal(part.weight.data, same.weight.data)
@@ -207,7 +207,7 @@ def test_quantize_leaves_experts_in_their_four_bits(format, oss):
     ],
     ids=["no scales", "no numbers", "too few inputs", "no blocks", "no biases"],
 )
-def test_mxfp4_that_does_not_fit_is_named(change, message, oss):
+def test_mismatched_mxfp4_tensors_are_named(change, message, oss):
     with pytest.raises(CheckpointError, match=message):
         onward.load(changed(oss[0], change))
 

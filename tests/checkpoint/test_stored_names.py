@@ -54,7 +54,7 @@ def test_prefixes_are_found(tmp_path, form, tied):
     assert torch.equal(logits(folder), expected)
 
 
-def test_one_error_says_which_names_the_file_has_and_a_name_map_mends_it(tmp_path):
+def test_the_error_lists_the_stored_names_and_a_name_map_fixes_it(tmp_path):
     folder = make_checkpoint(tmp_path, tokenizer=False)
     expected = logits(folder)
     rename(folder, lambda name: name.replace("layers", "blocks").replace("self_attn", "attn"))
@@ -75,7 +75,7 @@ def test_one_error_says_which_names_the_file_has_and_a_name_map_mends_it(tmp_pat
         onward.load(folder, name_map={})
 
 
-def test_a_name_map_divides_the_rows_of_a_tensor_of_safetensors(tmp_path):
+def test_a_name_map_splits_a_safetensors_tensor_by_rows(tmp_path):
     folder = make_checkpoint(tmp_path, tokenizer=False)
     expected = logits(folder)
     tensors = load_file(folder / "model.safetensors")
@@ -87,7 +87,7 @@ def test_a_name_map_divides_the_rows_of_a_tensor_of_safetensors(tmp_path):
     assert torch.equal(logits(folder, name_map={"model.layers.{}.self_attn.wqkv.weight": targets}), expected)
 
 
-def test_a_name_map_is_for_weights_in_floats(tmp_path):
+def test_a_name_map_for_quantized_weights_is_refused(tmp_path):
     settings = {"quant_method": "gptq", "bits": 4, "group_size": 32}
     folder = make_checkpoint(tmp_path, tokenizer=False, quantization_config=settings)
     with refused(RequestError, "name map", "quantized"):
@@ -114,7 +114,7 @@ def head_for_embedding(name):
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("shards", [False, True])
-def test_a_tied_model_that_kept_only_its_head(tmp_path, shards):
+def test_a_tied_model_that_stores_only_its_head(tmp_path, shards):
     folder = make_checkpoint(tmp_path, tokenizer=False, tie_word_embeddings=True)
     expected = logits(folder)
     rename(folder, head_for_embedding, **{EMBEDDING: HEAD, "format": "pt"})
@@ -132,7 +132,7 @@ def load_all(folder):
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
-def test_a_head_that_is_not_tied_is_no_embedding(tmp_path):
+def test_an_untied_head_is_no_embedding(tmp_path):
     folder = make_checkpoint(tmp_path, tokenizer=False)
     rename(folder, lambda name: None if name == EMBEDDING else name)
     with refused(CheckpointError, repr(EMBEDDING), "missing"):
@@ -141,7 +141,7 @@ def test_a_head_that_is_not_tied_is_no_embedding(tmp_path):
 
 @pytest.mark.parametrize("absent", [EMBEDDING, HEAD])
 @pytest.mark.parametrize("tied", [False, True])
-def test_an_index_that_names_a_tied_weight_that_no_shard_holds(tmp_path, absent, tied):
+def test_an_index_that_names_a_tied_weight_that_no_shard_has(tmp_path, absent, tied):
     folder = make_checkpoint(tmp_path, tokenizer=False, tie_word_embeddings=True)
     expected = logits(folder)
     if absent == EMBEDDING:
@@ -169,7 +169,7 @@ def test_an_index_that_names_a_tied_weight_that_no_shard_holds(tmp_path, absent,
         "model.layers.0.self_attn.masked_bias",
     ],
 )
-def test_buffers_of_old_libraries_change_nothing(tmp_path, name):
+def test_legacy_buffers_are_ignored(tmp_path, name):
     folder = make_checkpoint(tmp_path, tokenizer=False)
     expected = logits(folder)
     save_file(load_file(folder / "model.safetensors") | {name: torch.ones(2)}, folder / "model.safetensors")

@@ -52,14 +52,14 @@ def change_tensors(folder, **changes):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_checkpoints_own_dtype_is_kept(dtype, tmp_path):
+def test_the_dtype_defaults_to_the_checkpoints(dtype, tmp_path):
     folder = make_checkpoint(tmp_path, dtype=DTYPES[dtype])
     assert {tensor.dtype for tensor in tensors_of(read(folder))} == {DTYPES[dtype]}
 
 
 @pytest.mark.parametrize("stored", DTYPES)
 @pytest.mark.parametrize("wanted", DTYPES)
-def test_a_wanted_dtype_is_that_of_every_tensor(stored, wanted, tmp_path):
+def test_every_tensor_has_the_requested_dtype(stored, wanted, tmp_path):
     folder = make_checkpoint(tmp_path, dtype=DTYPES[stored])
     stored_embedding = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
     params = read(folder, DTYPES[wanted])
@@ -67,13 +67,13 @@ def test_a_wanted_dtype_is_that_of_every_tensor(stored, wanted, tmp_path):
     assert torch.equal(params.embed_tokens.weight, stored_embedding.to(DTYPES[wanted]))
 
 
-def test_tensors_of_another_dtype_take_the_embeddings(tmp_path):
+def test_tensors_of_another_dtype_are_cast_to_the_embeddings(tmp_path):
     folder = make_checkpoint(tmp_path, dtype=torch.bfloat16)
     change_tensors(folder, model__norm__weight=torch.ones(16, dtype=torch.float32))
     assert {tensor.dtype for tensor in tensors_of(read(folder))} == {torch.bfloat16}
 
 
-def test_values_that_float16_cannot_hold_are_refused_and_not_made_infinite(folder):
+def test_values_beyond_float16_are_refused(folder):
     change_tensors(folder, model__norm__weight=torch.full((16,), 1e6))
     with refused(CheckpointError, "model.norm.weight", "1e+06", "65504", "bfloat16"):
         read(folder, torch.float16)
@@ -109,25 +109,25 @@ def test_a_transposed_tensor_is_misshaped(folder):
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.int64, torch.bool, torch.float64, torch.float8_e4m3fn])
-def test_a_dtype_that_is_not_read_is_named(dtype, folder):
+def test_unsupported_dtypes_are_named(dtype, folder):
     change_tensors(folder, model__norm__weight=torch.ones(16).to(dtype))
     with refused(CheckpointError, "model.norm.weight", str(dtype), "f32"):
         onward.load(folder)
 
 
-def test_tensors_that_the_config_has_no_place_for_are_refused(folder):
+def test_surplus_tensors_are_refused(folder):
     change_json(folder / "config.json", num_hidden_layers=1)
     with refused(CheckpointError, "9 tensors", "model.layers.1.", "config"):
         onward.load(folder)
 
 
-def test_biases_that_the_config_does_not_speak_of_are_refused(folder):
+def test_surplus_biases_are_refused(folder):
     change_tensors(folder, model__layers__0__self_attn__q_proj__bias=torch.zeros(16))
     with refused(CheckpointError, "model.layers.0.self_attn.q_proj.bias", "config"):
         onward.load(folder)
 
 
-def test_the_rotary_frequencies_of_old_checkpoints_are_let_be(folder):
+def test_legacy_rotary_frequencies_are_ignored(folder):
     before = onward.load(folder).logits([1, 2])
     change_tensors(folder, **{f"model__layers__{i}__self_attn__rotary_emb__inv_freq": torch.ones(2) for i in (0, 1)})
     assert torch.equal(onward.load(folder).logits([1, 2]), before)
@@ -139,7 +139,7 @@ def test_a_tied_head_is_the_embedding(tmp_path):
     assert params.lm_head.weight is params.embed_tokens.weight
 
 
-def test_a_tied_head_that_is_stored_too_is_the_embedding_still(tmp_path):
+def test_a_stored_tied_head_is_still_the_embedding(tmp_path):
     folder = make_checkpoint(tmp_path, tie_word_embeddings=True)
     change_tensors(folder, lm_head__weight=load_file(folder / "model.safetensors")["model.embed_tokens.weight"].clone())
     params = read(folder)
@@ -152,7 +152,7 @@ def test_a_tied_head_that_is_stored_too_is_the_embedding_still(tmp_path):
 @pytest.mark.parametrize(
     "names", [("a.safetensors",), ("x.safetensors", "y.safetensors", "z"), ("one/a.st", "two/a.st")], ids=len
 )
-def test_shards_hold_what_one_file_held(names, folder):
+def test_sharded_weights_equal_a_single_file(names, folder):
     whole = tensors_of(read(folder))
     split_into_shards(folder, names)
     assert all(torch.equal(a, b) for a, b in zip(whole, tensors_of(read(folder)), strict=True))
@@ -173,7 +173,7 @@ def test_a_shard_outside_the_folder_is_not_opened(shard, folder):
         onward.load(folder)
 
 
-def test_a_shard_whose_name_is_too_long_for_a_file_is_missing(folder):
+def test_a_shard_with_a_too_long_name_is_missing(folder):
     where = split_into_shards(folder)
     write_json(folder / "model.safetensors.index.json", {"weight_map": where | {"lm_head.weight": "n" * 1000}})
     with refused(CheckpointError, "n" * 1000, "is missing"):
@@ -181,7 +181,7 @@ def test_a_shard_whose_name_is_too_long_for_a_file_is_missing(folder):
 
 
 @pytest.mark.parametrize("name", ["model.nothing.weight", "lm_head.weight"])
-def test_a_tensor_that_its_shard_does_not_hold_is_named(name, folder):
+def test_a_tensor_missing_from_its_shard_is_named(name, folder):
     where = split_into_shards(folder)
     wrong = next(shard for shard in sorted(set(where.values())) if shard != where.get(name))
     write_json(folder / "model.safetensors.index.json", {"weight_map": where | {name: wrong}})
@@ -189,7 +189,7 @@ def test_a_tensor_that_its_shard_does_not_hold_is_named(name, folder):
         onward.load(folder)
 
 
-def test_tensors_of_a_shard_that_the_index_does_not_name_count_too(folder):
+def test_tensors_missing_from_the_index_are_read_too(folder):
     split_into_shards(folder)
     shard = folder / "model-00001-of-00002.safetensors"
     save_file(load_file(shard) | {"model.layers.7.extra": torch.zeros(1)}, shard)
@@ -212,14 +212,14 @@ def test_tensors_of_a_shard_that_the_index_does_not_name_count_too(folder):
     ],
     ids=range(9),
 )
-def test_what_is_no_index(content, folder):
+def test_invalid_indexes(content, folder):
     split_into_shards(folder)
     (folder / "model.safetensors.index.json").write_bytes(content)
     with refused(CheckpointError, "model.safetensors.index.json"):
         onward.load(folder)
 
 
-def test_no_weights_at_all_and_weights_in_another_format(folder):
+def test_no_weights_and_weights_in_another_format(folder):
     (folder / "model.safetensors").unlink()
     with refused(CheckpointError, "no weights", "model.safetensors", "model.safetensors.index.json"):
         onward.load(folder)
@@ -252,7 +252,7 @@ def whole(tmp_path_factory):
 
 @settings(max_examples=150)
 @given(st.data())
-def test_a_file_cut_anywhere_is_refused(whole, data):
+def test_a_truncated_file_is_refused(whole, data):
     end = len(whole.content)
     cut = data.draw(st.one_of(st.integers(0, whole.header_end + 1), st.integers(0, end - 1)))
     with refused(CheckpointError, "model.safetensors", "damaged or truncated"):
@@ -260,14 +260,14 @@ def test_a_file_cut_anywhere_is_refused(whole, data):
 
 
 @given(st.binary(min_size=1, max_size=100))
-def test_a_file_with_something_after_its_end_is_refused(whole, more):
+def test_a_file_with_trailing_bytes_is_refused(whole, more):
     with refused(CheckpointError, "model.safetensors", "damaged"):
         read(whole.spoilt(whole.content + more))
 
 
 @settings(max_examples=300)
 @given(st.data())
-def test_damage_in_the_header_is_refused_or_harmless(whole, data):
+def test_header_damage_is_refused_or_harmless(whole, data):
     end = whole.header_end
     at, byte = data.draw(st.integers(0, end - 1)), data.draw(st.integers(0, 255))
     content = whole.content[:at] + bytes([byte]) + whole.content[at + 1 :]
@@ -286,12 +286,12 @@ def says_the_same(one: bytes, other: bytes) -> bool:
 
 
 @given(st.binary(max_size=200))
-def test_what_is_no_safetensors_file_is_refused(whole, content):
+def test_files_other_than_safetensors_are_refused(whole, content):
     with refused(CheckpointError, "model.safetensors", "damaged"):
         read(whole.spoilt(content))
 
 
-def test_a_shard_cut_short_is_named(folder):
+def test_a_truncated_shard_is_named(folder):
     split_into_shards(folder)
     shard = folder / "model-00002-of-00002.safetensors"
     shard.write_bytes(shard.read_bytes()[:-1])
@@ -299,7 +299,7 @@ def test_a_shard_cut_short_is_named(folder):
         onward.load(folder)
 
 
-def test_a_file_larger_than_all_addresses_is_refused(folder, monkeypatch):
+def test_a_file_larger_than_the_address_space_is_refused(folder, monkeypatch):
     """Sparse, it takes no room on the disk; mapping it is what fails."""
 
     def fails(*arguments, **options):
@@ -314,7 +314,7 @@ def test_a_file_larger_than_all_addresses_is_refused(folder, monkeypatch):
 
 
 @pytest.mark.parametrize("pad", range(8))
-def test_tensors_at_any_address_are_read_and_aligned(pad, folder):
+def test_tensors_at_any_offset_are_read_and_aligned(pad, folder):
     """A header of any length is legal, so tensors can be at any offset."""
     expected = onward.load(folder).logits([1, 2, 3])
     content = (folder / "model.safetensors").read_bytes()
@@ -379,7 +379,7 @@ def measured(folder, how):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
-def test_weights_are_the_files_own_pages(large):
+def test_weights_are_mapped_pages_of_the_file(large):
     folder, size = large
     assert size > 200 * MEBIBYTE
     anonymous, of_files = measured(folder, "read")
@@ -388,7 +388,7 @@ def test_weights_are_the_files_own_pages(large):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
-def test_a_loaded_model_holds_its_weights_once(large):
+def test_a_loaded_model_has_one_copy_of_its_weights(large):
     folder, size = large
     anonymous, of_files = measured(folder, "load")
     assert anonymous + of_files < 1.2 * size

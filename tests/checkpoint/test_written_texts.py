@@ -52,7 +52,7 @@ def random_texts() -> list[str]:
 
 
 @pytest.mark.parametrize("merges", [[], [("l", "l"), ("h", "e"), ("he", "ll")]])
-def test_byte_level_ids_are_those_of_tokenizer_json(merges, tmp_path):
+def test_byte_level_ids_equal_those_of_tokenizer_json(merges, tmp_path):
     tokenizer = bytes_tokenizer(*merges)
     tokenizer.add_tokens([AddedToken("<|fim|>", normalized=False)])
     folder, file = written(tmp_path, tokenizer)
@@ -61,7 +61,7 @@ def test_byte_level_ids_are_those_of_tokenizer_json(merges, tmp_path):
 
 
 @pytest.mark.parametrize("way", ["lstrip", "rstrip", "single_word"])
-def test_added_tokens_of_byte_level_bpe_that_a_file_cannot_say_are_refused(way, tmp_path):
+def test_byte_level_added_tokens_that_gguf_lacks_are_refused(way, tmp_path):
     tokenizer = bytes_tokenizer()
     tokenizer.add_tokens([AddedToken("<|fim|>", normalized=False, **{way: True})])
     with pytest.raises(RequestError, match=rf"GGUF cannot express {way} of the added token '<\|fim\|>'"):
@@ -78,7 +78,7 @@ def test_added_tokens_of_byte_level_bpe_that_a_file_cannot_say_are_refused(way, 
         (normalizers.Sequence([normalizers.NFC(), normalizers.Lowercase()]), False),
     ],
 )
-def test_a_normalizer_that_a_file_cannot_say_is_named(normalizer, taken, tmp_path):
+def test_normalizers_that_gguf_lacks_are_named(normalizer, taken, tmp_path):
     tokenizer = bytes_tokenizer()
     tokenizer.normalizer = normalizer
     if taken:
@@ -97,7 +97,7 @@ def test_a_normalizer_that_a_file_cannot_say_is_named(normalizer, taken, tmp_pat
         ("<mask> <s> $A", "adds <mask> <s> to"),
     ],
 )
-def test_tokens_around_a_text_that_a_file_cannot_say_are_warned_of(around, words, tmp_path):
+def test_surrounding_tokens_that_gguf_lacks_are_a_warning(around, words, tmp_path):
     tokenizer = bytes_tokenizer()
     pairs = [(text, tokenizer.token_to_id(text)) for text in SPECIAL]
     tokenizer.post_processor = processors.TemplateProcessing(single=around, special_tokens=pairs)
@@ -111,7 +111,7 @@ def test_tokens_around_a_text_that_a_file_cannot_say_are_warned_of(around, words
 
 @pytest.mark.parametrize("names", [NAMES, {"bos_token": "<s>"}])
 @pytest.mark.parametrize("ends", [7, [7], [EOS, 7, 9], [IM_END, EOS, 7], [7, IM_END, 9]])
-def test_texts_end_with_all_ids_that_end_them_in_the_folder(ends, names, tmp_path):
+def test_every_eos_of_the_folder_is_written(ends, names, tmp_path):
     """And with those that end them by what they are called."""
     files = {"tokenizer_config": names, "generation_config": {"eos_token_id": ends}}
     folder, file = written(tmp_path, bytes_tokenizer(), **files)
@@ -120,13 +120,13 @@ def test_texts_end_with_all_ids_that_end_them_in_the_folder(ends, names, tmp_pat
     assert file.tokenizer.eos_id == (EOS if own else folder.eos[0])
 
 
-def test_texts_of_ids_alone_end_with_the_ids_of_the_folder(tmp_path):
+def test_eos_ids_are_written_without_a_tokenizer(tmp_path):
     folder, file = written(tmp_path, None, generation_config={"eos_token_id": [7, 9]})
     assert file.tokenizer is None
     assert file.eos == folder.eos == (7, 9)
 
 
-def test_more_ends_than_a_file_can_say_are_refused(tmp_path):
+def test_more_eos_ids_than_gguf_allows_are_refused(tmp_path):
     with pytest.raises(RequestError, match=r"the end-of-text ids are 257, 1, 2, 3, and GGUF has keys for 3"):
         written(tmp_path, bytes_tokenizer(), generation_config={"eos_token_id": [1, 2, 3]})
 
@@ -159,14 +159,14 @@ def test_a_tokenizer_of_another_model_is_refused(generation, kind, words, tmp_pa
         {"do_sample": True, "temperature": 1, "top_k": None},
     ],
 )
-def test_texts_are_sampled_as_the_folder_advises(generation, tmp_path):
+def test_sampling_defaults_of_the_folder_are_written(generation, tmp_path):
     source = folder_with(tmp_path / "source", None, generation_config=generation)
     convert(source, tmp_path / "model.gguf", "gguf")
     folder, file = (onward.load(path, compile="eager") for path in (source, tmp_path / "model.gguf"))
     assert file.defaults == folder.defaults
 
 
-def test_both_templates_are_written_with_the_tokens_that_they_name(tmp_path):
+def test_both_templates_are_written_with_their_tokens(tmp_path):
     plain, tools = "{{ bos_token }}{{ pad_token }}{{ unk_token }}{{ messages[0].content }}", "{{ tools }}"
     templates = [{"name": "default", "template": plain}, {"name": "tool_use", "template": tools}]
     config = NAMES | {"pad_token": "<mask>", "unk_token": {"content": "</s>"}, "chat_template": templates}
@@ -176,7 +176,7 @@ def test_both_templates_are_written_with_the_tokens_that_they_name(tmp_path):
     assert file.chat_template.render(message) == folder.chat_template.render(message) == "<s><mask></s>Hi"
 
 
-def test_a_text_that_is_no_unicode_is_refused(tmp_path):
+def test_invalid_unicode_is_refused(tmp_path):
     with pytest.raises(RequestError, match="is not valid Unicode, which GGUF requires"):
         written(tmp_path, bytes_tokenizer(), tokenizer_config=NAMES | {"chat_template": "\ud800 {{ messages }}"})
     assert [path.name for path in tmp_path.iterdir()] == ["source"]

@@ -30,17 +30,17 @@ def given(folders: dict[str, Path]) -> list[str]:
 SHORT = ("-n", "12", "-t", "0")
 
 
-def test_generate_uses_the_first(cli: Cli, folders: dict[str, Path]) -> None:
+def test_generate_uses_the_first_adapter(cli: Cli, folders: dict[str, Path]) -> None:
     first = cli("generate", "The fox", *SHORT, *given(folders))
     assert first.out.rstrip("\n") == text_of(folders["poet"], "The fox").rstrip("\n")
 
 
-def test_chat_answers_with_the_first(cli: Cli, folders: dict[str, Path]) -> None:
+def test_chat_uses_the_first_adapter(cli: Cli, folders: dict[str, Path]) -> None:
     said = cli("chat", "demo", *SHORT, *given(folders), input="Hi\n").out
     assert said != cli("chat", "demo", *SHORT, input="Hi\n").out
 
 
-def test_lines_of_a_batch_call_adapters_as_models(cli: Cli, folders: dict[str, Path], tmp_path: Path) -> None:
+def test_batch_lines_select_adapters_as_models(cli: Cli, folders: dict[str, Path], tmp_path: Path) -> None:
     source, results = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     bodies = {
         name: {"model": name, "prompt": "The fox", "max_tokens": 12, "temperature": 0} for name in ("demo", *folders)
@@ -56,7 +56,7 @@ def test_lines_of_a_batch_call_adapters_as_models(cli: Cli, folders: dict[str, P
         assert answer["choices"][0]["text"] == text_of(folders.get(line["custom_id"]), "The fox")
 
 
-def test_score_uses_the_first(cli: Cli, folders: dict[str, Path]) -> None:
+def test_score_uses_the_first_adapter(cli: Cli, folders: dict[str, Path]) -> None:
     lm = onward.load("demo", adapters=dict(folders))
     text = "The fox ran into the woods."
     for flags, name in ((given(folders), "poet"), ([], None)):
@@ -64,9 +64,7 @@ def test_score_uses_the_first(cli: Cli, folders: dict[str, Path]) -> None:
         assert printed["log_likelihood"] == lm.score(text, adapter=name).log_likelihood
 
 
-def test_eval_hands_the_first_to_the_harness(
-    cli: Cli, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_eval_uses_the_first_adapter(cli: Cli, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """tests/integrations has the numbers, where the harness is installed."""
     import onward.cli.evaluate as command
 
@@ -98,7 +96,7 @@ def test_eval_hands_the_first_to_the_harness(
         (["--adapter", "a=x", "--adapter", "a=y"], "--adapter has the name 'a' twice"),
     ],
 )
-def test_what_is_no_name_and_source_is_told(cli: Cli, flags: list[str], message: str) -> None:
+def test_invalid_adapter_arguments_are_refused(cli: Cli, flags: list[str], message: str) -> None:
     told = cli("generate", "The fox", *flags)
     assert told.code == 2
     assert message in told.err

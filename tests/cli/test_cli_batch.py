@@ -58,7 +58,7 @@ def texts(answer: dict[str, Any]) -> list[str]:
 
 
 @pytest.mark.parametrize("limits", [(), ("--max-sequences", "4", "--max-waiting", "1", "--max-step-ms", "1")], ids=len)
-def test_each_line_is_answered_as_it_would_be_alone(
+def test_each_line_equals_the_request_alone(
     cli: Cli, loaded: onward.LanguageModel, tmp_path: Path, limits: tuple[str, ...]
 ) -> None:
     of_chats = {
@@ -94,9 +94,7 @@ def test_each_line_is_answered_as_it_would_be_alone(
     assert texts(answers["ids"]) == [loaded.generate("The end", temperature=0, max_new_tokens=8).text]
 
 
-def test_a_line_without_a_seed_says_with_which_it_was_drawn(
-    cli: Cli, loaded: onward.LanguageModel, tmp_path: Path
-) -> None:
+def test_a_line_without_a_seed_reports_its_seed(cli: Cli, loaded: onward.LanguageModel, tmp_path: Path) -> None:
     wide = {"temperature": 1.5, "top_p": 1.0}
     asked = {"one": chat("one", **wide), "same": chat("same", **wide)}
     asked["prompts"] = completion("prompts", prompt=["The fox", "The owl"], **wide)
@@ -111,7 +109,7 @@ def test_a_line_without_a_seed_says_with_which_it_was_drawn(
         assert texts(body(result)) == texts(drawn[str(name)])
 
 
-def test_a_line_without_a_length_has_that_of_the_flag(cli: Cli, loaded: onward.LanguageModel, tmp_path: Path) -> None:
+def test_a_line_without_a_length_uses_the_flag(cli: Cli, loaded: onward.LanguageModel, tmp_path: Path) -> None:
     lines = [completion("open", max_tokens=None, ignore_eos=True), completion("given", max_tokens=2)]
     out = tmp_path / "out.jsonl"
     cli("batch", str(write(tmp_path / "in.jsonl", *lines)), str(out), "-n", "5")
@@ -119,7 +117,7 @@ def test_a_line_without_a_length_has_that_of_the_flag(cli: Cli, loaded: onward.L
     assert lengths == {"open": 5, "given": 2}
 
 
-def test_the_model_has_the_name_that_lines_call_it(cli: Cli, loaded: onward.LanguageModel, tmp_path: Path) -> None:
+def test_the_model_name_matches_the_lines(cli: Cli, loaded: onward.LanguageModel, tmp_path: Path) -> None:
     lines = [chat("ours", model="gpt-4o-mini"), chat("none", model=None), chat("theirs", model="gpt-5")]
     out = tmp_path / "out.jsonl"
     run = cli("batch", str(write(tmp_path / "in.jsonl", *lines)), str(out), "--model-name", "gpt-4o-mini")
@@ -130,7 +128,7 @@ def test_the_model_has_the_name_that_lines_call_it(cli: Cli, loaded: onward.Lang
     assert (run.code, run.err) == (2, f"error: 1 of 3 lines failed: their results in '{out}' say why\n")
 
 
-def test_a_bad_line_is_an_error_and_the_others_go_on(cli: Cli, loaded: onward.LanguageModel, tmp_path: Path) -> None:
+def test_a_bad_line_is_an_error_and_the_others_continue(cli: Cli, loaded: onward.LanguageModel, tmp_path: Path) -> None:
     bad = {
         "{": "invalid_json_line",
         "\udcff": "invalid_json_line",
@@ -161,7 +159,7 @@ def test_a_bad_line_is_an_error_and_the_others_go_on(cli: Cli, loaded: onward.La
     assert all(line["response"] is None for line in lines if line["error"] is not None)
 
 
-def test_a_text_that_cannot_be_finished_fails_alone(cli: Cli, loaded: onward.LanguageModel, tmp_path: Path) -> None:
+def test_a_text_without_admissible_ids_fails_alone(cli: Cli, loaded: onward.LanguageModel, tmp_path: Path) -> None:
     """Bans that leave no id show only while the text runs."""
     every = [[token] for token in range(loaded.model.vocab_size)]
     lines = [chat("good", temperature=0), completion("bad", prompt=["a", "b"], bad_words=every)]
@@ -172,7 +170,7 @@ def test_a_text_that_cannot_be_finished_fails_alone(cli: Cli, loaded: onward.Lan
     assert results(out)["bad"]["response"]["status_code"] == 400
 
 
-def test_an_error_that_is_not_onwards_is_of_its_line_alone(
+def test_an_unexpected_error_fails_its_line_alone(
     cli: Cli, loaded: onward.LanguageModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(ids: object, text: str) -> bool:
@@ -195,7 +193,7 @@ def test_an_error_that_is_not_onwards_is_of_its_line_alone(
     assert message == "the request failed: MemoryError: no room"
 
 
-def test_an_answer_that_json_cannot_hold_fails_alone(
+def test_an_answer_that_json_cannot_represent_fails_alone(
     cli: Cli, loaded: onward.LanguageModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answer = ChatCompletions.answer
@@ -210,7 +208,9 @@ def test_an_answer_that_json_cannot_hold_fails_alone(
     assert results(out)["bad"]["response"]["status_code"] == 500
 
 
-def test_the_same_command_again_serves_what_is_not_done(cli: Cli, loaded: onward.LanguageModel, tmp_path: Path) -> None:
+def test_rerunning_the_command_serves_only_unfinished_lines(
+    cli: Cli, loaded: onward.LanguageModel, tmp_path: Path
+) -> None:
     lines = [chat(f"line {number}", seed=number) for number in range(5)]
     lines.append(completion("long", prompt="word " * 2000))
     source, out, whole = tmp_path / "in.jsonl", tmp_path / "out.jsonl", tmp_path / "whole.jsonl"
@@ -237,7 +237,7 @@ def test_the_same_command_again_serves_what_is_not_done(cli: Cli, loaded: onward
     assert out.read_bytes() == done
 
 
-def test_results_follow_from_the_lines_whatever_the_run(cli: Cli, loaded: onward.LanguageModel, tmp_path: Path) -> None:
+def test_results_depend_only_on_the_lines(cli: Cli, loaded: onward.LanguageModel, tmp_path: Path) -> None:
     """Bytes: ids, seeds and times follow from the lines, whose order is that of the results."""
     lines = [completion(f"{at}", max_tokens=30 - at) for at in range(12)]
     lines[5] = chat("tools", temperature=0)
@@ -252,7 +252,7 @@ def test_results_follow_from_the_lines_whatever_the_run(cli: Cli, loaded: onward
     assert found == [*(line["custom_id"] for line in lines[:6]), None, *(line["custom_id"] for line in lines[6:])]
 
 
-def test_a_line_that_changed_is_served_again(cli: Cli, loaded: onward.LanguageModel, tmp_path: Path) -> None:
+def test_a_changed_line_is_served_again(cli: Cli, loaded: onward.LanguageModel, tmp_path: Path) -> None:
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     command = ("batch", str(source), str(out))
     write(source, completion("a"), completion("b"))
@@ -265,7 +265,7 @@ def test_a_line_that_changed_is_served_again(cli: Cli, loaded: onward.LanguageMo
     assert cli(*command, "-n", "5").out.startswith("2 lines: 2 served"), "other settings are another model"
 
 
-def test_a_result_whose_end_of_line_is_lost_is_done(cli: Cli, loaded: onward.LanguageModel, tmp_path: Path) -> None:
+def test_a_result_without_its_newline_is_complete(cli: Cli, loaded: onward.LanguageModel, tmp_path: Path) -> None:
     source, out = write(tmp_path / "in.jsonl", chat("a"), chat("b")), tmp_path / "out.jsonl"
     cli("batch", str(source), str(out))
     lines = out.read_bytes().splitlines(keepends=True)
@@ -285,7 +285,7 @@ def interruptible() -> Iterator[None]:
 
 @pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)], ids=str)
-def test_a_run_that_is_stopped_goes_on_where_it_was(
+def test_a_stopped_run_resumes(
     cli: Cli, loaded: onward.LanguageModel, tmp_path: Path, sent: signal.Signals, code: int
 ) -> None:
     lines = [completion(f"{at}", seed=at, max_tokens=100 if at > 5 else 5, ignore_eos=True) for at in range(24)]
@@ -316,7 +316,7 @@ def test_a_run_that_is_stopped_goes_on_where_it_was(
         assert texts(body(answers[str(at)])) == [loaded.generate("Once upon a time", **options).text]
 
 
-def test_an_engine_that_fails_ends_the_batch(
+def test_an_engine_failure_ends_the_batch(
     cli: Cli, loaded: onward.LanguageModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object, **__: object) -> None:
@@ -328,7 +328,7 @@ def test_an_engine_that_fails_ends_the_batch(
     assert list(tmp_path.iterdir()) == [source]
 
 
-def test_results_that_find_no_room_are_one_line(cli: Cli, loaded: onward.LanguageModel, tmp_path: Path) -> None:
+def test_a_full_disk_is_a_one_line_error(cli: Cli, loaded: onward.LanguageModel, tmp_path: Path) -> None:
     if not os.path.exists("/dev/full"):
         pytest.skip("a device of Linux")
     run = cli("batch", str(write(tmp_path / "in.jsonl", chat("a"))), "/dev/full")
@@ -362,7 +362,7 @@ def test_results_that_find_no_room_are_one_line(cli: Cli, loaded: onward.Languag
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
 )
-def test_a_mistake_is_one_line_and_changes_no_file(
+def test_user_errors_are_one_line_and_change_no_file(
     cli: Cli,
     loaded: onward.LanguageModel,
     tmp_path: Path,
@@ -387,7 +387,7 @@ def test_a_mistake_is_one_line_and_changes_no_file(
     assert {file: file.read_bytes() for file in Path().iterdir()} == files
 
 
-def test_a_batch_of_no_lines_is_done(cli: Cli, loaded: onward.LanguageModel, tmp_path: Path) -> None:
+def test_an_empty_batch_succeeds(cli: Cli, loaded: onward.LanguageModel, tmp_path: Path) -> None:
     run = cli("batch", str(write(tmp_path / "in.jsonl", "")), str(tmp_path / "out.jsonl"))
     assert (run.code, run.out.partition(" ·")[0]) == (0, "0 lines: 0 served, 0 failed")
 
@@ -403,7 +403,7 @@ def test_a_batch_needs_neither_ray_nor_a_web_framework(tmp_path: Path) -> None:
     assert body(results(out)["a"])
 
 
-def test_a_folder_is_served_here_too(cli: Cli, loaded: onward.LanguageModel, tmp_path: Path) -> None:
+def test_a_folder_of_files_is_accepted(cli: Cli, loaded: onward.LanguageModel, tmp_path: Path) -> None:
     source, out = tmp_path / "in", tmp_path / "out"
     source.mkdir()
     write(source / "one.jsonl", chat("a"), chat("b"))

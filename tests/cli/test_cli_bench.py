@@ -13,7 +13,7 @@ SHORT = ["--prompt-tokens", "6", "--new-tokens", "4", "--rounds", "2"]
 KERNELS = pytest.mark.skipif(native.library() is None, reason="no native library was built")
 
 
-def test_json_holds_what_the_text_shows(cli: Cli, lm: onward.LanguageModel) -> None:
+def test_json_equals_the_text_output(cli: Cli, lm: onward.LanguageModel) -> None:
     result = cli("bench", *SHORT, "--json")
     found = json.loads(result.out)
     assert (result.code, result.err) == (0, "")
@@ -28,7 +28,7 @@ def test_json_holds_what_the_text_shows(cli: Cli, lm: onward.LanguageModel) -> N
 
 
 @KERNELS
-def test_the_profile_is_the_programs_own(cli: Cli) -> None:
+def test_the_profile_is_that_of_the_program(cli: Cli) -> None:
     shown = cli("bench", *SHORT, "--profile").out
     assert "a token after 6\nbackend native\n" in shown
     assert "a prompt of 6\nbackend native\n" in shown
@@ -38,7 +38,7 @@ def test_the_profile_is_the_programs_own(cli: Cli) -> None:
 
 
 @KERNELS
-def test_a_token_reads_every_weight_and_a_row_of_the_embedding(lm: onward.LanguageModel) -> None:
+def test_bytes_per_token_are_all_weights_and_one_embedding_row(lm: onward.LanguageModel) -> None:
     weights, cache = bytes_per_token(lm, 99)
     assert cache == lm.new_cache(1, 100).nbytes
     table = lm.model.params.embed_tokens.weight  # tied: the head's own
@@ -60,7 +60,7 @@ def test_runs_are_counted(lm: onward.LanguageModel) -> None:
         (["--compile", "fast"], "--compile must be one of auto, native, cuda, inductor, eager; got 'fast'"),
     ],
 )
-def test_what_cannot_be_measured(cli: Cli, arguments: list[str], message: str) -> None:
+def test_unmeasurable_requests(cli: Cli, arguments: list[str], message: str) -> None:
     result = cli("bench", *arguments)
     assert (result.code, result.out) == (2, "")
     assert message in result.err

@@ -45,7 +45,7 @@ def test_lines_are_answered_in_turn(cli: Cli, loaded: onward.LanguageModel) -> N
     assert result.out == "".join(f"{text}\n" for text in answers(loaded, "Hello there!", "Tell me a story."))
 
 
-def test_a_backslash_goes_on_in_the_next_line(cli: Cli, loaded: onward.LanguageModel) -> None:
+def test_a_backslash_continues_on_the_next_line(cli: Cli, loaded: onward.LanguageModel) -> None:
     want = answers(loaded, "Tell me\na story.")[0] + "\n"
     assert cli("chat", *FLAGS, input="Tell me\\\na story.\n").out == want
     assert cli("chat", *FLAGS, input="Tell me\\\na story.\\\n").out == want
@@ -91,7 +91,7 @@ def test_every_command(cli: Cli, loaded: onward.LanguageModel) -> None:
         ("/load chat.json", "onward chat --session FILE"),
     ],
 )
-def test_a_command_that_fails_is_told_and_the_chat_goes_on(
+def test_a_failed_command_is_reported_and_the_chat_continues(
     cli: Cli, loaded: onward.LanguageModel, line: str, wanted: str
 ) -> None:
     result = cli("chat", *FLAGS, input=f"{line}\nHello there!\n")
@@ -101,7 +101,7 @@ def test_a_command_that_fails_is_told_and_the_chat_goes_on(
     assert result.out == answers(loaded, "Hello there!")[0] + "\n"
 
 
-def test_bytes_that_are_no_text_are_told(cli: Cli, loaded: onward.LanguageModel) -> None:
+def test_invalid_utf8_is_reported(cli: Cli, loaded: onward.LanguageModel) -> None:
     result = cli("chat", *FLAGS, input=b"\xff\nHello there!\n")
     assert (result.code, "UTF-8" in result.err) == (2, True)
     assert result.out == answers(loaded, "Hello there!")[0] + "\n"
@@ -110,14 +110,14 @@ def test_bytes_that_are_no_text_are_told(cli: Cli, loaded: onward.LanguageModel)
 # ── the context ───────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_an_answer_may_take_what_is_left_of_the_context(cli: Cli) -> None:
+def test_an_answer_may_fill_the_context(cli: Cli) -> None:
     result = cli("chat", "--max-seq-len", "60", "--ignore-eos", "--seed", "1", input="Hello there!\n/stats\n")
     assert result.code == 0
     assert "the context of 60 tokens is full" in result.err
     assert "/reset" in result.err
 
 
-def test_a_full_context_is_never_more_than_full(cli: Cli) -> None:
+def test_stats_report_a_full_context(cli: Cli) -> None:
     out = cli("chat", "--max-seq-len", "60", "--ignore-eos", "--seed", "1", input="Hello there!\n/stats\n").out
     assert "1 question, the context of 60 tokens is full" in out
 
@@ -131,7 +131,7 @@ def test_a_message_too_long_for_the_context_changes_nothing(session: ChatSession
     assert session.ask("And now?", ignore).completion is not None
 
 
-def test_the_longest_chats_end_in_words_and_not_in_a_crash(session: ChatSession) -> None:
+def test_very_long_chats_end_with_a_message_instead_of_a_crash(session: ChatSession) -> None:
     """Whatever is left of the context: a message is answered or refused, and nothing is lost."""
 
     def fill(words: int) -> int:
@@ -150,7 +150,7 @@ def test_the_longest_chats_end_in_words_and_not_in_a_crash(session: ChatSession)
     assert session.conversation.turns == [("a " * words, "b")]
 
 
-def test_a_limit_on_the_answer_is_remarked(cli: Cli, loaded: onward.LanguageModel) -> None:
+def test_a_truncated_answer_is_noted(cli: Cli, loaded: onward.LanguageModel) -> None:
     assert "cut at 3 tokens" in cli("chat", "-t", "0", "-n", "3", input="Tell me a story.\n").err
 
 
@@ -166,7 +166,7 @@ def test_a_chat_that_the_template_refuses_is_not_adopted(session: ChatSession) -
 
 
 @pytest.mark.parametrize("shown", [1, 4])
-def test_an_interrupted_answer_stays_as_far_as_it_was_shown(session: ChatSession, shown: int) -> None:
+def test_an_interrupted_answer_keeps_its_visible_part(session: ChatSession, shown: int) -> None:
     seen: list[str] = []
 
     def emit(piece: onward.Piece) -> None:
@@ -181,7 +181,7 @@ def test_an_interrupted_answer_stays_as_far_as_it_was_shown(session: ChatSession
     assert session.ask("Go on.", ignore).completion is not None
 
 
-def test_an_answer_interrupted_at_once_leaves_the_chat_as_it_was(
+def test_an_answer_interrupted_at_once_leaves_the_chat_unchanged(
     session: ChatSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(*arguments: object) -> onward.Completion:
@@ -205,7 +205,7 @@ class Lines:
         return line
 
 
-def test_an_interrupt_between_answers_ends_a_script_and_not_a_person(session: ChatSession) -> None:
+def test_an_interrupt_between_answers_ends_only_scripts(session: ChatSession) -> None:
     assert converse(session, Lines(KeyboardInterrupt, "Hello there!").read, on_terminal=True)
     assert len(session.conversation.turns) == 1
     with pytest.raises(KeyboardInterrupt):

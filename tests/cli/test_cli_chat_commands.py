@@ -43,7 +43,7 @@ def thinking(lm: onward.LanguageModel, monkeypatch: pytest.MonkeyPatch) -> onwar
 # ── /retry and /undo ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_retry_is_what_the_question_gives_with_a_seed_of_its_own(session: ChatSession) -> None:
+def test_a_retry_equals_the_question_with_a_new_seed(session: ChatSession) -> None:
     first = session.ask("Tell me a story.", ignore).text
     answers = [session.retry(ignore).text for _ in range(2)]
     prompt = [{"role": "user", "content": "Tell me a story."}]
@@ -54,16 +54,14 @@ def test_a_retry_is_what_the_question_gives_with_a_seed_of_its_own(session: Chat
     assert session.ask("And then?", ignore).completion.seed == 7
 
 
-def test_a_greedy_retry_says_that_it_is_the_same(cli: Cli, loaded: onward.LanguageModel) -> None:
+def test_a_greedy_retry_notes_that_it_is_the_same(cli: Cli, loaded: onward.LanguageModel) -> None:
     result = cli("chat", "-t", "0", "-n", "100", input="Hello there!\n/retry\n")
     assert (result.code, "the same answer again; /set temperature" in result.err) == (0, True)
     first, second = result.out[: len(result.out) // 2], result.out[len(result.out) // 2 :]
     assert first == second
 
 
-def test_a_retry_that_is_interrupted_at_once_leaves_the_answer(
-    session: ChatSession, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_retry_interrupted_at_once_keeps_the_answer(session: ChatSession, monkeypatch: pytest.MonkeyPatch) -> None:
     session.ask("Tell me a story.", ignore)
     turns = list(session.conversation.turns)
 
@@ -80,7 +78,7 @@ def test_a_retry_that_is_interrupted_at_once_leaves_the_answer(
     assert session.conversation.turns == turns
 
 
-def test_undo_takes_back_one_turn_and_costs_no_new_prefill(session: ChatSession) -> None:
+def test_undo_removes_one_turn_without_a_new_prefill(session: ChatSession) -> None:
     session.ask("Hello there!", ignore)
     kept = list(session.conversation.turns)
     session.ask("And then?", ignore)
@@ -93,13 +91,13 @@ def test_undo_takes_back_one_turn_and_costs_no_new_prefill(session: ChatSession)
     assert completion.cached_tokens > 0
 
 
-def test_there_is_nothing_to_take_back_at_first(session: ChatSession) -> None:
+def test_undo_of_an_empty_chat(session: ChatSession) -> None:
     for command in ("/undo", "/retry"):
         with pytest.raises(RequestError, match="nothing was asked yet"):
             run_command(session, command)
 
 
-def test_a_retried_chat_is_kept_in_its_file(cli: Cli, loaded: onward.LanguageModel, tmp_path: Path) -> None:
+def test_a_retried_chat_is_saved(cli: Cli, loaded: onward.LanguageModel, tmp_path: Path) -> None:
     file = tmp_path / "chat.session"
     ask = ("chat", "-t", "1", "-n", "12", "--seed", "7", "--session", str(file))
     said = cli(*ask, input="Tell me a story.\n/retry\nAnd then?\n/undo\n")
@@ -154,13 +152,13 @@ def test_values_are_json_or_text(session: ChatSession, line: str, value: dict[st
         ("enable_thinking false", "unknown option 'enable_thinking'"),
     ],
 )
-def test_what_cannot_be_set_changes_nothing(session: ChatSession, line: str, message: str) -> None:
+def test_invalid_values_change_nothing(session: ChatSession, line: str, message: str) -> None:
     with pytest.raises(RequestError, match=message):
         run_command(session, f"/set {line}")
     assert session.options == SAMPLED
 
 
-def test_options_are_shown_as_they_hold(session: ChatSession, lm: onward.LanguageModel) -> None:
+def test_set_shows_the_effective_options(session: ChatSession, lm: onward.LanguageModel) -> None:
     shown = run_command(session, "/set")
     assert isinstance(shown, str)
     rows = dict(line.split(maxsplit=1) for line in shown.splitlines())
@@ -177,7 +175,7 @@ def test_options_are_shown_as_they_hold(session: ChatSession, lm: onward.Languag
 # ── variables of the template ─────────────────────────────────────────────────────────────────────────────
 
 
-def test_thinking_is_turned_off(cli: Cli, thinking: onward.LanguageModel) -> None:
+def test_thinking_can_be_turned_off(cli: Cli, thinking: onward.LanguageModel) -> None:
     messages = [{"role": "user", "content": "Hi"}]
     on = thinking.chat(messages, **GREEDY).text
     off = thinking.chat(messages, enable_thinking=False, **GREEDY).text
@@ -213,7 +211,7 @@ def test_a_template_without_the_variable(
 # ── recap ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_recap_is_the_last_turns_on_short_lines() -> None:
+def test_a_recap_shows_the_last_turns_on_short_lines() -> None:
     turns = [(f"question {number}", "word " * 100) for number in range(5)]
     lines = recap(Conversation("Be brief.", turns), 60).splitlines()
     assert [line for line in lines if line.startswith("> ")] == ["> question 3", "> question 4"]

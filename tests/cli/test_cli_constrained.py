@@ -8,7 +8,7 @@ from command_line import Cli
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer", "minimum": 3, "maximum": 5}}, "required": ["n"]}
 
 
-def test_a_text_has_the_form_that_flags_ask_for(cli: Cli, tmp_path: Path) -> None:
+def test_texts_follow_the_constraint_flags(cli: Cli, tmp_path: Path) -> None:
     schema, grammar = tmp_path / "s.json", tmp_path / "g.lark"
     schema.write_text(json.dumps(SCHEMA | {"additionalProperties": False}))
     grammar.write_text('start: "a fox" | "an owl"\n')
@@ -19,7 +19,7 @@ def test_a_text_has_the_form_that_flags_ask_for(cli: Cli, tmp_path: Path) -> Non
     assert cli("generate", "Once", "--choice", "yes", "--choice", "no").out.strip() in ("yes", "no")
 
 
-def test_lines_of_a_batch_have_forms_of_their_own(cli: Cli, tmp_path: Path) -> None:
+def test_batch_lines_have_their_own_constraints(cli: Cli, tmp_path: Path) -> None:
     forms = [{"choice": ["yes", "no"]}, {"regex": "("}, {"regex": "b"}]
     lines = [
         {"custom_id": str(at), "method": "POST", "url": "/v1/completions", "body": {"prompt": "Once"} | form}
@@ -34,7 +34,7 @@ def test_lines_of_a_batch_have_forms_of_their_own(cli: Cli, tmp_path: Path) -> N
     assert third["choices"][0]["text"] == "b"
 
 
-def test_bad_forms_are_one_line(cli: Cli, tmp_path: Path) -> None:
+def test_invalid_constraints_are_one_line(cli: Cli, tmp_path: Path) -> None:
     broken, latin = tmp_path / "broken.json", tmp_path / "latin.lark"
     broken.write_text("{")
     latin.write_bytes(b"start: \xe9")

@@ -14,12 +14,12 @@ TEXTS = st.text(st.characters(codec="utf-8"))
 
 
 @given(st.none() | TEXTS, st.lists(st.tuples(TEXTS, TEXTS), max_size=4))
-def test_a_note_is_the_conversation(system: str | None, turns: list[tuple[str, str]]) -> None:
+def test_the_conversation_is_the_sessions_note(system: str | None, turns: list[tuple[str, str]]) -> None:
     conversation = Conversation(system, turns)
     assert Conversation.from_json(conversation.to_json()) == conversation
 
 
-def test_messages_are_what_templates_take() -> None:
+def test_messages_are_those_of_templates() -> None:
     conversation = Conversation("Be brief.", [("Hi", "Hello")])
     roles = [(message["role"], message["content"]) for message in conversation.messages("And?")]
     assert roles == [("system", "Be brief."), ("user", "Hi"), ("assistant", "Hello"), ("user", "And?")]
@@ -41,7 +41,7 @@ def test_messages_are_what_templates_take() -> None:
         ('{"system": null, "turns": [["Hi", null]]}', "pairs of strings"),
     ],
 )
-def test_a_session_whose_note_is_no_conversation_is_refused_and_not_overwritten(
+def test_a_session_without_a_conversation_is_refused_and_not_overwritten(
     lm: onward.LanguageModel, tmp_path: Path, note: str, wanted: str
 ) -> None:
     file = tmp_path / "chat.session"

@@ -7,7 +7,7 @@ from command_line import Cli
 
 
 @pytest.mark.parametrize("draft", ["demo-draft", "lookup", "suffix"])
-def test_a_drafted_text_is_the_text(cli: Cli, draft: str) -> None:
+def test_a_drafted_text_equals_the_plain_text(cli: Cli, draft: str) -> None:
     command = ("generate", "Once upon a time", "--seed", "3", "-n", "30", "--json")
     (plain,) = json.loads(cli(*command).out)["choices"]
     (drafted,) = json.loads(cli(*command, "--draft", draft).out)["choices"]
@@ -16,7 +16,7 @@ def test_a_drafted_text_is_the_text(cli: Cli, draft: str) -> None:
     assert set(drafted["speculation"]) == {"drafted", "accepted", "rounds"}
 
 
-def test_what_cannot_be_a_draft_is_one_line(cli: Cli) -> None:
+def test_an_invalid_draft_is_one_line(cli: Cli) -> None:
     code, out, err = cli("generate", "a", "--draft", "no-such-model")
     assert (code, out) == (2, "")
     assert "no folder 'no-such-model'" in err

@@ -72,18 +72,16 @@ def test_bad_requests(cli: Cli, arguments: list[str], wanted: str) -> None:
         ("serve", "--ctx-size", "--max-seq-len"),
     ],
 )
-def test_the_error_for_an_unknown_flag_names_the_one_that_was_meant(
-    cli: Cli, command: str, flag: str, meant: str
-) -> None:
+def test_an_unknown_flag_suggests_the_intended_one(cli: Cli, command: str, flag: str, meant: str) -> None:
     assert_one_line(cli(command, "x", flag, "1"), f"no option {flag}; did you mean {meant}?")
 
 
-def test_the_error_for_an_unknown_flag_guesses_nothing_unlike_it(cli: Cli) -> None:
+def test_an_unknown_flag_suggests_nothing_dissimilar(cli: Cli) -> None:
     result = cli("generate", "x", "--zzz")
     assert_one_line(result, "no option --zzz (see onward generate --help)")
 
 
-def test_a_file_of_prompts_is_for_batch(cli: Cli) -> None:
+def test_a_file_of_prompts_is_referred_to_batch(cli: Cli) -> None:
     assert_one_line(cli("generate", "--jsonl", "-"), "no option --jsonl; for a file of prompts, use onward batch")
 
 
@@ -97,14 +95,16 @@ def test_bad_commands(cli: Cli) -> None:
     assert_one_line(cli("serve", "--api-key-file", "/no/file"), "cannot be read: No such file or directory\n")
 
 
-def test_a_model_may_be_named_without_a_flag_but_not_twice(cli: Cli) -> None:
+def test_a_model_may_be_given_without_a_flag_but_not_twice(cli: Cli) -> None:
     for command in ("bench", "chat", "info"):
         assert_one_line(cli(command, "/no/such/folder"), "/no/such/folder")
         assert_one_line(cli(command, "demo", "--model", "/no/such/folder"), "two models", "give one")
     assert cli("info", "-m", "demo", "--json").code == 0
 
 
-def test_a_tilde_is_the_home_in_every_name_of_a_file(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tilde_is_the_home_directory_in_every_file_name(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     onward.testing.random_checkpoint(tmp_path / "x")
     (tmp_path / "prompt.txt").write_text("1 2 3")
@@ -117,7 +117,7 @@ def test_a_tilde_is_the_home_in_every_name_of_a_file(cli: Cli, tmp_path: Path, m
     assert (tmp_path / "y" / "config.json").exists()
 
 
-def test_text_that_is_no_utf8(cli: Cli, tmp_path: Path) -> None:
+def test_input_that_is_not_utf8(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "latin").write_bytes("dommage, raté".encode("latin-1"))
     assert_one_line(cli("generate", "--file", str(tmp_path / "latin")), "UTF-8", "byte 12")
     assert_one_line(cli("generate", input=b"\xff"), "UTF-8")
@@ -125,7 +125,7 @@ def test_text_that_is_no_utf8(cli: Cli, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
-def test_a_file_that_may_not_be_read(cli: Cli, tmp_path: Path) -> None:
+def test_an_unreadable_file(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("secret")
     (tmp_path / "mine").chmod(0)
     assert_one_line(cli("generate", "--file", str(tmp_path / "mine")), "Permission denied")
@@ -164,14 +164,14 @@ def test_an_error_about_an_option_names_the_flag(cli: Cli) -> None:
     assert_one_line(cli("serve", "--limit", "texs=3"), "unknown limit 'texs': did you mean texts?")
 
 
-def test_an_empty_prompt_where_there_is_no_bos(cli: Cli, tmp_path: Path) -> None:
+def test_an_empty_prompt_without_a_bos(cli: Cli, tmp_path: Path) -> None:
     folder = _copy_of_the_demo(tmp_path)
     config = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps(config | {"bos_token": None}))
     assert_one_line(cli("generate", "", "--model", str(folder)), "empty", "BOS")
 
 
-def test_an_architecture_that_is_not_supported(cli: Cli, tmp_path: Path) -> None:
+def test_an_unsupported_architecture(cli: Cli, tmp_path: Path) -> None:
     folder = _copy_of_the_demo(tmp_path)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"architectures": ["AbacusForCausalLM"]}))
@@ -199,7 +199,7 @@ def test_a_warning_is_one_line_too(cli: Cli) -> None:
     assert result.err.count("\n") == 1
 
 
-def test_a_defect_keeps_its_traceback(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_internal_errors_keep_their_traceback(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*arguments: object, **named: object) -> str:
         raise ZeroDivisionError("a defect")
 

@@ -6,7 +6,7 @@ import pytest
 from command_line import Cli
 
 
-def test_without_the_harness_it_says_what_to_install(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_harness_says_what_to_install(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     result = cli("eval", "arc_easy")
     assert (result.code, result.out) == (2, "")

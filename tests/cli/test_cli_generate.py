@@ -22,15 +22,15 @@ def completed(lm: onward.LanguageModel, prompt: str | list[int], **options: obje
     return completion
 
 
-def test_piped_text_is_the_completions_text_and_nothing_else(cli: Cli, lm: onward.LanguageModel) -> None:
+def test_piped_output_is_exactly_the_text(cli: Cli, lm: onward.LanguageModel) -> None:
     assert cli("generate", PROMPT, *SAMPLED) == (0, completed(lm, PROMPT, **OPTIONS).text, "")
 
 
-def test_options_not_given_are_the_checkpoints(cli: Cli, loaded: onward.LanguageModel) -> None:
+def test_omitted_options_use_the_checkpoints_defaults(cli: Cli, loaded: onward.LanguageModel) -> None:
     assert cli("generate", PROMPT, "--seed", "3").out == completed(loaded, PROMPT, seed=3).text
 
 
-def test_stop_ends_before_the_string_and_eos_at_the_id(cli: Cli, loaded: onward.LanguageModel) -> None:
+def test_stop_excludes_the_string_and_eos_ends_at_the_id(cli: Cli, loaded: onward.LanguageModel) -> None:
     whole = completed(loaded, PROMPT, temperature=0, max_new_tokens=24)
     stop, eos = whole.text[5:8], whole.token_ids[4]
     greedy = ("generate", PROMPT, "-t", "0", "-n", "24")
@@ -46,7 +46,7 @@ def test_stop_ends_before_the_string_and_eos_at_the_id(cli: Cli, loaded: onward.
 
 
 @pytest.mark.parametrize("words", [PROMPT, "two\nlines", "ends in a newline\n", "Ünïcode ✓"])
-def test_a_prompt_is_the_same_wherever_it_comes_from(
+def test_a_prompt_is_the_same_from_every_source(
     cli: Cli, loaded: onward.LanguageModel, tmp_path: Path, words: str
 ) -> None:
     file = tmp_path / "prompt.txt"
@@ -71,7 +71,7 @@ def test_a_prompt_is_the_same_wherever_it_comes_from(
     assert answers[0]["prompt_tokens"] == len(loaded.encode(words))
 
 
-def test_json_holds_the_completion(cli: Cli, loaded: onward.LanguageModel) -> None:
+def test_json_has_the_completion(cli: Cli, loaded: onward.LanguageModel) -> None:
     result = cli("generate", PROMPT, *SAMPLED, "--json")
     said = json.loads(result.out)
     want = completed(loaded, PROMPT, **OPTIONS)
@@ -114,7 +114,7 @@ def test_chat_wraps_the_prompt_in_the_template(cli: Cli, loaded: onward.Language
     assert cli(*ask, "Hi", "--system", "Be brief.").out == loaded.chat(messages, max_new_tokens=12, seed=5).text
 
 
-def test_nothing_asked_for_is_nothing_said(cli: Cli, loaded: onward.LanguageModel) -> None:
+def test_zero_tokens_print_nothing(cli: Cli, loaded: onward.LanguageModel) -> None:
     assert cli("generate", PROMPT, "-n", "0") == (0, "", "")
 
 
@@ -131,7 +131,7 @@ def test_every_sampling_option_is_a_flag() -> None:
     assert generate_options(SamplingFlags()) == {}
 
 
-def test_a_zero_is_given_and_stop_strings_are_literal() -> None:
+def test_zeros_are_passed_on_and_stop_strings_are_literal() -> None:
     given = SamplingFlags(temperature=0.0, top_k=0, seed=0, max_new_tokens=0, stop=["\\n"], eos=[0])
     assert generate_options(given) == {
         "temperature": 0.0,

@@ -35,7 +35,7 @@ def test_every_option_has_a_group_and_a_short_text(command, option) -> None:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_the_groups_come_in_one_order_and_only_once(cli: Cli, name: str) -> None:
+def test_groups_appear_once_in_a_fixed_order(cli: Cli, name: str) -> None:
     lines = cli(name, "--help").out.splitlines()
     sections = [line.removesuffix(":") for line in lines if re.fullmatch(r"[A-Z][\w ]+:", line)]
     assert sections[-1] == "Help"
@@ -43,14 +43,14 @@ def test_the_groups_come_in_one_order_and_only_once(cli: Cli, name: str) -> None
     assert set(sections) <= {"Arguments", *GROUPS, "Help"}
 
 
-def test_the_list_of_commands_is_not_cut(cli: Cli) -> None:
+def test_the_list_of_commands_is_not_truncated(cli: Cli) -> None:
     out = cli("--help").out
     assert "..." not in out[out.index("Commands:") :]
     for command in COMMANDS.values():
         assert command.help.splitlines()[0] in out
 
 
-def test_an_option_of_several_commands_has_one_text() -> None:
+def test_a_shared_option_has_one_help_text() -> None:
     # These differ on purpose: what a file is read for, or what a default is for.
     exceptions = {"adapter", "dtype", "max_new_tokens", "model", "chat", "system", "file", "ids", "seed", "limit"}
     exceptions |= {"max_step_ms", "overcommit", "as_json", "batch", "address", "replicas", "prompt", "output"}
@@ -66,14 +66,14 @@ def shown_defaults(kind: type) -> dict[str, str]:
     return {field.name: field.metadata["shown"] for field in dataclasses.fields(kind) if field.metadata["shown"]}
 
 
-def test_the_defaults_in_words_are_those_of_the_engine() -> None:
+def test_documented_defaults_equal_the_engines() -> None:
     own = {name: each.default for name, each in inspect.signature(onward.Engine).parameters.items()}
     words = shown_defaults(EngineFlags)
     for name in ("max_sequences", "max_waiting", "max_waiting_tokens", "overcommit"):
         assert float(words[name]) == own[name]
 
 
-def test_the_defaults_of_the_server_are_those_of_its_settings() -> None:
+def test_documented_defaults_equal_the_server_settings() -> None:
     flags, settings = ServerFlags(), Settings()
     same = ("max_requests", "keep_alive", "idempotency_seconds", "response_lifetime", "drain", "access_log")
     for name in (*same, "log_prompts", "otlp_endpoint"):
@@ -83,7 +83,7 @@ def test_the_defaults_of_the_server_are_those_of_its_settings() -> None:
     assert flags.response_store_size * 2**20 == settings.response_store_bytes
 
 
-def test_the_defaults_of_a_deployment_are_those_of_its_options() -> None:
+def test_documented_defaults_equal_the_deployment_options() -> None:
     pytest.importorskip("ray")
     from onward.cluster.ingress import RetryOptions
     from onward.cluster.options import DeployOptions

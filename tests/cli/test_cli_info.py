@@ -40,7 +40,7 @@ def test_a_checkpoint_and_its_memory(cli: Cli, lm: onward.LanguageModel) -> None
     assert 0 < memory["weights_bytes"] <= checkpoint["disk_bytes"]
 
 
-def test_odd_shapes(cli: Cli, tmp_path: Path) -> None:
+def test_unusual_shapes(cli: Cli, tmp_path: Path) -> None:
     scaling = {"rope_type": "linear", "factor": 4.0}
     folder = onward.testing.random_checkpoint(
         tmp_path, "mistral", shards=2, sliding_window=32, rope_scaling=scaling, head_dim=8
@@ -57,7 +57,7 @@ def test_odd_shapes(cli: Cli, tmp_path: Path) -> None:
     assert "linear x 4" in shown
 
 
-def test_all_that_the_checkpoint_asks_for_is_shown(cli: Cli, tmp_path: Path) -> None:
+def test_all_generation_defaults_of_the_checkpoint_are_shown(cli: Cli, tmp_path: Path) -> None:
     folder = onward.testing.random_checkpoint(tmp_path, "llama")
     asked = {"repetition_penalty": 1.1, "no_repeat_ngram_size": 3, "bad_words_ids": [[1, 2], [3]], "max_new_tokens": 9}
     beams = {"num_beams": 4, "num_return_sequences": 2, "length_penalty": 0.5, "suppress_tokens": [5, 6]}
@@ -78,7 +78,7 @@ def test_all_that_the_checkpoint_asks_for_is_shown(cli: Cli, tmp_path: Path) -> 
     assert "logit_bias of 2" in shown
 
 
-def test_a_checkpoint_that_asks_for_beams_generates_them(cli: Cli, tmp_path: Path) -> None:
+def test_a_checkpoint_with_beams_generates_them(cli: Cli, tmp_path: Path) -> None:
     folder = onward.testing.random_checkpoint(tmp_path, "llama")
     lm = onward.load(folder)
     wanted = [choice.token_ids for choice in lm.generate([5, 6], beams=3, n=2, max_new_tokens=4).choices]
@@ -87,7 +87,7 @@ def test_a_checkpoint_that_asks_for_beams_generates_them(cli: Cli, tmp_path: Pat
     assert [[int(token) for token in line.split()] for line in said.split("\n---\n")] == wanted
 
 
-def test_every_fact_is_shown_and_in_the_json(cli: Cli) -> None:
+def test_every_fact_is_in_the_text_and_the_json(cli: Cli) -> None:
     shown, found = cli("info", "demo").out, json.loads(cli("info", "demo", "--json").out)
     for section, facts in found.items():
         assert f"{section}\n" in shown
@@ -95,11 +95,11 @@ def test_every_fact_is_shown_and_in_the_json(cli: Cli) -> None:
             assert f"\n  {name.removesuffix('_bytes').replace('_', ' ')} " in shown
 
 
-def test_a_context_past_the_models_is_remarked(cli: Cli, lm: onward.LanguageModel) -> None:
+def test_a_context_past_the_models_is_noted(cli: Cli, lm: onward.LanguageModel) -> None:
     assert f"trained for {lm.model.max_seq_len:,}" in cli("info", "demo", "--context", "100000").out
 
 
-def test_long_facts_wrap_under_themselves_on_a_terminal_alone() -> None:
+def test_long_facts_wrap_only_on_a_terminal() -> None:
     sections = {"machine": [Fact("instructions", ["avx2"] * 30)]}
     assert len(as_lines(sections, None)) == 2
     heading, first, *rest = as_lines(sections, 60)

@@ -7,7 +7,7 @@ from onward.cli.evaluate import compared, comparisons, other_flags
 from onward.cli.flags import ModelFlags
 
 
-def test_the_interval_of_correlated_pairs_is_narrower():
+def test_correlated_pairs_have_a_narrower_interval():
     draws = random.Random(1)
     hard = [draws.random() for _ in range(400)]
     pairs = [(float(each < 0.5), float(each < 0.55)) for each in hard]
@@ -33,13 +33,13 @@ def test_intervals_cover_the_true_difference_95_times_in_100():
     assert 917 <= covered <= 974
 
 
-def test_equal_models_differ_by_nothing():
+def test_equal_models_have_no_difference():
     row = compared([(1.0, 1.0), (0.0, 0.0)])
     assert (row["difference"], row["interval"], row["better"], row["worse"]) == (0.0, [0.0, 0.0], 0, 0)
     assert compared([(1.0, 0.0)])["interval"] is None
 
 
-def test_documents_are_paired_by_number_and_metrics_without_numbers_are_left_out():
+def test_documents_are_paired_by_number_and_nonnumeric_metrics_are_dropped():
     def sample(doc, acc):
         return {
             "doc_id": doc, "filter": "none", "metrics": ["acc", "word_perplexity"], "acc": acc,
@@ -50,7 +50,7 @@ def test_documents_are_paired_by_number_and_metrics_without_numbers_are_left_out
     assert (row["task"], row["metric"], row["first"], row["second"]) == ("task", "acc", 0.5, 1.0)
 
 
-def test_the_other_model_has_the_flags_of_the_first_but_for_those_named():
+def test_the_other_model_inherits_the_flags_of_the_first():
     flags = ModelFlags(model="a", dtype="float32")
     assert other_flags("b", flags) == ModelFlags(model="b", dtype="float32")
     assert other_flags("b,quantize=int4,max-seq-len=64", flags).max_seq_len == 64

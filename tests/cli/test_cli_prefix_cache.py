@@ -55,7 +55,7 @@ def test_clear_deletes_only_our_files(cli: Cli, tmp_path: Path) -> None:
         (["info"], "missing argument"),
     ],
 )
-def test_bad_arguments_have_one_line(cli: Cli, arguments: list[str], error: str) -> None:
+def test_bad_arguments_are_one_line(cli: Cli, arguments: list[str], error: str) -> None:
     result = cli("prefix-cache", *arguments)
     assert (result.code, result.out) == (2, "")
     assert error in result.err

@@ -37,7 +37,7 @@ def interruptible() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
-def test_a_reader_that_leaves_is_no_error() -> None:
+def test_a_closed_pipe_is_no_error() -> None:
     with subprocess.Popen([*PROGRAM, *ENDLESS], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=ENVIRONMENT) as run:
         assert run.stdout is not None
         assert run.stderr is not None
@@ -69,7 +69,7 @@ def test_a_full_disk_is_one_line(command: list[str]) -> None:
     assert (done.returncode, done.stderr) == (2, "error: standard output cannot be written: No space left on device\n")
 
 
-def test_closed_streams_are_no_tracebacks() -> None:
+def test_closed_streams_print_no_traceback() -> None:
     def run(closed: str, *command: str) -> subprocess.CompletedProcess[str]:
         shell = ["sh", "-c", f'exec "$@" {closed}', "sh", *PROGRAM, *command]
         return subprocess.run(shell, capture_output=True, text=True, env=ENVIRONMENT, timeout=120)
@@ -162,7 +162,7 @@ def test_a_chat_on_a_terminal(tmp_path: Path, terminals: list[Terminal]) -> None
     assert history.stat().st_mode & 0o077 == 0
 
 
-def test_generate_on_a_terminal_ends_in_statistics(tmp_path: Path, terminals: list[Terminal]) -> None:
+def test_generate_on_a_terminal_ends_with_statistics(tmp_path: Path, terminals: list[Terminal]) -> None:
     terminal = Terminal(["generate", "Once upon a time", "-n", "5", "--seed", "3"], tmp_path)
     terminals.append(terminal)
     assert "\r\n" in terminal.expect("5 tokens (cut) · ")

@@ -9,7 +9,7 @@ import onward
 
 
 @pytest.mark.parametrize("format", ["int8", "int4", "iq4_nl"])
-def test_a_written_folder_is_the_model_quantized_while_loading(cli: Cli, tmp_path: Path, format: str) -> None:
+def test_a_quantized_folder_equals_quantizing_while_loading(cli: Cli, tmp_path: Path, format: str) -> None:
     folder = tmp_path / format
     written = cli("quantize", "demo", str(folder), "--format", format)
     assert (written.code, written.err) == (0, "")
@@ -25,7 +25,7 @@ def test_a_written_folder_is_the_model_quantized_while_loading(cli: Cli, tmp_pat
     assert len(texts) == 1
 
 
-def test_calibrated_weights_come_with_the_errors_of_their_outputs(cli: Cli, tmp_path: Path) -> None:
+def test_calibration_reports_the_errors_of_outputs(cli: Cli, tmp_path: Path) -> None:
     written = cli("quantize", "demo", str(tmp_path / "fed"), "--format", "int4", "--calibrate", "--seed", "3")
     assert (written.code, written.err) == (0, "")
     lines = [line.split() for line in written.out.splitlines()[:-1]]
@@ -38,7 +38,7 @@ def test_calibrated_weights_come_with_the_errors_of_their_outputs(cli: Cli, tmp_
     assert not fed.lm_head.weight.data.equal(nearest.lm_head.weight.data)
 
 
-def test_a_budget_of_bits_is_kept_and_what_each_matrix_costs_is_told(cli: Cli, tmp_path: Path) -> None:
+def test_a_bit_budget_is_enforced_and_costs_are_listed(cli: Cli, tmp_path: Path) -> None:
     written = cli("quantize", "demo", str(tmp_path / "mixed"), "--bits", "5.5")
     assert (written.code, written.err) == (0, "")
     *matrices, last = written.out.splitlines()
@@ -63,13 +63,13 @@ def test_a_seed_without_texts_is_an_error(cli: Cli, tmp_path: Path) -> None:
     assert not (tmp_path / "x").exists()
 
 
-def test_no_bits_are_a_budget_too(cli: Cli, tmp_path: Path) -> None:
+def test_a_budget_of_zero_bits_is_refused(cli: Cli, tmp_path: Path) -> None:
     result = cli("quantize", "demo", str(tmp_path / "x"), "--bits", "0")
     assert (result.code, result.out) == (2, "")
     assert "got a limit of 0" in result.err
 
 
-def test_a_full_folder_is_not_overwritten(cli: Cli, tmp_path: Path) -> None:
+def test_a_nonempty_folder_is_not_overwritten(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("precious")
     result = cli("quantize", "demo", str(tmp_path))
     assert (result.code, result.err.count("\n")) == (2, 1)
@@ -84,7 +84,7 @@ def test_other_formats_are_refused(cli: Cli, tmp_path: Path) -> None:
         assert "int3" in result.err
 
 
-def test_a_quantized_folder_is_not_quantized_otherwise(cli: Cli, tmp_path: Path) -> None:
+def test_a_quantized_folder_is_not_requantized(cli: Cli, tmp_path: Path) -> None:
     cli("quantize", "demo", str(tmp_path / "q"))
     result = cli("generate", "x", "-m", str(tmp_path / "q"), "--quantize", "int4")
     assert result.code == 2

@@ -44,7 +44,7 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
 
 @pytest.mark.parametrize("count", [1, 2, 3])
 @pytest.mark.parametrize("gib", [None, 3, 0.5])
-def test_models_share_the_memory_of_caches(cli: Cli, engines: list[int | None], count: int, gib: float | None) -> None:
+def test_models_share_the_cache_memory(cli: Cli, engines: list[int | None], count: int, gib: float | None) -> None:
     models = [word for at in range(count) for word in ("--model", f"m{at}=demo")]
     assert cli("serve", *models, *([] if gib is None else ["--cache-memory", str(gib)])).code == 0
     assert len(engines) == count

@@ -28,7 +28,7 @@ def processed(file: Path) -> int:
         return len(content.get_tensor("tokens"))
 
 
-def test_the_fifth_turn_of_a_chat_processes_what_it_adds(lm: onward.LanguageModel) -> None:
+def test_the_fifth_turn_of_a_chat_processes_only_new_tokens(lm: onward.LanguageModel) -> None:
     """Counted where the model runs."""
     counts: list[int] = []
 
@@ -61,7 +61,7 @@ def rest(lm: onward.LanguageModel, chat: ChatSession, question: str, before: int
     return lm.chat_template.render(chat.conversation.messages(question))[before:]
 
 
-def test_a_chat_goes_on_in_the_next_run(cli: Cli, loaded: onward.LanguageModel, tmp_path: Path) -> None:
+def test_a_chat_continues_in_the_next_run(cli: Cli, loaded: onward.LanguageModel, tmp_path: Path) -> None:
     file = tmp_path / "chat.session"
     whole = cli("chat", *FLAGS, input="\n".join(QUESTIONS)).out
     parts = [cli("chat", *FLAGS, "--session", str(file), input=question) for question in QUESTIONS]
@@ -87,7 +87,7 @@ def processed_before(chat: ChatSession, lm: onward.LanguageModel) -> int:
     return last.cached_tokens
 
 
-def test_a_file_is_written_at_every_turn(lm: onward.LanguageModel, tmp_path: Path) -> None:
+def test_the_file_is_written_every_turn(lm: onward.LanguageModel, tmp_path: Path) -> None:
     file = tmp_path / "chat.session"
     chat = ChatSession(lm, "demo", GREEDY, Conversation())
     chat.open(file)
@@ -113,7 +113,7 @@ def test_a_file_is_written_at_every_turn(lm: onward.LanguageModel, tmp_path: Pat
     assert seen[4][1] > seen[3][1]
 
 
-def test_an_interrupted_answer_is_kept(cli: Cli, lm: onward.LanguageModel, loaded: Any, tmp_path: Path) -> None:
+def test_an_interrupted_answer_is_saved(cli: Cli, lm: onward.LanguageModel, loaded: Any, tmp_path: Path) -> None:
     file, shown = tmp_path / "chat.session", []
 
     def interrupted(stream: Any, emit: Any) -> None:
@@ -135,7 +135,7 @@ def test_an_interrupted_answer_is_kept(cli: Cli, lm: onward.LanguageModel, loade
     assert answer.text == lm.generate(prompt, **GREEDY).text
 
 
-def test_the_system_message_may_be_another_next_time(cli: Cli, loaded: onward.LanguageModel, tmp_path: Path) -> None:
+def test_the_system_message_may_change_between_runs(cli: Cli, loaded: onward.LanguageModel, tmp_path: Path) -> None:
     file = str(tmp_path / "chat.session")
     cli("chat", *FLAGS, "--session", file, "--system", "Be brief.", input="Hello there!")
     assert "system message: Be brief." in cli("chat", "--session", file, input="/system").out
@@ -144,7 +144,7 @@ def test_the_system_message_may_be_another_next_time(cli: Cli, loaded: onward.La
     assert "1 question" in cli("chat", "--session", file, input="/stats").out
 
 
-def test_what_is_no_chat_is_refused_and_left_alone(
+def test_files_other_than_chats_are_refused_and_left_alone(
     cli: Cli, loaded: onward.LanguageModel, lm: onward.LanguageModel, tmp_path: Path
 ) -> None:
     story, text, missing = tmp_path / "story.session", tmp_path / "notes.txt", tmp_path / "no" / "folder"
@@ -161,7 +161,7 @@ def test_what_is_no_chat_is_refused_and_left_alone(
         assert (file.read_bytes() if file.exists() else None) == before
 
 
-def test_a_chat_that_cannot_be_kept_is_told_and_goes_on(lm: onward.LanguageModel, tmp_path: Path) -> None:
+def test_a_chat_that_cannot_be_saved_continues_with_a_warning(lm: onward.LanguageModel, tmp_path: Path) -> None:
     chat = ChatSession(lm, "demo", GREEDY, Conversation())
     chat.open(tmp_path / "chat.session")
     with pytest.MonkeyPatch.context() as patch:

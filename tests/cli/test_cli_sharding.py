@@ -4,7 +4,7 @@ import pytest
 from command_line import Cli
 
 
-def test_ranks_write_what_one_process_writes(cli: Cli) -> None:
+def test_ranks_print_the_same_as_one_process(cli: Cli) -> None:
     asked = ["generate", "Once upon a time", "-n", "24", "-t", "0"]
     split = cli(*asked, "--pipeline", "2")
     assert (split.code, split.err) == (0, "")
@@ -12,7 +12,7 @@ def test_ranks_write_what_one_process_writes(cli: Cli) -> None:
 
 
 @pytest.mark.parametrize("flag", ["--tensor", "--tensor-parallel-size", "--pipeline-parallel-size"])
-def test_other_ways_to_spread_a_model_name_the_pipeline(cli: Cli, flag: str) -> None:
+def test_other_kinds_of_parallelism_point_to_the_pipeline(cli: Cli, flag: str) -> None:
     refused = cli("generate", "Once", flag, "2")
     assert (refused.code, refused.out) == (2, "")
     assert f"no option {flag}; did you mean --pipeline" in refused.err

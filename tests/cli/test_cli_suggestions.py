@@ -30,7 +30,7 @@ def refused(cli: Cli, *arguments: str) -> str:
 
 
 @pytest.mark.parametrize(("command", "flag"), LONG, ids="{0[0]}{0[1]}".format)
-def test_a_flag_with_a_typo_is_suggested(cli: Cli, command: str, flag: str) -> None:
+def test_a_misspelled_flag_is_suggested(cli: Cli, command: str, flag: str) -> None:
     middle = len(flag) // 2
     for typo in (flag[:middle] + flag[middle + 1 :], flag[:middle] + flag[middle] + flag[middle:]):
         if typo not in FLAGS[command]:
@@ -57,7 +57,7 @@ MADE_BY_COMMANDS = {"tokenizer", "chat_template", "defaults", "embedding"}
 
 
 @pytest.mark.parametrize("command", FLAGS)
-def test_every_option_of_python_is_a_flag_or_has_a_clear_answer(cli: Cli, command: str) -> None:
+def test_every_python_option_is_a_flag_or_explained(cli: Cli, command: str) -> None:
     for name in sorted(python_options() - MADE_BY_COMMANDS):
         flag = f"--{name.replace('_', '-')}"
         if flag in FLAGS[command]:
@@ -66,7 +66,7 @@ def test_every_option_of_python_is_a_flag_or_has_a_clear_answer(cli: Cli, comman
         assert re.search(r"; did you mean --|; .* (has|have) --|; only Python has it: ", answer), answer
 
 
-def test_the_options_that_only_python_has_are_no_flags() -> None:
+def test_python_only_options_are_no_flags() -> None:
     names = {name for command in COMMANDS.values() for param in command.params for name in (param.name, *param.opts)}
     assert not names & {*PYTHON_ONLY, *(f"--{name.replace('_', '-')}" for name in PYTHON_ONLY)}
     functions = {"generate": onward.LanguageModel.request, "load": onward.load}
@@ -119,7 +119,7 @@ def test_unknown_commands(cli: Cli, name: str, answer: str) -> None:
     assert refused(cli, name) == answer
 
 
-def test_a_value_that_looks_like_another_programs_option_is_a_value(cli: Cli) -> None:
+def test_a_value_may_look_like_another_programs_option(cli: Cli) -> None:
     assert "'-ngl'" in refused(cli, "generate", "--max-new-tokens", "-ngl")
 
 

@@ -34,7 +34,7 @@ def stream(monkeypatch: pytest.MonkeyPatch, name: str, *, is_terminal: bool) -> 
 WILD = "a\tb\nc\x1b]0;owned\x07\r\x7f\x9b2Jé✓"
 
 
-def test_a_pipe_gets_the_text_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pipe_gets_the_unchanged_text(monkeypatch: pytest.MonkeyPatch) -> None:
     out = stream(monkeypatch, "stdout", is_terminal=False)
     writer = TextWriter()
     writer.write(WILD)
@@ -42,7 +42,7 @@ def test_a_pipe_gets_the_text_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     assert out.getvalue() == WILD
 
 
-def test_a_terminal_gets_pictures_of_control_characters(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_gets_visible_control_characters(monkeypatch: pytest.MonkeyPatch) -> None:
     out = stream(monkeypatch, "stdout", is_terminal=True)
     writer = TextWriter()
     writer.write(WILD)
@@ -56,7 +56,7 @@ def test_a_terminal_gets_pictures_of_control_characters(monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("is_terminal", "delay_s", "shown"), [(True, 0.01, True), (True, 60, False), (False, 0.01, False)]
 )
-def test_long_waits_show_on_a_terminal_alone(
+def test_long_waits_are_shown_only_on_a_terminal(
     monkeypatch: pytest.MonkeyPatch, is_terminal: bool, delay_s: float, shown: bool
 ) -> None:
     err = stream(monkeypatch, "stderr", is_terminal=is_terminal)
@@ -73,7 +73,7 @@ def test_errors_and_warnings_take_one_line(monkeypatch: pytest.MonkeyPatch) -> N
     assert err.getvalue().splitlines() == ["error: one two", "[three] " + "long " * 40]
 
 
-def test_no_colour_where_none_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_color_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
     err = stream(monkeypatch, "stderr", is_terminal=True)
     monkeypatch.setenv("NO_COLOR", "1")
     with waiting("loading …", delay_s=0):
@@ -106,7 +106,7 @@ def test_reasoning_is_dim_on_a_terminal(
     assert out.getvalue() == shown
 
 
-def test_the_history_is_its_owners(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_history_is_readable_only_by_its_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "new" / "state"))
     file = repl.state_folder() / "chat_history"
     history = repl._history(file)
@@ -120,14 +120,14 @@ def test_the_history_is_its_owners(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     history.store_string("And now?")
 
 
-def test_a_history_that_cannot_be_kept_is_a_warning(tmp_path: Path) -> None:
+def test_an_unwritable_history_is_a_warning(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.warns(OnwardWarning, match="history of this chat will not be saved"):
         history = repl._history(tmp_path / "file" / "chat_history")
     assert isinstance(history, InMemoryHistory)
 
 
-def test_a_wait_that_knows_its_end_shows_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wait_with_a_known_end_shows_its_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     err = stream(monkeypatch, "stderr", is_terminal=True)
     with waiting("loading demo …", delay_s=0) as show:
         time.sleep(0.2)

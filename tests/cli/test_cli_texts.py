@@ -15,13 +15,13 @@ SAMPLED = ("-n", "10", "-t", "0.9", "--seed", "7")
 OPTIONS = {"max_new_tokens": 10, "temperature": 0.9, "seed": 7}
 
 
-def test_samples_are_printed_apart(cli: Cli, loaded: onward.LanguageModel) -> None:
+def test_samples_are_separated(cli: Cli, loaded: onward.LanguageModel) -> None:
     texts = [one.text for one in loaded.generate(PROMPT, n=3, **OPTIONS).choices]
     assert cli("generate", PROMPT, *SAMPLED, "--samples", "3") == (0, "\n---\n".join(texts), "")
     assert cli("generate", PROMPT, *SAMPLED, "--samples", "1").out == texts[0]
 
 
-def test_beams_print_the_best_text_or_as_many_as_asked_for(cli: Cli, loaded: onward.LanguageModel) -> None:
+def test_beams_print_the_best_text_or_n_texts(cli: Cli, loaded: onward.LanguageModel) -> None:
     found = loaded.generate(PROMPT, beams=3, n=2, length_penalty=0.5, max_new_tokens=8)
     ask = ("generate", PROMPT, "-n", "8", "--beams", "3", "--length-penalty", "0.5")
     assert cli(*ask).out == found.text
@@ -32,7 +32,7 @@ def test_beams_print_the_best_text_or_as_many_as_asked_for(cli: Cli, loaded: onw
     assert [choice["score"] for choice in said["choices"]] == [one.score for one in found.choices]
 
 
-def test_json_holds_logprobs_as_objects(cli: Cli, loaded: onward.LanguageModel) -> None:
+def test_json_has_logprobs_as_objects(cli: Cli, loaded: onward.LanguageModel) -> None:
     found = loaded.generate(PROMPT, n=2, logprobs=2, prompt_logprobs=0, **OPTIONS)
     asked = ("--samples", "2", "--logprobs", "2", "--prompt-logprobs", "0")
     said = json.loads(cli("generate", PROMPT, *SAMPLED, *asked, "--json").out)
@@ -52,7 +52,7 @@ def test_json_holds_logprobs_as_objects(cli: Cli, loaded: onward.LanguageModel) 
     assert [token["logprob"] for token in said["prompt"]] == logprobs
 
 
-def test_json_holds_the_logprobs_of_the_sampling(cli: Cli, loaded: onward.LanguageModel) -> None:
+def test_json_has_the_sampling_logprobs(cli: Cli, loaded: onward.LanguageModel) -> None:
     found = loaded.generate(PROMPT, logprobs=0, sampling_logprobs=True, **OPTIONS)
     said = json.loads(cli("generate", PROMPT, *SAMPLED, "--logprobs", "0", "--sampling-logprobs", "--json").out)
     pairs = [(token["sampling_logprob"], token["support"]) for token in said["choices"][0]["tokens"]]
@@ -71,7 +71,7 @@ def test_an_impossible_token_is_null_in_json() -> None:
     assert choice["timing"]["worst_ms_per_token"] is None
 
 
-def test_a_character_of_several_tokens_is_in_the_last_of_them(lm: onward.LanguageModel) -> None:
+def test_a_character_of_several_tokens_belongs_to_the_last_one(lm: onward.LanguageModel) -> None:
     from onward.cli.generate import json_fields
 
     ids = lm.encode("a ✓ 🙂", add_special_tokens=False)
@@ -111,7 +111,7 @@ def test_contradictions_are_one_line(cli: Cli, lm: onward.LanguageModel, flags: 
     assert result.err.count("\n") == 1
 
 
-def test_every_option_of_a_call_is_a_flag_or_for_code() -> None:
+def test_every_option_of_a_call_is_a_flag_or_python_only() -> None:
     flags = {field.name for group in (GenerateFlags, SamplingFlags) for field in dataclasses.fields(group)}
     for_code = {"early_stopping", "stop_when", "cancel", "logit_bias", "dry_sequence_breakers", "constraint"}
     for_code |= {"taps", "prompt_embeds", "cache_salt"}
@@ -120,7 +120,7 @@ def test_every_option_of_a_call_is_a_flag_or_for_code() -> None:
     assert generate_options(SamplingFlags(), GenerateFlags()) == {}
 
 
-def test_a_score_is_printed_for_people_and_for_programs(cli: Cli, loaded: onward.LanguageModel) -> None:
+def test_a_score_is_printed_as_text_and_json(cli: Cli, loaded: onward.LanguageModel) -> None:
     found = loaded.score(PROMPT)
     tokens = len(found.token_ids) - 1
     want = f"perplexity {found.perplexity:.6g} · log-likelihood {found.log_likelihood:.6g} · {tokens} tokens\n"

@@ -27,13 +27,13 @@ def threads_as_before():
         ("bench", "--prompt-tokens", "2", "--new-tokens", "2", "--rounds", "1"),
     ],
 )
-def test_every_command_that_loads_a_model_takes_a_number_of_threads(cli: Cli, arguments: tuple[str, ...]) -> None:
+def test_every_command_that_loads_a_model_takes_threads(cli: Cli, arguments: tuple[str, ...]) -> None:
     result = cli(*arguments, "--threads", "3", input="Hello\n" if arguments == ("chat",) else "")
     assert result.code == 0, result.err
     assert (onward.num_threads(), torch.get_num_threads()) == (3, 3)
 
 
-def test_info_says_how_many_threads_and_why() -> None:
+def test_info_reports_the_number_of_threads_and_why() -> None:
     environment = {name: value for name, value in ENVIRONMENT.items() if name != "ONWARD_NUM_THREADS"}
     shown = subprocess.run([*PROGRAM, "info"], env=environment, capture_output=True, text=True, check=True).stdout
     if onward.native.built_isas():
@@ -48,7 +48,7 @@ def test_info_says_how_many_threads_and_why() -> None:
         (["generate", "x", "--threads", "0"], "1", "--threads must be a whole number from 1 to 256; got 0"),
     ],
 )
-def test_a_number_of_threads_that_is_none_is_one_line(arguments: list[str], variable: str, wanted: str) -> None:
+def test_an_invalid_number_of_threads_is_one_line(arguments: list[str], variable: str, wanted: str) -> None:
     environment = os.environ | {"ONWARD_NUM_THREADS": variable}
     result = subprocess.run([*PROGRAM, *arguments], env=environment, capture_output=True, text=True, check=False)
     assert (result.returncode, result.stdout) == (2, "")

@@ -28,7 +28,7 @@ def test_a_receipt_is_verified(cli: Cli, receipt: Path) -> None:
     assert (result.code, result.out, result.err) == (0, "this model and build generate this text, 12 tokens\n", "")
 
 
-def test_another_text_exits_with_1_and_says_where_it_differs(cli: Cli, receipt: Path) -> None:
+def test_a_different_text_exits_with_1_and_shows_the_position(cli: Cli, receipt: Path) -> None:
     ids = json.loads(receipt.read_text())["token_ids"]
     result = cli("verify", str(changed(receipt, token_ids=[*ids[:5], 9, *ids[6:]])))
     assert result.code == 1
@@ -70,7 +70,7 @@ def test_errors(cli: Cli, arguments: list[str], error: str, tmp_path: Path, monk
     assert error in result.err
 
 
-def test_a_file_that_is_no_receipt_is_an_error(cli: Cli, receipt: Path) -> None:
+def test_files_other_than_receipts_are_an_error(cli: Cli, receipt: Path) -> None:
     result = cli("verify", str(changed(receipt, onward_receipt=...)))
     assert (result.code, result.out) == (2, "")
     assert 'a receipt is a JSON object with "onward_receipt"' in result.err

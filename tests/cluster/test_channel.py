@@ -113,12 +113,12 @@ def test_streams_share_a_channel() -> None:
 
 
 @pytest.mark.parametrize("after", range(0, 24, 3))
-def test_a_channel_that_breaks_loses_no_word(after: int) -> None:
+def test_a_broken_channel_loses_no_message(after: int) -> None:
     fakes = Fakes(breaks=(after,), names=("a", "b", "c"))
     assert all_asked(fakes, NAMES) == [stream_of(name) for name in NAMES]
 
 
-def test_a_channel_does_not_belong_to_the_request_that_opened_it() -> None:
+def test_a_channel_outlives_the_request_that_opened_it() -> None:
     """Ray ends with a request all calls that were made in its context."""
     requested = ContextVar("requested", default="")
     fakes = Fakes(names=("a",))
@@ -140,7 +140,7 @@ def test_a_channel_does_not_belong_to_the_request_that_opened_it() -> None:
     asyncio.run(run())
 
 
-def test_what_fails_is_told_at_once() -> None:
+def test_failures_are_reported_at_once() -> None:
     async def failing(scope: Any, receive: Any, send: Any) -> None:
         raise ValueError("a defect")
 
@@ -152,7 +152,7 @@ def test_what_fails_is_told_at_once() -> None:
     asyncio.run(asyncio.wait_for(run(), 60))
 
 
-def test_an_answer_without_an_end_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unfinished_answer_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(channels, "_CANCEL_GRACE", 0.1)
 
     async def endless(scope: Any, receive: Any, send: Any) -> None:
@@ -166,7 +166,7 @@ def test_an_answer_without_an_end_is_lost(monkeypatch: pytest.MonkeyPatch) -> No
     asyncio.run(asyncio.wait_for(run(), 60))
 
 
-def test_a_channel_that_nobody_uses_is_closed_and_the_next_has_another_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_idle_channel_is_closed_and_the_next_has_another_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(channels, "_IDLE_TIMEOUT", 0.0)
     fakes = Fakes(names=("a",))
 
@@ -180,7 +180,7 @@ def test_a_channel_that_nobody_uses_is_closed_and_the_next_has_another_name(monk
     assert len(fakes.opened) == len(set(fakes.opened)) == 2
 
 
-def test_beginnings_and_ends_do_not_wait_to_be_gathered() -> None:
+def test_starts_and_ends_are_sent_without_batching() -> None:
     async def run() -> None:
         queue = ReplyQueue("a", "same", gather=3600.0, heartbeat=3600.0)
         batches = queue.batches()
@@ -215,7 +215,7 @@ def test_beginnings_and_ends_do_not_wait_to_be_gathered() -> None:
     asyncio.run(run())
 
 
-def test_a_closed_outbox_keeps_nothing() -> None:
+def test_a_closed_outbox_drops_messages() -> None:
     async def run() -> None:
         queue = ReplyQueue("a", "same")
         batches = queue.batches()
@@ -266,7 +266,7 @@ def test_a_call_ends_with_its_ingress(is_opened: bool, monkeypatch: pytest.Monke
     asyncio.run(asyncio.wait_for(run(), 60))
 
 
-def test_an_application_waits_where_much_is_to_be_sent() -> None:
+def test_backpressure_blocks_the_application() -> None:
     said = 0
 
     async def run() -> None:

@@ -49,7 +49,7 @@ def undisturbed(source: Path) -> bytes:
     return out.read_bytes()
 
 
-def test_replicas_write_the_file_of_one_process(source: Path, undisturbed: bytes) -> None:
+def test_replicas_write_the_same_file_as_one_process(source: Path, undisturbed: bytes) -> None:
     out = source.with_name("replicas.jsonl")
     run = _run(source, out, "--replicas", "2")
     assert run.returncode == 2
@@ -60,7 +60,7 @@ def test_replicas_write_the_file_of_one_process(source: Path, undisturbed: bytes
     assert out.read_bytes() == undisturbed
 
 
-def test_a_job_that_is_killed_at_random_times_ends_with_the_same_file(source: Path, undisturbed: bytes) -> None:
+def test_randomly_killed_jobs_end_with_the_same_file(source: Path, undisturbed: bytes) -> None:
     """Of each round the driver dies, which ends all, or a replica, which is replaced."""
     generator = random.Random(5)
     out = source.with_name("killed.jsonl")
@@ -88,7 +88,7 @@ def test_a_job_that_is_killed_at_random_times_ends_with_the_same_file(source: Pa
     print(f"killed {killed}; lines done after each: {done}")
 
 
-def test_a_model_that_is_not_there_is_one_line(source: Path) -> None:
+def test_a_missing_model_is_a_one_line_error(source: Path) -> None:
     out = source.with_name("none.jsonl")
     run = _run(source, out, "--replicas", "2", "--max-sequences", "0")
     assert (run.returncode, run.stderr.count("\n")) == (2, 1)

@@ -10,7 +10,7 @@ pytest.importorskip("ray")
 pytestmark = pytest.mark.timeout(240)
 
 
-def test_requests_that_run_have_time_to_end() -> None:
+def test_running_requests_have_time_to_end() -> None:
     body = STORY | {"n": 16, "ignore_eos": True}
     got: list[Stream] = []
     began = threading.Event()

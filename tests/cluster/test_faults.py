@@ -58,14 +58,14 @@ def all_there(request: pytest.FixtureRequest) -> None:
 
 
 @pytest.mark.parametrize("at", [1, 2, 30, 90])
-def test_a_replica_that_is_killed(port: int, at: int) -> None:
+def test_a_replica_is_killed(port: int, at: int) -> None:
     expected = undisturbed(port, STORY)
     assert len(expected.events) > 100, "tokens that come together are one event"
     got = read(port, STORY, at, signal_it(signal.SIGKILL))
     check_same(got, expected)
 
 
-def test_replicas_that_are_killed_with_nobody_looking(
+def test_replicas_are_killed_while_idle(
     port: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between streams, with no channel open or an unused one, and as requests arrive: no death waits for a silence."""
@@ -89,13 +89,13 @@ def test_replicas_that_are_killed_with_nobody_looking(
 
 
 @pytest.mark.parametrize("kind", BODIES)
-def test_whatever_was_asked_for(port: int, kind: str) -> None:
+def test_every_feature_survives_a_lost_replica(port: int, kind: str) -> None:
     expected = undisturbed(port, BODIES[kind])
     got = read(port, BODIES[kind], len(expected.events) // 3, signal_it(signal.SIGKILL))
     check_same(got, expected)
 
 
-def test_a_chat_that_has_to_be_json(port: int) -> None:
+def test_a_json_chat_survives_a_lost_replica(port: int) -> None:
     path = "/v1/chat/completions"
     expected = undisturbed(port, CHAT, path=path)
     got = read(port, CHAT, 20, signal_it(signal.SIGKILL), path=path)
@@ -103,7 +103,7 @@ def test_a_chat_that_has_to_be_json(port: int) -> None:
 
 
 @pytest.mark.parametrize("at", [1, 60])
-def test_a_replica_that_hangs(port: int, at: int) -> None:
+def test_a_replica_hangs(port: int, at: int) -> None:
     expected = undisturbed(port, STORY)
     got = read(port, STORY, at, signal_it(signal.SIGSTOP))
     with contextlib.suppress(ProcessLookupError):
@@ -111,7 +111,7 @@ def test_a_replica_that_hangs(port: int, at: int) -> None:
     check_same(got, expected)
 
 
-def test_a_replica_that_hangs_before_the_first_token(port: int) -> None:
+def test_a_replica_hangs_before_the_first_token(port: int) -> None:
     expected = undisturbed(port, STORY)
     os.kill(expected.pid, signal.SIGSTOP)  # requests of one beginning go there
     try:
@@ -146,7 +146,7 @@ def test_many_streams_lose_their_replica_at_once(port: int) -> None:
         check_same(one, other)
 
 
-def test_replicas_that_leave_hand_over(port: int) -> None:
+def test_replaced_replicas_hand_over(port: int) -> None:
     expected = undisturbed(port, STORY)
 
     def replace_all(stream: Stream) -> None:

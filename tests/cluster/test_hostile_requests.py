@@ -63,7 +63,7 @@ def test_attacks(target: Target) -> None:
     assert not problems, "\n".join(problems)
 
 
-def test_bodies_of_the_document(target: Target) -> None:
+def test_documented_bodies(target: Target) -> None:
     fuzzed = Fuzzed(target)
     drawn(fuzzed.sound(), BODIES, lambda each: fuzzed.send(*each))
     drawn(fuzzed.hostile(), BODIES, lambda each: fuzzed.send(*each))

@@ -170,7 +170,7 @@ def without_comments(body: bytes) -> bytes:
     st.lists(st.tuples(st.sampled_from(["die", "break off", "leave"]), st.integers(0, 8)), max_size=3),
     st.sampled_from([streaming, whole]),
 )
-def test_whatever_is_lost_the_client_gets_one_whole_answer(faults: list[Fault], app: Any) -> None:
+def test_the_client_gets_one_whole_answer_whatever_fails(faults: list[Fault], app: Any) -> None:
     replicas = Fakes(faults)
     replicas.app = app
     got = ask(replicas, attempts=4, quarantine=0.0, silence=10.0)  # a busy machine is no silent replica
@@ -181,7 +181,7 @@ def test_whatever_is_lost_the_client_gets_one_whole_answer(faults: list[Fault], 
     assert len({call.response_key for _, call in replicas.calls}) == 1
 
 
-def test_replicas_that_die_with_a_request_twice_are_its_work_unless_it_was_served_between() -> None:
+def test_a_request_that_kills_two_replicas_is_refused_unless_served_between() -> None:
     replicas = Fakes([("die", 2), ("", 0), ("die", 3), ("", 0), ("die", 2), ("die", 2)], names=tuple("abcdefgh"))
     ingress = Ingress(replicas, RetryOptions())
     for _ in range(2):
@@ -192,7 +192,7 @@ def test_replicas_that_die_with_a_request_twice_are_its_work_unless_it_was_serve
     assert len(replicas.calls) == count
 
 
-def test_silence_begins_when_a_call_has_a_replica() -> None:
+def test_the_silence_timeout_starts_with_the_replica() -> None:
     """Not when it began to look for one: a replica that was found late is not lost at once."""
     replicas = Fakes([])
     replicas.seeking, replicas.reading = 1.8, 0.6
@@ -204,7 +204,7 @@ def test_silence_begins_when_a_call_has_a_replica() -> None:
 @pytest.mark.parametrize("after", range(8))
 @pytest.mark.parametrize("fault", ["die", "leave", "break off", "hang"])
 @pytest.mark.stride(2)
-def test_a_fault_at_every_place(fault: str, after: int) -> None:
+def test_a_fault_at_every_position(fault: str, after: int) -> None:
     replicas = Fakes([(fault, after)])
     got = ask(replicas, silence=1.0 if fault == "hang" else 10.0)
     assert (got.status, without_comments(got.body)) == (200, STREAM)
@@ -212,13 +212,13 @@ def test_a_fault_at_every_place(fault: str, after: int) -> None:
     assert len({name for name, _ in replicas.calls}) == len(replicas.calls), "another replica goes on"
 
 
-def test_a_replica_that_leaves_alone_serves_to_the_end() -> None:
+def test_a_leaving_replica_without_successor_serves_to_the_end() -> None:
     replicas = Fakes([("leave", 1)], names=("a",))
     assert without_comments(ask(replicas).body) == STREAM
     assert len(replicas.calls) == 1
 
 
-def test_a_busy_replica_is_passed_over_and_the_last_one_says_so() -> None:
+def test_a_busy_replica_is_skipped_and_the_last_one_reports_it() -> None:
     replicas = Fakes([], apps={"a": busy, "b": busy})
     assert without_comments(ask(replicas).body) == STREAM
     assert [name for name, _ in replicas.calls] == ["a", "b", "c"]
@@ -227,7 +227,7 @@ def test_a_busy_replica_is_passed_over_and_the_last_one_says_so() -> None:
     assert (got.status, got.body) == (429, b"busy")
 
 
-def test_an_answer_that_has_begun_waits_where_all_others_are_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_started_answer_waits_if_all_others_are_busy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ingress_module, "_RETRY_DELAY", 0.01)
     for left in range(6):
         turns = itertools.count()
@@ -240,7 +240,7 @@ def test_an_answer_that_has_begun_waits_where_all_others_are_busy(monkeypatch: p
         assert [name for name, _ in replicas.calls] == ["a", *"bcbcbc"[: left + 1]]
 
 
-def test_an_answer_that_has_begun_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_started_answer_does_not_wait_forever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ingress_module, "_RETRY_DELAY", 0.01)
     monkeypatch.setattr(ingress_module, "_TIMEOUT", 0.05)
     replicas = Fakes([("die", 3)], names=("a", "b"), apps={"b": busy})
@@ -248,7 +248,7 @@ def test_an_answer_that_has_begun_does_not_wait_for_ever(monkeypatch: pytest.Mon
     assert len(replicas.calls) < 10
 
 
-def test_a_busy_replica_is_waited_for_where_the_others_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_busy_replica_is_waited_for_if_the_others_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ingress_module, "_RETRY_DELAY", 0.01)
     turns = itertools.count()
 
@@ -261,7 +261,7 @@ def test_a_busy_replica_is_waited_for_where_the_others_differ(monkeypatch: pytes
     assert [name for name, _ in replicas.calls] == ["a", "b", "c", "b"]
 
 
-def test_another_fingerprint_does_not_go_on() -> None:
+def test_an_answer_does_not_continue_with_another_fingerprint() -> None:
     replicas = Fakes([("die", 3)])
     replicas.fingerprints = {"b": "other", "c": "other"}
     got = ask(replicas)
@@ -274,7 +274,7 @@ def test_another_fingerprint_does_not_go_on() -> None:
     assert b"another model, build or processor" in got.body
 
 
-def test_replicas_that_differ_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_differing_replicas_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     replicas = Fakes([])
     replicas.fingerprints = {"a": "1-2-3-4-5-6", "b": "1-2-3-4-5-7", "c": "1-2-3-4-5-7"}
     ingress = Ingress(replicas, RetryOptions())
@@ -287,7 +287,7 @@ def test_replicas_that_differ_are_logged_once(caplog: pytest.LogCaptureFixture) 
     assert (line["other"], line["replica"], line["differ"]) == ("a", "b", "what they compute of one text")
 
 
-def test_an_answer_in_one_piece_is_that_of_one_replica() -> None:
+def test_a_nonstreamed_answer_comes_from_one_replica() -> None:
     """Nothing of it is sent before it is complete, so another replica may give another one."""
 
     async def slow(scope: Any, receive: Any, send: Any) -> None:
@@ -310,7 +310,7 @@ def test_an_answer_in_one_piece_is_that_of_one_replica() -> None:
             assert (got.status, got.body, got.is_whole) == (status, body, True)
 
 
-def test_a_stream_goes_on_as_a_stream_alone() -> None:
+def test_a_stream_continues_only_as_a_stream() -> None:
     replicas = Fakes([("die", 3)], names=("a", "b"), apps={"b": whole})
     got = ask(replicas)
     assert got.status == 200
@@ -318,7 +318,7 @@ def test_a_stream_goes_on_as_a_stream_alone() -> None:
     assert b"the response has the status 201; before, it was a stream" in got.body
 
 
-def test_attempts_end_and_a_request_that_kills_is_refused() -> None:
+def test_attempts_are_limited_and_a_deadly_request_is_refused() -> None:
     got = ask(Fakes([("break off", 0)] * 9), attempts=3)
     assert got.status == 503
     assert b"3 replicas were lost" in got.body
@@ -330,7 +330,7 @@ def test_attempts_end_and_a_request_that_kills_is_refused() -> None:
     assert b"too many requests are being retried" in got.body
 
 
-def test_an_answer_that_began_as_a_stream_ends_with_an_event() -> None:
+def test_a_failed_stream_ends_with_an_error_event() -> None:
     got = ask(Fakes([("die", 3), ("die", 3)]))
     assert got.status == 200
     assert without_comments(got.body).startswith(EVENTS[0])
@@ -338,7 +338,7 @@ def test_an_answer_that_began_as_a_stream_ends_with_an_event() -> None:
     assert got.is_whole
 
 
-def test_a_client_that_leaves_ends_its_call() -> None:
+def test_a_disconnected_client_ends_its_call() -> None:
     left = asyncio.Event()
 
     async def endless(scope: Any, receive: Any, send: Any) -> None:
@@ -365,7 +365,7 @@ def test_a_client_that_leaves_ends_its_call() -> None:
     asyncio.run(run())
 
 
-def test_what_comes_again_has_the_key_of_its_answer() -> None:
+def test_a_repeated_request_has_the_same_response_key() -> None:
     replicas = Fakes([])
     replicas.app = whole
     ingress = Ingress(replicas, RetryOptions())
@@ -383,7 +383,7 @@ def test_what_comes_again_has_the_key_of_its_answer() -> None:
     assert (got.status, b"idempotency_key_reused" in got.body) == (422, True)
 
 
-def test_repeats_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_response_keys_of_repeats_expire(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr("onward.server.submission.time", SimpleNamespace(monotonic=lambda: now[0]))
     replicas = Fakes([])
@@ -396,14 +396,14 @@ def test_repeats_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     assert keys[0] == keys[1] != keys[2]
 
 
-def test_a_stream_that_is_taken_up_again_has_the_key_of_its_beginning() -> None:
+def test_a_resumed_stream_has_its_original_response_key() -> None:
     replicas = Fakes([])
     replicas.app = whole
     ask_at(Ingress(replicas, RetryOptions()), last_event_id=f"{'0a' * 16}.11111111.22222222.3")
     assert replicas.calls[-1][1].response_key == "0a" * 16
 
 
-def test_an_idempotency_key_is_what_a_server_takes() -> None:
+def test_idempotency_keys_are_checked_as_by_a_server() -> None:
     for key in ("", "k" * 256, "two words"):
         got = ask_at(Ingress(Fakes([]), RetryOptions()), idempotency_key=key)
         assert (got.status, b"invalid_idempotency_key" in got.body) == (400, True)
@@ -433,13 +433,13 @@ def test_a_body_that_is_too_large() -> None:
 @pytest.mark.parametrize(
     "path", ["/v1/files", "/files", "/v1/files/file-1/content", "/v1/batches", "/batches/b/cancel"]
 )
-def test_files_and_batches_name_what_to_use(path: str) -> None:
+def test_files_and_batches_are_refused_with_advice(path: str) -> None:
     got = ask_at(Ingress(Fakes([]), RetryOptions()), path=path)
     assert (got.status, b"onward batch --replicas" in got.body) == (404, True)
 
 
 @pytest.mark.parametrize(("seconds", "whole_answer"), [(20.0, True), (0.0, False)])
-def test_an_ingress_that_drains_lets_requests_end_and_takes_none(seconds: float, whole_answer: bool) -> None:
+def test_a_draining_ingress_finishes_requests_and_accepts_none(seconds: float, whole_answer: bool) -> None:
     replicas = Fakes([] if whole_answer else [("hang", 3)])
     ingress, first, second, ready = Ingress(replicas, RetryOptions(silence=30.0)), Got(), Got(), Got()
 

@@ -97,7 +97,7 @@ REFUSED: list[tuple[dict[str, str], int]] = [
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/models", "/metrics", "/stats", "/tokenize", "/nothing"])
 @pytest.mark.parametrize("method", ["GET", "HEAD", "POST", "DELETE"])
-def test_an_ingress_refuses_as_a_server_does(engine: onward.Engine, method: str, path: str) -> None:
+def test_an_ingress_refuses_like_a_server(engine: onward.Engine, method: str, path: str) -> None:
     settings = Settings(api_keys=(KEY,), hosts=("here.example",), cors_origins=("https://a.example",), access_log=False)
     server, ingress = both(engine, settings)
     for headers, status in REFUSED:
@@ -110,7 +110,7 @@ def test_an_ingress_refuses_as_a_server_does(engine: onward.Engine, method: str,
         assert ("origin" in headers) == (b"access-control-allow-origin" in dict(other.headers))
 
 
-def test_what_is_too_large_or_too_much_is_refused_unread(engine: onward.Engine) -> None:
+def test_too_large_or_too_many_requests_are_refused_unread(engine: onward.Engine) -> None:
     settings = Settings(api_keys=(KEY,), max_body=10, max_requests=1, access_log=False)
     server, ingress = both(engine, settings)
     headers = {"authorization": f"Bearer {KEY}", "content-type": "application/json", "content-length": "11"}
@@ -135,7 +135,7 @@ def test_open_paths_need_no_key_and_read_no_body() -> None:
     assert call.body == b""
 
 
-def test_replicas_do_not_get_what_a_client_proves_itself_with() -> None:
+def test_replicas_do_not_get_the_clients_credentials() -> None:
     replicas = Fakes([])
 
     async def answers(scope: Any, receive: Any, send: Any) -> None:
@@ -160,7 +160,7 @@ def texts_of(value: Any) -> Iterator[str]:
 
 
 @given(st.lists(KEYS, min_size=1, max_size=3))
-def test_no_key_is_in_what_has_it(keys: list[str]) -> None:
+def test_no_key_is_in_objects_that_store_it(keys: list[str]) -> None:
     settings = Settings(api_keys=tuple(keys))
     options = DeployOptions(settings={"api_keys": keys, "max_body": 1000})
     shown = [text for value in (settings, replace(settings, max_body=5), options) for text in texts_of(value)]
@@ -216,7 +216,7 @@ def test_no_key_is_in_the_log(engine: onward.Engine, of: str, caplog: pytest.Log
         assert "sk-wrong-one" not in record.getMessage()
 
 
-def test_a_configuration_has_digests() -> None:
+def test_a_configuration_stores_digests() -> None:
     digest = f"sha256:{hashlib.sha256(KEY.encode()).hexdigest()}"
     assert isinstance(build_app({"settings": {"api_keys": [digest]}}), serve.Application)
     assert ApiKeys([digest]) == ApiKeys([KEY]) == (digest,)

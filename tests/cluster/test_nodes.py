@@ -60,7 +60,7 @@ def port(cluster: Any) -> Iterator[int]:
 
 @pytest.mark.parametrize("at", [0, 20])
 @pytest.mark.parametrize("fault", ["killed", "its raylet hangs", "it hangs"])
-def test_a_machine_that_is_lost(port: int, cluster: Any, fault: str, at: int) -> None:
+def test_a_lost_machine(port: int, cluster: Any, fault: str, at: int) -> None:
     """Before the first token, and in the middle. Another machine takes its place."""
     wait_for_replicas(OPTIONS.replicas)
     expected = undisturbed(port, STORY)
@@ -86,7 +86,7 @@ def test_a_machine_that_is_lost(port: int, cluster: Any, fault: str, at: int) ->
     check_same(got, expected)
 
 
-def test_a_client_whose_ingress_is_lost_takes_its_stream_up_again(port: int) -> None:
+def test_a_client_resumes_its_stream_after_losing_the_ingress(port: int) -> None:
     expected = undisturbed(port, STORY)
 
     def kill_ingress(stream: Stream) -> None:
@@ -109,7 +109,7 @@ def test_a_client_whose_ingress_is_lost_takes_its_stream_up_again(port: int) -> 
 
 
 @pytest.mark.parametrize(("fault", "at"), [("hangs", 0), ("hangs", 20), ("is killed", 20)])  # it does not come back
-def test_streams_go_on_without_the_clusters_memory(port: int, cluster: Any, fault: str, at: int) -> None:
+def test_streams_continue_without_the_gcs(port: int, cluster: Any, fault: str, at: int) -> None:
     expected = undisturbed(port, STORY)
     if fault == "is killed":
         got = read(port, STORY, at, lambda _: cluster.head_node.kill_gcs_server())
@@ -122,7 +122,7 @@ def test_streams_go_on_without_the_clusters_memory(port: int, cluster: Any, faul
     check_same(got, expected)
 
 
-def test_an_address_that_does_not_answer() -> None:
+def test_an_unreachable_address() -> None:
     for address in (f"127.0.0.1:{free_port()}", f"ray://127.0.0.1:{free_port()}"):
         with pytest.raises(RequestError, match="no Ray cluster answers at"), running(OPTIONS, address=address, port=0):
             pass

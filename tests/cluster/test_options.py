@@ -51,13 +51,13 @@ DIGEST = f"sha256:{hashlib.sha256(b'secret').hexdigest()}"
         ({"load": {"prefix_cache_dir": "prefixes"}}, "prefix_cache_dir must be an absolute path.*; got 'prefixes'"),
     ],
 )
-def test_a_mistake_is_told(given: dict[str, Any], message: str) -> None:
+def test_invalid_options_are_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError, match=message) as told:
         DeployOptions.of(given)
     assert "secret" not in str(told.value)
 
 
-def test_what_is_right_is_taken() -> None:
+def test_valid_options_are_accepted() -> None:
     given = {"replicas": "3", "affinity": "false", "settings": f'{{"api_keys": ["{DIGEST}"]}}', "name": "1"}
     options = DeployOptions.of(given)
     assert (options.replicas, options.affinity, options.name) == (3, False, "1")
@@ -67,19 +67,19 @@ def test_what_is_right_is_taken() -> None:
 
 @pytest.mark.parametrize("name", ["api_keys", "hosts", "cors_origins"])
 @pytest.mark.parametrize("value", ["secret", 5, [5]])
-def test_one_text_is_no_list_of_texts(name: str, value: Any) -> None:
+def test_a_string_is_no_list_of_strings(name: str, value: Any) -> None:
     """Each character of a key would be a key."""
     with pytest.raises(RequestError, match=f"{name} must be a list of strings; got") as told:
         Settings(**{name: value})
     assert name != "api_keys" or "secret" not in str(told.value)
 
 
-def test_a_flag_that_is_gone_says_what_to_use(capsys: pytest.CaptureFixture[str]) -> None:
+def test_removed_flags_name_their_replacement(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["deploy", "demo", "--fused"]) == 2
     assert "no option --fused; replicas always answer through the ingress" in capsys.readouterr().err
 
 
-def test_stored_responses_are_of_one_machine(capsys: pytest.CaptureFixture[str]) -> None:
+def test_stored_responses_are_refused_in_deployments(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["deploy", "demo", "--response-store", "r.db", "--address", "auto"]) == 2
     assert "--response-store works on one machine: remove it, or remove --address" in capsys.readouterr().err
 
@@ -99,7 +99,7 @@ class Handle:
         return getattr(self._replica, self._method)(**given)
 
 
-def test_an_ingress_says_that_it_listens_as_long_as_its_channel_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_ingress_renews_the_lease_of_its_channel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_router, "RENEW_INTERVAL", 0.1)
     monkeypatch.setattr(ray_router, "_cancel", lambda response: None)
     monkeypatch.setattr(bridge, "_LEASE", 1.0)
@@ -120,7 +120,7 @@ def test_an_ingress_says_that_it_listens_as_long_as_its_channel_is_open(monkeypa
     asyncio.run(asyncio.wait_for(run(), 60))
 
 
-def test_a_replica_gives_no_words_to_a_channel_of_another() -> None:
+def test_a_replica_sends_nothing_to_another_replicas_channel() -> None:
     """Ray may send a call elsewhere than it was to go."""
     replica = Replica.__new__(Replica)
     replica._name, replica._fingerprint, replica._queues = "a", "same", {"one": ReplyQueue("a", "same")}

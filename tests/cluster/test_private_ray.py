@@ -48,7 +48,7 @@ def test_nothing_listens_for_other_machines(url: str) -> None:
     assert not others
 
 
-def test_a_listener_on_all_interfaces_is_seen() -> None:
+def test_a_listener_on_all_interfaces_is_detected() -> None:
     """The check above finds what it looks for."""
     program = "import socket; s = socket.create_server(('', 0)); print(flush=True); input()"
     with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
@@ -70,7 +70,7 @@ def test_a_process_without_the_token_is_refused(url: str) -> None:
         assert b"Authentication" in run.stderr
 
 
-def test_ray_has_no_key(url: str) -> None:
+def test_ray_stores_no_key(url: str) -> None:
     """In its memory (deployments with their arguments, jobs with their command lines), logs and command lines."""
     port = _port(url)
     assert read(port, STORY | {"max_tokens": 2}, headers=_bearer(KEY)).is_whole
@@ -95,7 +95,7 @@ def test_ray_has_no_key(url: str) -> None:
         assert WRONG.encode() not in text
 
 
-def test_clients_see_ids_and_no_process(url: str) -> None:
+def test_clients_see_ids_without_process_details(url: str) -> None:
     body = json.dumps(STORY | {"stream": False, "max_tokens": 2}).encode()
     headers = {"Content-Type": "application/json"} | _bearer(KEY)
     with urllib.request.urlopen(urllib.request.Request(f"{url}/v1/completions", body, headers)) as answer:

@@ -53,7 +53,7 @@ def test_ranks_in_a_placement_group(cluster: None, monkeypatch: pytest.MonkeyPat
     assert lm.generate("Once upon", max_new_tokens=32, seed=4).token_ids == expected.token_ids
 
 
-def test_ray_has_to_be_there() -> None:
+def test_ray_must_be_installed() -> None:
     with pytest.raises(RequestError, match="and this one isn't connected"):
         onward.load("demo", pipeline=2, address="ray")
 

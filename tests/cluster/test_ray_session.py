@@ -35,7 +35,9 @@ def ray_options(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return options
 
 
-def test_without_an_address_ray_is_started_here(ray_options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ray_is_started_locally_without_an_address(
+    ray_options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whatever its own variables say, for this process alone."""
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
@@ -58,13 +60,13 @@ def test_without_an_address_ray_is_started_here(ray_options: dict[str, Any], mon
 
 
 @pytest.mark.parametrize("address", [None, "auto"])
-def test_ray_does_not_learn_the_command_line(address: str | None, ray_options: dict[str, Any]) -> None:
+def test_ray_does_not_see_the_command_line(address: str | None, ray_options: dict[str, Any]) -> None:
     """There may be an API key in it, and Ray shows it to all users of a cluster."""
     with connected(address, 1):
         assert ray_options["says"] == "onward"
 
 
-def test_a_cluster_is_left_also_after_an_error(ray_options: dict[str, Any]) -> None:
+def test_the_session_ends_after_an_error_too(ray_options: dict[str, Any]) -> None:
     with pytest.raises(KeyError), connected("auto", 3):
         raise KeyError
     assert ray_options["address"] == "auto"
@@ -74,14 +76,14 @@ def test_a_cluster_is_left_also_after_an_error(ray_options: dict[str, Any]) -> N
 
 
 @pytest.mark.parametrize("address", ["..:1", f"{'x' * 70}:1", "127.0.0.1:1", "ray://127.0.0.1:1", "127.0.0.1:99999"])
-def test_an_address_that_does_not_answer(address: str, ray_options: dict[str, Any]) -> None:
+def test_an_unreachable_address(address: str, ray_options: dict[str, Any]) -> None:
     with pytest.raises(RequestError, match="no Ray cluster answers at"), connected(address, 1):
         pass
     assert not ray_options
 
 
 @pytest.mark.parametrize("address", ["nowhere", "", ":1", "head:", "ray://head"])
-def test_an_address_that_is_none(address: str, ray_options: dict[str, Any]) -> None:
+def test_an_invalid_address(address: str, ray_options: dict[str, Any]) -> None:
     with pytest.raises(RequestError, match="is HOST:PORT"), connected(address, 1):
         pass
     assert not ray_options
@@ -89,7 +91,7 @@ def test_an_address_that_is_none(address: str, ray_options: dict[str, Any]) -> N
 
 @pytest.mark.parametrize("kind", [RuntimeError, ConnectionError, AuthenticationError])
 @pytest.mark.parametrize(("address", "says"), [(None, "does not start here"), ("auto", "answers at 'auto'")])
-def test_what_ray_says_is_one_line(
+def test_rays_output_is_one_line(
     address: str | None, says: str, kind: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(**ray_options: Any) -> None:
@@ -101,7 +103,7 @@ def test_what_ray_says_is_one_line(
     assert "\n" not in str(failed.value)
 
 
-def test_ray_has_to_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ray_must_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(RequestError, match="pip install 'onward\\[cluster\\]'"), connected(None, 1):
         pass

@@ -9,7 +9,7 @@ from onward.errors import RequestError
 
 
 @given(st.lists(st.booleans(), max_size=400), st.integers(0, 20), st.floats(0, 1))
-def test_retries_stay_within_their_share(events: list[bool], burst: int, share: float) -> None:
+def test_retries_stay_within_their_budget(events: list[bool], burst: int, share: float) -> None:
     """events: True is a request that arrives, False a retry that is requested."""
     budget = RetryBudget(RetryOptions(retry_burst=burst, retry_share=share))
     came = taken = 0
@@ -23,7 +23,7 @@ def test_retries_stay_within_their_share(events: list[bool], burst: int, share: 
         assert 0 <= budget.left <= burst
 
 
-def test_a_request_is_refused_after_the_deaths_of_two_replicas_for_a_while() -> None:
+def test_a_request_is_quarantined_after_killing_two_replicas() -> None:
     quarantine = Quarantine(RetryOptions(quarantine=60.0))
     quarantine.note_death(b"poison", "a", 0.0)
     quarantine.note_death(b"poison", "a", 1.0)
@@ -38,7 +38,7 @@ def test_a_request_is_refused_after_the_deaths_of_two_replicas_for_a_while() -> 
     assert not quarantine.contains(b"unknown", 0.0)
 
 
-def test_what_was_served_whole_is_no_cause() -> None:
+def test_successfully_served_requests_are_not_quarantined() -> None:
     quarantine = Quarantine(RetryOptions())
     for replica in ("a", "b", "c"):
         quarantine.note_death(b"liked", replica, 0.0)
@@ -46,14 +46,14 @@ def test_what_was_served_whole_is_no_cause() -> None:
         quarantine.forget(b"liked")
 
 
-def test_a_quarantine_of_no_time_refuses_none() -> None:
+def test_a_quarantine_of_zero_seconds_refuses_nothing() -> None:
     quarantine = Quarantine(RetryOptions(quarantine=0.0))
     for replica in ("a", "b", "c"):
         quarantine.note_death(b"poison", replica, 5.0)
         assert not quarantine.contains(b"poison", 5.0)
 
 
-def test_a_quarantine_remembers_a_bounded_number() -> None:
+def test_a_quarantine_remembers_a_limited_number() -> None:
     quarantine = Quarantine(RetryOptions())
     for at in range(20_000):
         quarantine.note_death(at.to_bytes(4), "a", 0.0)
@@ -71,6 +71,6 @@ def test_a_quarantine_remembers_a_bounded_number() -> None:
         ("quarantine", "1"),
     ],
 )
-def test_a_value_outside_its_range(option: str, value: object) -> None:
+def test_values_out_of_range(option: str, value: object) -> None:
     with pytest.raises(RequestError, match=f"{option} must be"):
         RetryOptions(**{option: value})  # type: ignore[arg-type]

@@ -47,7 +47,7 @@ def routed(check: Callable[[PrefixRouter], Coroutine[Any, Any, None]], names: st
     asyncio.run(asyncio.wait_for(run(), 60))
 
 
-def test_calls_for_a_dead_replica_fail_at_once_and_hold_up_no_others() -> None:
+def test_calls_to_a_dead_replica_fail_at_once_and_block_no_others() -> None:
     async def check(router: PrefixRouter) -> None:
         router.on_replica_actor_died(ReplicaID("a", DEPLOYMENT))
         for _ in range(20):
@@ -62,7 +62,7 @@ def test_calls_for_a_dead_replica_fail_at_once_and_hold_up_no_others() -> None:
     routed(check)
 
 
-def test_a_call_for_one_replica_does_not_wait_behind_others() -> None:
+def test_a_call_to_one_replica_does_not_wait_for_others() -> None:
     class Hanging(FakeReplica):
         async def get_queue_len(self, *, deadline_s: float) -> int:
             return await asyncio.Event().wait() or 0
@@ -82,7 +82,7 @@ def test_a_call_for_one_replica_does_not_wait_behind_others() -> None:
     routed(check)
 
 
-def test_a_call_that_was_not_accepted_is_sent_again_until_the_replica_is_gone() -> None:
+def test_an_unaccepted_call_is_resent_until_the_replica_is_gone() -> None:
     async def check(router: PrefixRouter) -> None:
         call = pending(RouteAttempt(only="a"))
         for _ in range(2):
@@ -95,7 +95,7 @@ def test_a_call_that_was_not_accepted_is_sent_again_until_the_replica_is_gone() 
     routed(check)
 
 
-def test_a_dead_replica_is_out_before_the_controller_says_so() -> None:
+def test_a_dead_replica_is_removed_before_the_controller_reports_it() -> None:
     async def check(router: PrefixRouter) -> None:
         assert router.names == {"a", "b"}
         router.on_replica_actor_died(ReplicaID("a", DEPLOYMENT))

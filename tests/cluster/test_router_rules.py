@@ -25,7 +25,7 @@ def idle(_: str) -> float:
 
 
 @given(st.sets(st.sampled_from(NAMES), min_size=1), st.text(), st.sets(st.sampled_from(NAMES)))
-def test_every_replica_is_named_once_and_those_to_avoid_last(names: set[str], key: str, avoid: set[str]) -> None:
+def test_every_replica_is_listed_once_and_avoided_ones_last(names: set[str], key: str, avoid: set[str]) -> None:
     ring = ring_of(sorted(names))
     for affinity in (True, False):
         order = list(ring.order(key, idle, avoid, affinity=affinity))
@@ -33,12 +33,12 @@ def test_every_replica_is_named_once_and_those_to_avoid_last(names: set[str], ke
         assert [name in avoid for name in order] == sorted(name in avoid for name in order)
 
 
-def test_an_empty_ring_has_nobody() -> None:
+def test_an_empty_ring_has_no_replicas() -> None:
     assert list(HashRing().order("key", idle)) == []
 
 
 @given(st.lists(st.text(), min_size=1, max_size=50, unique=True), st.sampled_from(NAMES))
-def test_only_the_keys_of_a_replica_that_leaves_move(keys: list[str], leaves: str) -> None:
+def test_only_the_keys_of_a_leaving_replica_move(keys: list[str], leaves: str) -> None:
     before, after = ring_of(NAMES), ring_of([name for name in NAMES if name != leaves])
     for key in keys:
         first, second, *_ = before.order(key, idle)
@@ -52,7 +52,7 @@ def test_keys_spread() -> None:
     assert max(owners.values()) < 2000, "twice the mean: 64 places leave an eighth of standard deviation"
 
 
-def test_a_key_that_everybody_has_does_not_load_one_replica() -> None:
+def test_a_common_key_does_not_overload_one_replica() -> None:
     ring, loads = ring_of(NAMES), Counter[str]()
     for _ in range(800):
         loads[next(ring.order("the same", loads.__getitem__))] += 1
@@ -60,7 +60,7 @@ def test_a_key_that_everybody_has_does_not_load_one_replica() -> None:
 
 
 @given(st.dictionaries(st.sampled_from(NAMES), st.integers(0, 9), min_size=1), st.text())
-def test_a_replica_with_nothing_to_do_goes_first_then_those_below_the_mean(loads: dict[str, int], key: str) -> None:
+def test_idle_replicas_are_first_then_those_below_the_mean(loads: dict[str, int], key: str) -> None:
     ring = ring_of(sorted(loads))
     around = list(ring.order(key, idle))
     first = next(ring.order(key, loads.__getitem__))
@@ -70,14 +70,14 @@ def test_a_replica_with_nothing_to_do_goes_first_then_those_below_the_mean(loads
 
 
 @given(st.dictionaries(st.sampled_from(NAMES), st.integers(0, 9), min_size=1), st.text())
-def test_a_session_stays_until_its_replica_has_a_quarter_more_than_the_mean(loads: dict[str, int], name: str) -> None:
+def test_a_session_stays_while_its_replica_is_below_1_25_times_the_mean(loads: dict[str, int], name: str) -> None:
     ring, key = ring_of(sorted(loads)), f"session {name}"
     around = list(ring.order(key, idle))
     bound = math.ceil(1.25 * (sum(loads.values()) + 1) / len(loads))
     assert next(ring.order(key, loads.__getitem__)) == next(name for name in around if loads[name] < bound)
 
 
-def test_without_a_key_the_least_loaded_is_first_and_equals_take_turns() -> None:
+def test_without_a_key_the_least_loaded_is_first_and_ties_rotate() -> None:
     ring = ring_of(NAMES)
     loads = dict.fromkeys(NAMES, 3.0) | {NAMES[2]: 1.0}
     assert next(ring.order(None, loads.__getitem__)) == NAMES[2]
@@ -100,7 +100,7 @@ def test_turns_of_a_conversation_have_one_key() -> None:
     assert key_of(model="demo", input="Hello.") == key_of(model="demo", prompt="Hello.")
 
 
-def test_prompts_of_one_beginning_have_one_key() -> None:
+def test_prompts_with_a_common_start_have_one_key() -> None:
     shared = "A long document. " * 200
     assert key_of(prompt=shared + "One?") == key_of(prompt=shared + "Two?")
     assert key_of(prompt=[*range(600), 1]) == key_of(prompt=[*range(600), 2])
@@ -113,5 +113,5 @@ def test_a_session_is_a_key() -> None:
 
 
 @pytest.mark.parametrize("body", [b"", b"[1]", b"{", b"{}", b'{"messages": 3}', b"\xff", b"[" * 100_000])
-def test_what_has_no_beginning_has_no_key(body: bytes) -> None:
+def test_short_prompts_have_no_key(body: bytes) -> None:
     assert routing_key({}, body) is None

@@ -30,7 +30,7 @@ IDLE = EngineStats(
 )
 
 
-def test_how_full_a_replica_is() -> None:
+def test_the_load_of_a_replica() -> None:
     assert load_of(IDLE, 8) == 0.0
     assert load_of(replace(IDLE, running=4, waiting=8), 8) == 1.5
     few_long = replace(IDLE, running=2, waiting=2, waiting_tokens=40_000, prompt_tokens_per_second=1_000.0)
@@ -38,7 +38,7 @@ def test_how_full_a_replica_is() -> None:
     assert load_of(replace(few_long, prompt_tokens_per_second=0.0), 8) == 0.5
 
 
-def test_what_all_have_is_shared_out() -> None:
+def test_total_load_determines_the_number_of_replicas() -> None:
     context = SimpleNamespace(aggregated_metrics={LOAD: {"a": 1.5, "b": 0.75}})
     assert desired_replicas(context) == (2.25, {})
     assert desired_replicas(SimpleNamespace(aggregated_metrics={})) == (0, {})

@@ -118,7 +118,7 @@ def deployment(lm: onward.LanguageModel) -> Iterator[Deployment]:
         engine.close()
 
 
-def test_the_whole_is_the_sum_of_the_parts(deployment: Deployment) -> None:
+def test_totals_are_sums_over_replicas(deployment: Deployment) -> None:
     async def run() -> None:
         for name in "aab":
             await deployment.write(name)
@@ -148,7 +148,7 @@ def test_the_whole_is_the_sum_of_the_parts(deployment: Deployment) -> None:
     asyncio.run(run())
 
 
-def test_counts_never_fall_while_replicas_die_and_are_slow(
+def test_counts_never_decrease_while_replicas_die_or_are_slow(
     deployment: Deployment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     deployment.ingress._state._timeout = 2.0
@@ -183,7 +183,7 @@ def test_counts_never_fall_while_replicas_die_and_are_slow(
     asyncio.run(run())
 
 
-def test_health_is_that_of_all(deployment: Deployment) -> None:
+def test_health_combines_all_replicas(deployment: Deployment) -> None:
     async def run() -> None:
         health = await deployment.ask("/health")
         content = json.loads(health.body)
@@ -206,7 +206,7 @@ def test_health_is_that_of_all(deployment: Deployment) -> None:
     asyncio.run(run())
 
 
-def test_a_flood_of_health_checks_is_one_reading(deployment: Deployment) -> None:
+def test_concurrent_health_checks_share_one_reading(deployment: Deployment) -> None:
     asked: list[str] = []
     serve = deployment.fakes.serve
 
@@ -226,7 +226,7 @@ def test_a_flood_of_health_checks_is_one_reading(deployment: Deployment) -> None
     asyncio.run(run())
 
 
-def test_refusals_of_replicas_are_the_answer(deployment: Deployment) -> None:
+def test_refusals_of_replicas_are_passed_on(deployment: Deployment) -> None:
     async def run() -> None:
         reply = await deployment.ask("/metrics", authorization="Bearer other")
         assert (reply.status, reply.headers["www-authenticate"]) == (401, "Bearer")

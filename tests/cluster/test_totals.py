@@ -22,7 +22,7 @@ EVENT = st.tuples(st.integers(0, 4), st.sampled_from(["work", "die", "slow", "ba
 
 
 @given(st.lists(EVENT, max_size=60), st.integers(0, 2))
-def test_counts_never_fall_and_no_seen_count_is_lost(events: list[tuple[int, str, int]], kept_gone: int) -> None:
+def test_counts_never_decrease_and_no_seen_count_is_lost(events: list[tuple[int, str, int]], kept_gone: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(state, "_MAX_GONE", kept_gone)
         names = [f"replica {at}" for at in range(5)]
@@ -52,7 +52,7 @@ def test_counts_never_fall_and_no_seen_count_is_lost(events: list[tuple[int, str
                 assert merged["mean"] == pytest.approx(sum(r["mean"] for r in readings.values()) / len(readings))
 
 
-def test_whole_numbers_stay_whole() -> None:
+def test_integers_stay_integers() -> None:
     together: Totals[Any] = Totals(kind_of)
     merged = together.merged({"a": {"count": 1, "sum": 2}, "b": {"count": 3, "sum": 4}})
     assert {key: (type(number), number) for key, number in merged.items()} == {"count": (int, 4), "sum": (int, 6)}

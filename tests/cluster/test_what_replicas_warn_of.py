@@ -10,7 +10,7 @@ pytest.importorskip("ray")
 pytestmark = pytest.mark.timeout(240)
 
 
-def test_the_command_says_what_replicas_are_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_shows_the_warnings_of_replicas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ONWARD_NATIVE_DIR", str(tmp_path))
     with deployed() as (port, said):
         assert said.count("warning: no native kernels") == said.count("warning") == 1

@@ -140,7 +140,7 @@ def followed(stream, whole):
 
 @settings(max_examples=80)
 @given(st.sampled_from(list(MODELS)), st.lists(options, min_size=1, max_size=4))
-def test_a_text_is_the_same_in_a_batch_with_a_draft_in_a_stream_and_in_an_engine(name, several):
+def test_batched_drafted_streamed_and_engine_texts_are_equal(name, several):
     model = lm(name)
     alone = [content(model.generate(of["prompt"], **asked(of))) for of in several]
     drafted = [asked(of) | {"draft": draft_of(name, of)} for of in several]
@@ -174,7 +174,7 @@ class Unforced(onward.Constraint):
 
 @settings(max_examples=80)
 @given(st.sampled_from(list(MODELS)), st.lists(options, min_size=1, max_size=3))
-def test_what_is_forced_changes_no_text(name, several):
+def test_forced_tokens_change_no_text(name, several):
     model = lm(name)
     prompts = [of["prompt"] for of in several]
     plain = []
@@ -211,7 +211,7 @@ def test_preempted_texts_keep_their_constraints():
         assert engine.stats().preemptions > 0
 
 
-def test_sessions_go_on_with_constraints():
+def test_sessions_continue_with_constraints():
     session = onward.Session(lm("demo"))
     schema = {"type": "object", "properties": {"n": {"type": "integer", "maximum": 9}}, "required": ["n"]}
     schema |= {"additionalProperties": False}
@@ -226,7 +226,7 @@ def test_sessions_go_on_with_constraints():
 
 
 @pytest.mark.parametrize("beams", [2, 4])
-def test_all_texts_of_a_search_are_of_the_form(beams):
+def test_all_beams_match_the_constraint(beams):
     found = lm("demo").generate("Once", choice=["yes, a", "no, b", "perhaps"], beams=beams, n=beams)
     assert found.text in ("yes, a", "no, b", "perhaps")
     assert all(choice.text in ("yes, a", "no, b", "perhaps") for choice in found.choices)
@@ -235,7 +235,7 @@ def test_all_texts_of_a_search_are_of_the_form(beams):
     )
 
 
-def test_a_search_goes_on_where_its_likeliest_continuations_all_end():
+def test_a_search_continues_when_its_likeliest_texts_end():
     """Of one letter there are ten, and all are likelier than the one that goes on; the search finds what follows it."""
     logits = torch.full((128,), -9.0)
     logits[97:107] = 1.0  # a … j end the text

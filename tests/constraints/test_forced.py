@@ -66,7 +66,7 @@ WHOLE = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]
         (lambda left: [*left, 8, 8, 8], [2, 13]),  # past the end
     ],
 )
-def test_what_is_forced_takes_one_pass(says, expected):
+def test_forced_tokens_take_one_pass(says, expected):
     model = scripted_model(WHOLE, vocab_size=12)
     completion, widths = passes(model, onward.LanguageModel(model), [11, 11], constraint=Spelled(WHOLE, says))
     assert completion.token_ids == WHOLE
@@ -92,7 +92,7 @@ def test_the_keys_of_an_object_are_drafted():
     assert found.speculation.acceptance == 1.0
 
 
-def test_a_drafter_is_asked_where_nothing_is_forced():
+def test_a_drafter_is_asked_if_nothing_is_forced():
     asked = []
 
     class Spy:
@@ -118,7 +118,7 @@ def test_a_drafter_is_asked_where_nothing_is_forced():
     assert spied._acceptance._tried < 8
 
 
-def test_a_draft_ends_where_the_constraint_refuses_it():
+def test_a_draft_is_cut_at_the_first_refused_id():
     class Half:
         def start(self, request):
             return self
@@ -137,7 +137,7 @@ def test_a_draft_ends_where_the_constraint_refuses_it():
     assert completion.speculation.acceptance == 1.0
 
 
-def test_rows_without_a_constraint_go_along_in_one_pass():
+def test_unconstrained_rows_share_the_pass():
     model = scripted_model(lambda ids: (ids[-1] + 1) % 12, vocab_size=12)
     lm = onward.LanguageModel(model)
     before = len(model.calls)
@@ -151,7 +151,7 @@ def test_rows_without_a_constraint_go_along_in_one_pass():
 
 
 @given(st.lists(st.integers(0, 15), min_size=1, max_size=32))
-def test_the_length_that_pays(forced):
+def test_the_paying_length(forced):
     length = paying_length(forced)
     assert 0 <= length <= max(forced)
     if len(forced) == 1 or min(forced) == max(forced):
@@ -160,7 +160,7 @@ def test_the_length_that_pays(forced):
         assert length == 0
 
 
-def test_the_draft_model_drafts_what_the_constraint_admits():
+def test_the_draft_model_follows_the_constraint():
     """Its drafts obey the constraint, so they are refused where the text ends, in the last round, and nowhere else."""
     lm = onward.load("demo")
     schema = JsonSchema({"type": "array", "items": {"type": "string", "maxLength": 30}, "minItems": 2, "maxItems": 3})
@@ -173,7 +173,7 @@ def test_the_draft_model_drafts_what_the_constraint_admits():
         assert found.speculation.drafted - found.speculation.accepted <= length
 
 
-def test_a_dense_cache_and_one_of_unknown_length():
+def test_dense_caches_and_caches_of_unknown_length():
     model = dataclasses.replace(tiny_model("qwen3", seed=9), new_blocks=None)
     lm = onward.LanguageModel(model, ByteTokenizer())
     paged = onward.LanguageModel(tiny_model("qwen3", seed=9), ByteTokenizer())

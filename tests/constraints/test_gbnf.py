@@ -121,7 +121,7 @@ TEXTS = ["".join(each) for length in range(6) for each in itertools.product(CHAR
 
 @settings(max_examples=200, deadline=None)
 @given(GRAMMARS)
-def test_a_grammar_admits_what_it_derives(rules):
+def test_a_grammar_admits_its_own_derivations(rules):
     grammar = "\n".join(f"{name} ::= {gbnf_of(expr)}" for name, expr in rules.items())
     expected = {text for text in TEXTS if Reference(rules, text).matches}
     assume(expected)
@@ -223,12 +223,12 @@ LINES = 'root ::= "a" # one\n  | "b"\n\t| (\n  "c"\n | "d"\n)\n'
         ("root ::= .", ["\n", "é", "\U0001f600"], ["", "ab"]),
     ],
 )
-def test_a_grammar_of_llama_cpp(grammar, texts, others):
+def test_a_llama_cpp_grammar(grammar, texts, others):
     assert [text for text in texts if not accepts(grammar, text)] == []
     assert [text for text in others if accepts(grammar, text)] == []
 
 
-def test_the_language_is_told_by_the_root():
+def test_the_root_rule_defines_the_language():
     assert is_gbnf('x ::= "a"\n  root::= x')
     assert not is_gbnf('start: "root ::= x"')
     assert accepts('start: "a"', "a")
@@ -257,7 +257,7 @@ def test_the_language_is_told_by_the_root():
         ("root ::= " + "(" * 101, 1, 110, "groups are nested more than 100 deep"),
     ],
 )
-def test_an_error_names_its_place(grammar, line, column, problem):
+def test_errors_name_their_position(grammar, line, column, problem):
     with pytest.raises(RequestError) as caught:
         Lark(grammar)(TOKENIZER, frozenset({STOP}))
     assert str(caught.value) == f"grammar is not valid GBNF at line {line}, column {column}: {problem}"

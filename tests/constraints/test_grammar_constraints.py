@@ -47,7 +47,7 @@ def said(constraint):
 
 @settings(max_examples=150)
 @given(st.sampled_from(list(KEPT)), st.sampled_from(GRAMMARS), st.integers(0, 2**32))
-def test_what_a_constraint_says_depends_on_its_ids_alone(name, grammar, seed):
+def test_a_constraint_depends_only_on_its_ids(name, grammar, seed):
     """After any walk with steps back, forks and questions it says what a new one says after the same ids."""
     chance = random.Random(seed)
     constraint, ids = grammar(KEPT[name], STOP), []
@@ -86,7 +86,7 @@ def test_what_a_constraint_says_depends_on_its_ids_alone(name, grammar, seed):
 
 
 @pytest.mark.parametrize("name", list(KEPT))
-def test_texts_of_every_tokenizer_are_of_the_form(name):
+def test_texts_of_every_tokenizer_match(name):
     tokenizer = KEPT[name]
     lm = onward.LanguageModel(tiny_model("llama", seed=3, vocab_size=tokenizer.vocab_size + 7), tokenizer)
     ends = 0
@@ -106,7 +106,7 @@ def test_texts_of_every_tokenizer_are_of_the_form(name):
     assert ends
 
 
-def test_special_tokens_are_no_text_but_can_be_named():
+def test_special_tokens_are_not_text_but_can_be_named():
     tokenizer = onward.load("demo").tokenizer
     end = tokenizer.eos_id
     free = Regex("(?s:.*)")(tokenizer)
@@ -116,7 +116,7 @@ def test_special_tokens_are_no_text_but_can_be_named():
     assert admits(Lark(f'start: "a" | {name} "b"')(tokenizer).mask(), end)
 
 
-def test_compiled_grammars_are_kept_and_forgotten():
+def test_compiled_grammars_are_cached_and_evicted():
     kept, tokenizers = CompiledGrammars(), [ByteTokenizer() for _ in range(6)]
     sources = [Regex("a" * (number + 1)).source() for number in range(140)]
     for source in sources:
@@ -135,7 +135,7 @@ def test_compiled_grammars_are_kept_and_forgotten():
     assert len(kept._matchers) == 4
 
 
-def test_a_grammar_too_complex_at_some_place_ends_its_request_alone():
+def test_a_grammar_over_a_limit_ends_its_request_alone():
     """A limit of llguidance's that is met in the middle of a text."""
     lm = onward.LanguageModel(tiny_model("qwen3", seed=1), ByteTokenizer())
     vocabulary = Vocabulary.of(lm.tokenizer)
@@ -152,7 +152,7 @@ def test_a_grammar_too_complex_at_some_place_ends_its_request_alone():
 
 
 @pytest.mark.parametrize("mask", [[1, 2], np.ones(9, dtype=bool), np.ones((1, 2), dtype=np.int32), None])
-def test_a_mask_of_another_kind_is_named(mask):
+def test_masks_of_another_kind_are_refused(mask):
     class Wrong(onward.Constraint):
         def mask(self):
             return mask

@@ -79,7 +79,7 @@ def test_random_schemas(schema):
     ENDED[1] += asked
 
 
-def test_most_random_texts_came_to_their_end():
+def test_most_random_texts_are_complete():
     """Of those of the test before this one."""
     ended, asked = ENDED
     assert ended >= asked / 2

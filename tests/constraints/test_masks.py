@@ -39,7 +39,7 @@ class Rising(Constraint):
 
 
 @given(st.sets(st.integers(0, 300)), st.integers(1, 200))
-def test_a_mask_leaves_its_ids_as_they_are_and_no_others(ids, vocab):
+def test_a_mask_admits_exactly_its_ids(ids, vocab):
     class Just(Rising):
         def mask(self):
             return mask_of(ids)
@@ -54,13 +54,13 @@ def test_a_mask_leaves_its_ids_as_they_are_and_no_others(ids, vocab):
     assert [admits(mask_of(ids), token) for token in range(vocab)] == [token in ids for token in range(vocab)]
 
 
-def test_ids_of_a_mask_are_whole():
+def test_negative_ids_in_a_mask_are_refused():
     with pytest.raises(RequestError, match="got -1 for a mask"):
         mask_of([3, -1])
 
 
 @given(st.lists(st.tuples(st.sampled_from(["append", "truncate", "assume"]), st.integers(0, 80)), max_size=30))
-def test_a_text_taken_back_is_as_if_never_gone(steps):
+def test_truncated_ids_leave_no_trace(steps):
     """After any appends and truncations it is the text of the ids that are left."""
     text, ids = ConstraintState(Rising(), {5}), []
 
@@ -89,7 +89,7 @@ def test_a_text_taken_back_is_as_if_never_gone(steps):
 
 
 @given(st.lists(st.lists(st.integers(0, 30), max_size=4), min_size=1, max_size=4), st.integers(0, 99))
-def test_drafted_places_are_those_of_plain_steps(drafts, key):
+def test_drafted_positions_equal_plain_steps(drafts, key):
     """The ids at K places are those that K plain steps choose, as far as the draft is right."""
     vocab, places = 40, 5
     generator = torch.Generator().manual_seed(key)
@@ -123,7 +123,7 @@ def test_bans_and_a_mask_that_leave_nothing_are_an_error(temperature):
         Sampler([banned])(torch.zeros(1, 4), torch.zeros(1), None, None, [ConstraintState(Two())])
 
 
-def test_probabilities_are_of_what_the_mask_admits():
+def test_probabilities_are_normalized_over_admitted_ids():
     rows = [SamplingParams(temperature=1.0, seed=1), SamplingParams(temperature=0.0)]
     texts = [ConstraintState(Rising(4)), ConstraintState(Rising(4))]
     for text in texts:

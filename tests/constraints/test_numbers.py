@@ -111,7 +111,7 @@ PLACES = [
 
 @settings(max_examples=60)
 @given(NUMERIC | LISTED, st.sampled_from(PLACES), st.data())
-def test_a_value_is_admitted_if_and_only_if_it_meets_the_schema(
+def test_a_value_is_admitted_iff_it_meets_the_schema(
     inner: dict[str, Any], place: tuple[Any, Any], data: st.DataObject
 ) -> None:
     schema, at = place[0](inner), place[1]
@@ -128,7 +128,7 @@ def test_a_value_is_admitted_if_and_only_if_it_meets_the_schema(
 
 @settings(max_examples=25)
 @given(NUMERIC | LISTED, st.sampled_from(PLACES), st.integers(0, 3))
-def test_what_is_generated_meets_the_schema(inner: dict[str, Any], place: tuple[Any, Any], seed: int) -> None:
+def test_generated_values_meet_the_schema(inner: dict[str, Any], place: tuple[Any, Any], seed: int) -> None:
     schema = place[0](inner)
     assume(not refused(schema))
     made = lm().generate("x", json_schema=schema, temperature=1.0, seed=seed, max_new_tokens=80)
@@ -160,7 +160,7 @@ def test_what_is_generated_meets_the_schema(inner: dict[str, Any], place: tuple[
     ],
     ids=lambda value: str(value)[:60],
 )
-def test_numbers_of_every_kind(schema: Any, right: list[str], wrong: list[str]) -> None:
+def test_all_kinds_of_numbers(schema: Any, right: list[str], wrong: list[str]) -> None:
     assert [text for text in right if not may_be(schema, text)] == []
     assert [text for text in wrong if may_be(schema, text)] == []
 
@@ -180,12 +180,12 @@ def test_numbers_of_every_kind(schema: Any, right: list[str], wrong: list[str]) 
     ],
     ids=lambda value: str(value)[:60],
 )
-def test_what_cannot_be_exact_is_refused_before_anything_runs(schema: Any, error: str) -> None:
+def test_inexact_schemas_are_refused_before_any_work(schema: Any, error: str) -> None:
     with pytest.raises(RequestError, match=re.escape(error)):
         lm().generate("x", json_schema=schema)
 
 
-def test_schemas_without_large_numbers_are_compiled_as_they_are() -> None:
+def test_schemas_without_large_numbers_are_unchanged() -> None:
     schema = {"type": "integer", "minimum": -(2**53), "maximum": 2**53}
     assert not has_large_numbers(schema)
     assert json.loads(JsonSchema(schema).source())["grammars"][0]["json_schema"].items() >= schema.items()
@@ -233,7 +233,7 @@ def test_examples_may_be_any_number() -> None:
     assert not may_be(named, "{}")
 
 
-def test_a_large_float_is_written_so_that_every_reader_has_the_same_number() -> None:
+def test_large_floats_are_written_portably() -> None:
     """The double nearest to 1e23 is not 10^23, so neither integer is equal in all readers."""
     assert may_be({"const": 1e23}, "1e+23")
     assert not may_be({"const": 1e23}, str(int(1e23)))

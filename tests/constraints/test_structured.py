@@ -52,7 +52,7 @@ def byte_lm():
     ids=str,
 )
 @pytest.mark.parametrize("which", ["lm", "byte_lm"])
-def test_a_text_is_of_its_form(which, constraint, pattern, sampled, request):
+def test_texts_match_their_constraint(which, constraint, pattern, sampled, request):
     completion = request.getfixturevalue(which).generate([66, 67], max_new_tokens=60, **constraint, **sampled)
     assert completion.finish_reason in ("stop", "length")
     if completion.finish_reason == "stop":
@@ -70,7 +70,7 @@ def test_a_schema_gives_its_value(which, request):
         assert isinstance(animal, Animal)
 
 
-def test_a_schema_with_no_spaces_has_none(lm):
+def test_a_schema_without_whitespace_gives_none(lm):
     schema = JsonSchema(PERSON, whitespace=False)
     text = lm.generate("Once", json_schema=schema, temperature=1.0, seed=3).text
     assert '"," ' not in text
@@ -79,7 +79,7 @@ def test_a_schema_with_no_spaces_has_none(lm):
     assert hash(JsonSchema(PERSON)) == hash(JsonSchema(dict(PERSON)))
 
 
-def test_a_text_that_was_cut_is_not_parsed(lm):
+def test_truncated_texts_are_not_parsed(lm):
     cut = lm.generate("Once", json_schema=PERSON, max_new_tokens=4)
     assert cut.finish_reason == "length"
     with pytest.raises(RequestError, match="the JSON is incomplete, because the text ended by 'length' after 4 tokens"):
@@ -88,7 +88,7 @@ def test_a_text_that_was_cut_is_not_parsed(lm):
         _ = lm.generate("Once", max_new_tokens=1).parsed
 
 
-def test_what_a_class_itself_refuses_says_so(lm):
+def test_a_validation_error_of_a_class_is_reported(lm):
     class Never(BaseModel):
         legs: int = Field(ge=0, le=8)
 
@@ -100,7 +100,7 @@ def test_what_a_class_itself_refuses_says_so(lm):
         _ = lm.generate("Once", json_schema=Never).parsed
 
 
-def test_it_ends_where_the_form_is_complete(lm):
+def test_the_text_ends_when_the_constraint_is_complete(lm):
     eos = lm.tokenizer.eos_id
     whole = lm.generate("Once", regex="abc")
     assert (whole.text, whole.finish_reason, whole.stopped_by) == ("abc", "stop", None)
@@ -118,7 +118,7 @@ def test_it_ends_where_the_form_is_complete(lm):
     assert a not in without.token_ids
 
 
-def test_min_new_tokens_that_cannot_be_met(lm):
+def test_unreachable_min_new_tokens(lm):
     assert lm.generate("Once", regex="abc", min_new_tokens=9).text == "abc"  # it ends without an id that says so
 
 
@@ -129,7 +129,7 @@ def test_ids_that_the_tokenizer_lacks_are_never_chosen(byte_lm):
         assert max(completion.token_ids, default=0) <= 257
 
 
-def test_logprobs_are_the_models_own(lm):
+def test_logprobs_are_the_models(lm):
     free = lm.generate("Once", max_new_tokens=1, logprobs=3).logprobs[0]
     forced = lm.generate("Once", choice=["zebra"], max_new_tokens=1, logprobs=3).logprobs[0]
     assert forced.top == free.top
@@ -160,14 +160,14 @@ def test_logprobs_are_the_models_own(lm):
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_what_cannot_be_served_is_refused_before_anything_runs(lm, options, message):
+def test_unsupported_requests_are_refused_before_any_work(lm, options, message):
     with pytest.raises(RequestError, match=message):
         lm.stream("Once", **options)
     with onward.Engine(lm) as engine, pytest.raises(RequestError, match=message):
         engine.submit("Once", **options)
 
 
-def test_grammars_need_a_tokenizer_that_tells_bytes():
+def test_grammars_need_a_tokenizer_with_token_bytes():
     model = tiny_model("qwen3")
     with pytest.raises(TokenizerError, match="this model has no tokenizer: give constraint="):
         onward.LanguageModel(model).generate([1], regex="a")
@@ -185,7 +185,7 @@ def test_grammars_need_a_tokenizer_that_tells_bytes():
         onward.LanguageModel(model, Opaque()).generate([1], regex="a")
 
 
-def test_a_constraint_takes_the_place_of_the_defaults_own(lm):
+def test_a_constraint_replaces_the_default_one(lm):
     lm = dataclasses.replace(lm.defaults, regex="a{2}")
     options = lm.replace(choice=["b"])
     assert (options.regex, options.choice) == (None, ("b",))
@@ -223,7 +223,7 @@ class Even:
         return [2, 2]
 
 
-def test_a_constraint_of_ones_own():
+def test_a_custom_constraint():
     lm = onward.LanguageModel(tiny_model("qwen3", seed=1))
     asked = Even()
     completions = lm.generate([[1], [2, 3]], constraint=asked, temperature=1.0, seed=3, n=2)
@@ -249,7 +249,7 @@ def test_tensors_take_a_constraint():
         onward.generate(tiny_model("qwen3"), torch.tensor([[1]]), 1, constraint=3)
 
 
-def test_a_constraint_that_admits_nothing_is_an_error_of_its_request_alone():
+def test_a_constraint_that_admits_nothing_fails_its_request_alone():
     class Stuck(Even):
         def mask(self):
             return mask_of([] if self.count == 2 else [4])

@@ -31,7 +31,7 @@ def tried(trials, grammar, vocabulary):
     return trials.attempt(Trial(None), grammar.source(), vocabulary.tokens, vocabulary.described)
 
 
-def test_what_takes_too_long_is_ended_and_refused(vocabulary, monkeypatch):
+def test_slow_grammars_are_stopped_and_refused(vocabulary, monkeypatch):
     monkeypatch.setattr("onward.constraints.trial.SECONDS", 0.5)
     trials = TrialProcesses()
     assert not tried(trials, JsonSchema({"type": "integer", "multipleOf": 5}), vocabulary)
@@ -44,7 +44,7 @@ def test_what_takes_too_long_is_ended_and_refused(vocabulary, monkeypatch):
     assert not tried(trials, JsonSchema({"type": "integer", "multipleOf": 6}), vocabulary)
 
 
-def test_the_time_of_a_busy_machine_is_not_the_grammars(vocabulary, monkeypatch):
+def test_a_busy_machine_is_not_blamed_on_the_grammar(vocabulary, monkeypatch):
     """A process that gets no processor reaches the limit by the clock, and its grammar may be tried again."""
     monkeypatch.setattr("onward.constraints.trial.WALL_SECONDS", 0.3)
     refusal = tried(TrialProcesses(), SLOW, vocabulary)
@@ -52,7 +52,7 @@ def test_the_time_of_a_busy_machine_is_not_the_grammars(vocabulary, monkeypatch)
     assert not refusal.lasting
 
 
-def test_what_takes_all_the_stack_is_refused(vocabulary):
+def test_grammars_that_exhaust_the_stack_are_refused(vocabulary):
     trials = TrialProcesses()
     assert tried(trials, DEEP, vocabulary).startswith("it nests too deep, or needs too much memory")
     assert not tried(trials, Regex("(ab)*"), vocabulary)
@@ -99,7 +99,7 @@ def test_nothing_is_tried_or_compiled_twice(monkeypatch):
     assert counted.tried[good] == 2, "another vocabulary"
 
 
-def test_a_refusal_for_lack_of_time_by_the_clock_is_not_remembered(monkeypatch):
+def test_a_wall_clock_timeout_is_not_remembered(monkeypatch):
     kept, tokenizer = CompiledGrammars(), ByteTokenizer()
     monkeypatch.setattr("onward.constraints.trial.WALL_SECONDS", 0.01)
     with pytest.raises(RequestError, match="busy machine"):
@@ -123,7 +123,7 @@ def test_a_deferred_trial_blocks_no_thread(monkeypatch):
         kept.constraint(source, tokenizer, frozenset(), "it")
 
 
-def test_a_trial_that_nobody_waits_for_is_ended():
+def test_an_abandoned_trial_is_stopped():
     kept, tokenizer = CompiledGrammars(), ByteTokenizer()
     pending = []
     for factor in range(3):  # two run, one is queued
@@ -139,7 +139,7 @@ def test_a_trial_that_nobody_waits_for_is_ended():
     kept.constraint(multiple_of(3), tokenizer, frozenset(), "it")
 
 
-def test_a_grammar_is_refused_before_anything_runs():
+def test_a_grammar_is_refused_before_any_work():
     lm = onward.load("demo")
     with pytest.raises(RequestError, match="nests too deep"):
         lm.generate("Once", grammar=DEEP.text, max_new_tokens=1)
@@ -147,7 +147,7 @@ def test_a_grammar_is_refused_before_anything_runs():
     assert text.finish_reason == "length" or text.parsed % 50 == 0
 
 
-def test_an_object_of_too_many_possibilities_is_refused_at_once():
+def test_objects_with_too_many_possibilities_are_refused_at_once():
     properties = {f"p{at}": {"type": "integer"} for at in range(1000)}
     kept = CompiledGrammars()
     wide = JsonSchema({"type": "object", "properties": properties})
@@ -157,7 +157,7 @@ def test_an_object_of_too_many_possibilities_is_refused_at_once():
     kept.constraint(needed.source(), ByteTokenizer(), frozenset(), repr(needed))
 
 
-def test_what_is_tried():
+def test_which_grammars_are_tried():
     """Short grammars are compiled directly, unless they use a feature without a limit."""
     assert not needs_trial(JsonSchema({"type": "object"}).source())
     assert not needs_trial(Lark('start: "a"').source())
@@ -166,7 +166,7 @@ def test_what_is_tried():
     assert needs_trial(DEEP.source())
 
 
-def test_a_forked_child_starts_a_process_of_its_own(vocabulary):
+def test_a_forked_child_starts_its_own_process(vocabulary):
     trials = TrialProcesses()
     tried(trials, Regex("a"), vocabulary)
     (parents,) = trials._all
@@ -190,7 +190,7 @@ def test_the_process_ends_with_its_owner(vocabulary):
     assert process.returncode is not None
 
 
-def test_a_vocabulary_that_is_tried_with_is_not_mistaken_for_a_later_one():
+def test_a_vocabulary_in_use_is_not_confused_with_a_later_one():
     """An object that is freed gives its id to another; the key of the process is kept as long as it counts."""
     trials, grammar = TrialProcesses(), JsonSchema({"type": "integer", "multipleOf": 5})
     for tokenizer in (ByteTokenizer(), onward.load("demo").tokenizer, ByteTokenizer()):
@@ -202,7 +202,7 @@ def test_a_vocabulary_that_is_tried_with_is_not_mistaken_for_a_later_one():
     assert list(trials._all) == [process]
 
 
-def test_threads_that_come_at_once_have_one_vocabulary(monkeypatch):
+def test_concurrent_threads_share_one_vocabulary(monkeypatch):
     together, before, tokenizer = threading.Barrier(4), Vocabulary.of, ByteTokenizer()
 
     def waits(tokenizer):

@@ -33,7 +33,7 @@ def test_each_id_costs_one_forward_and_the_last_is_not_fed_back():
 
 
 @pytest.mark.parametrize("max_new_tokens", [0, -1, -100])
-def test_nothing_asked_for_is_nothing_run(max_new_tokens):
+def test_zero_tokens_run_nothing(max_new_tokens):
     model, seen = COUNT_UP(), []
     assert decode(model, max_new_tokens=max_new_tokens, on_token=seen.append) == []
     assert model.calls == []
@@ -48,7 +48,7 @@ def test_an_eos_id_ends_the_result_and_is_part_of_it(eos):
     assert len(model.calls) == 3
 
 
-def test_an_eos_id_may_be_the_very_first():
+def test_the_first_id_may_be_eos():
     model = COUNT_UP()
     assert decode(model, first_token=6, max_new_tokens=20, eos=7) == [7]
     assert len(model.calls) == 1
@@ -58,7 +58,7 @@ def test_a_first_token_that_is_an_eos_id_ends_nothing():
     assert decode(COUNT_UP(), first_token=7, max_new_tokens=2, eos=7) == [8, 9]
 
 
-def test_ids_come_as_they_are_made():
+def test_ids_are_streamed_as_they_are_generated():
     model, seen = COUNT_UP(), []
     ids = onward.stream(
         model.forward,
@@ -77,14 +77,14 @@ def test_ids_come_as_they_are_made():
     assert len(model.calls) == 3
 
 
-def test_stream_and_decode_give_the_same():
+def test_stream_equals_decode():
     model = tiny_model(seed=1)
     options = {"params": model.params, "first_token": 3, "max_new_tokens": 30, "eos": 99}
     streamed = list(onward.stream(model.forward, cache=model.new_cache(1, 30), **options))
     assert onward.decode(model.forward, cache=model.new_cache(1, 30), **options) == streamed
 
 
-def test_an_error_in_on_token_reaches_the_caller_and_spoils_nothing():
+def test_an_error_in_on_token_is_raised_and_leaves_the_cache_usable():
     model = COUNT_UP()
     cache = model.new_cache(1, 64)
 
@@ -98,7 +98,7 @@ def test_an_error_in_on_token_reaches_the_caller_and_spoils_nothing():
     assert decode(model, first_token=6, cache=cache) == [7, 8, 9, 10, 11]
 
 
-def test_an_error_in_the_forward_reaches_the_caller_and_spoils_nothing():
+def test_an_error_in_the_forward_is_raised_and_leaves_the_cache_usable():
     model, fail = COUNT_UP(), itertools.chain([False, False, True], itertools.repeat(False))
 
     def forward(*arguments):
@@ -130,21 +130,21 @@ def stream_without_a_sized_cache(max_len, offset=0, max_new_tokens=5):
     return ids, ran
 
 
-def test_what_does_not_fit_max_len_raises_before_the_first_step():
+def test_exceeding_max_len_raises_before_the_first_step():
     with pytest.raises(
         ContextOverflowError, match=r"\(4 tokens\) \+ max_new_tokens \(5\) = 9, but the cache holds 8: .* at most 4"
     ):
         stream_without_a_sized_cache(max_len=8, offset=4)
 
 
-def test_what_just_fits_max_len_is_served():
+def test_exactly_max_len_tokens_fit():
     ids, ran = stream_without_a_sized_cache(max_len=8, offset=3)
     assert list(ids) == [0] * 5
     assert ran == [3, 4, 5, 6, 7]
 
 
 @pytest.mark.parametrize("make", [COUNT_UP, tiny_model], ids=["scripted", "KVCache"])
-def test_what_does_not_fit_the_cache_raises_when_asked_for_not_when_iterated(make):
+def test_exceeding_the_cache_raises_at_the_call(make):
     model = make()
     for offset, new, max_len in [(0, 9, None), (4, 5, None), (8, 1, None), (0, 9, 100), (0, 5, 4)]:
         with pytest.raises(ContextOverflowError):
@@ -160,7 +160,7 @@ def test_what_does_not_fit_the_cache_raises_when_asked_for_not_when_iterated(mak
     assert len(decode(model, room=8, max_new_tokens=8)) == 8
 
 
-def test_decoding_goes_on_from_an_offset():
+def test_decoding_continues_from_an_offset():
     model = COUNT_UP()
     cache = model.new_cache(1, 16)
     model(torch.tensor([[20, 21, 22]], dtype=torch.int32), torch.tensor([0], dtype=torch.int32), cache)
@@ -168,7 +168,7 @@ def test_decoding_goes_on_from_an_offset():
     assert cache.tokens[0, :5].tolist() == [20, 21, 22, 3, 4]
 
 
-def test_a_used_cache_gives_what_a_new_one_gives():
+def test_a_used_cache_gives_the_same_ids():
     model = tiny_model(seed=4)
     new = decode(model, first_token=9, max_new_tokens=40)
     used = model.new_cache(1, 64)
@@ -180,7 +180,7 @@ def test_a_used_cache_gives_what_a_new_one_gives():
 # ── select ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_select_picks_from_the_logits_of_the_row():
+def test_select_gets_the_logits_of_the_row():
     model = COUNT_UP()
     shapes = []
 
@@ -192,7 +192,7 @@ def test_select_picks_from_the_logits_of_the_row():
     assert shapes == [(1, 32)] * 3
 
 
-def test_a_sampler_draws_at_the_position_of_the_id_it_picks():
+def test_a_sampler_draws_at_the_position_of_its_id():
     model = tiny_model(seed=2)
     got = decode(model, first_token=5, select=Sampler([SamplingParams(temperature=1.0, seed=9)]), max_new_tokens=20)
     tokens = [5]
@@ -236,7 +236,7 @@ def test_logits_of_another_shape_are_refused(shape):
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_logits_that_are_not_finite_are_refused(bad):
+def test_nonfinite_logits_are_refused(bad):
     logits = torch.zeros(1, 1, 9)
     logits[0, 0, 4] = bad
     for select in (onward.greedy, Sampler([SamplingParams(temperature=1.0, top_k=5, top_p=0.9, min_p=0.1, seed=1)])):
@@ -244,7 +244,7 @@ def test_logits_that_are_not_finite_are_refused(bad):
             forward_returning(logits)(max_new_tokens=1, select=select)
 
 
-def test_ids_that_are_masked_out_are_no_error_until_all_are():
+def test_masked_ids_are_an_error_only_if_all_are_masked():
     logits = torch.full((1, 1, 9), -math.inf)
     with pytest.raises(OnwardError, match="NaN or infinite"):
         forward_returning(logits)(max_new_tokens=1)
@@ -252,7 +252,7 @@ def test_ids_that_are_masked_out_are_no_error_until_all_are():
     assert forward_returning(logits)(max_new_tokens=2) == [4, 4]
 
 
-def test_no_gradient_is_recorded_and_the_callers_mode_is_left_as_it_was():
+def test_no_gradient_is_recorded_and_grad_mode_is_restored():
     weight, modes = torch.nn.Parameter(torch.eye(5)), []
 
     def forward(tokens, offsets, cache, params):
@@ -279,7 +279,7 @@ def test_no_gradient_is_recorded_and_the_callers_mode_is_left_as_it_was():
         ("max_new_tokens", None),
     ],
 )
-def test_an_argument_outside_its_range_is_refused_by_name(name, value):
+def test_arguments_out_of_range_are_refused_by_name(name, value):
     model = COUNT_UP()
     options = {"cache": None, "params": None, "first_token": 0, "max_new_tokens": 1, name: value}
     with pytest.raises(RequestError, match=name):

@@ -21,7 +21,7 @@ def texts(search: BeamSearch) -> list[list[int]]:
 
 
 @given(st.integers(0, 2**32), st.integers(2, 6), st.integers(1, 12))
-def test_every_text_continues_the_one_that_the_search_says(seed, width, steps):
+def test_every_text_continues_its_parent(seed, width, steps):
     rng = random.Random(seed)
     search = BeamSearch(BeamOptions(width), [1], steps + 1)
     for _ in range(steps):
@@ -44,7 +44,7 @@ class CountingSlots(RowCacheManager):
 
 
 @given(st.integers(0, 2**32), st.integers(2, 5), st.integers(1, 9), st.sampled_from(["own", "given"]))
-def test_copies_bring_every_beam_its_parents_past(seed, width, new, kind):
+def test_copies_give_every_beam_its_parents_past(seed, width, new, kind):
     """After every step the row of each text holds all of its ids but the last, and few rows were copied."""
 
     def logits(tokens):
@@ -71,7 +71,7 @@ def test_copies_bring_every_beam_its_parents_past(seed, width, new, kind):
     assert all(search.is_over and search.holders() == [] for search in searches)
 
 
-def test_of_an_ended_text_only_the_best_count_and_worse_ones_stand_by():
+def test_only_the_best_ended_texts_are_kept():
     search = BeamSearch(BeamOptions(2, length_penalty=0.0), [1], 9, {0})
     search.advance(
         [BeamCandidate(0, 0, -1.0), BeamCandidate(0, 5, -2.0), BeamCandidate(0, 6, -3.0), BeamCandidate(0, 7, -4.0)]
@@ -97,7 +97,7 @@ def test_of_an_ended_text_only_the_best_count_and_worse_ones_stand_by():
         ("never", 0.0, -2.0, True),
     ],
 )
-def test_a_search_is_over_when_its_rule_says_so(early_stopping, length_penalty, running, over):
+def test_a_search_stops_by_its_rule(early_stopping, length_penalty, running, over):
     search = BeamSearch(BeamOptions(2, length_penalty, early_stopping), [1], 4, {0, 1})
     search.advance([BeamCandidate(0, 5, -0.1), BeamCandidate(0, 6, -0.2)])
     search.ended = [(score, Sequence([1], 0)) for score in (-1.0, -2.0)]

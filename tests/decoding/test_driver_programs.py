@@ -47,7 +47,7 @@ def decoded(forward: Any, model: Model, **options: Any) -> list[int]:
     )
 
 
-def test_a_forward_is_traced_once_for_all_its_prompts(model: Model) -> None:
+def test_one_trace_serves_all_prompts(model: Model) -> None:
     forward = Counted(model)
     first = decoded(forward, model)
     assert forward.calls == 1
@@ -57,7 +57,7 @@ def test_a_forward_is_traced_once_for_all_its_prompts(model: Model) -> None:
     assert forward.calls == 31
 
 
-def test_other_params_are_another_trace(model: Model) -> None:
+def test_other_params_are_traced_again(model: Model) -> None:
     forward, other = Counted(model), tiny_model("qwen3", dtype=torch.float32, seed=9)
     first, second = decoded(forward, model), decoded(forward, other)
     assert forward.calls == 2
@@ -66,7 +66,7 @@ def test_other_params_are_another_trace(model: Model) -> None:
     assert forward.calls == 2
 
 
-def test_changes_in_place_are_seen_and_swapped_memory_too(model: Model) -> None:
+def test_in_place_changes_and_swapped_memory_are_seen(model: Model) -> None:
     forward = Counted(model)
     before = decoded(forward, model)
     for leaf in weights(model):
@@ -124,7 +124,7 @@ def test_settings_around_a_forward_are_compared() -> None:
         SCALE = 1.0
 
 
-def test_a_forward_that_closes_over_its_weights_decodes_as_it_is() -> None:
+def test_a_forward_that_closes_over_weights_runs_eagerly() -> None:
     weight = torch.eye(5).roll(1, 0)
     calls = []
 
@@ -140,7 +140,7 @@ def test_a_forward_that_closes_over_its_weights_decodes_as_it_is() -> None:
         onward.decode(forward, cache=None, params=(), first_token=0, max_new_tokens=4, compile="native")
 
 
-def test_a_bound_method_and_a_forward_without_a_hash_decode() -> None:
+def test_bound_methods_and_unhashable_forwards_decode() -> None:
     class Holder:
         __hash__ = None  # type: ignore[assignment]
 
@@ -154,7 +154,7 @@ def test_a_bound_method_and_a_forward_without_a_hash_decode() -> None:
         assert onward.decode(forward, cache=None, params=weight, first_token=0, max_new_tokens=4) == [4, 3, 2, 1]
 
 
-def test_nothing_is_kept_alive() -> None:
+def test_programs_keep_no_references() -> None:
     """Neither params nor caches nor the forward outlive their owners for having been decoded with."""
     model = tiny_model("llama", dtype=torch.float32)
     forward, cache = Counted(model), model.new_cache(1, 64)
@@ -175,7 +175,7 @@ def test_nothing_is_kept_alive() -> None:
         gc.enable()
 
 
-def test_params_that_go_take_their_programs_with_them() -> None:
+def test_programs_are_freed_with_their_params() -> None:
     model = tiny_model("llama", dtype=torch.float32)
     forward = Counted(model)
     decoded(forward, model)
@@ -191,7 +191,7 @@ def test_params_that_go_take_their_programs_with_them() -> None:
 
 
 @pytest.mark.parametrize("compile", ["auto", "native"])
-def test_generate_of_tensors_gives_the_tokens_of_eager_calls(model: Model, compile: str) -> None:
+def test_generate_of_tensors_equals_eager_calls(model: Model, compile: str) -> None:
     prompts = torch.randint(0, model.vocab_size, (4, 6), generator=torch.Generator().manual_seed(0))
     options: dict[str, Any] = {"seed": [1, 2, 3, 4], "temperature": 1.5, "eos": list(range(0, model.vocab_size, 9))}
     eager = onward.generate(model, prompts, 30, compile="eager", **options)
@@ -235,12 +235,12 @@ def test_the_inferencer_runs_programs(model: Model) -> None:
         lambda model: onward.load("demo", compile="fast"),
     ],
 )
-def test_an_unknown_way_to_compile(model: Model, call: Any) -> None:
+def test_unknown_value_of_compile(model: Model, call: Any) -> None:
     with pytest.raises(RequestError, match="compile must be one of auto, native, cuda, inductor, eager; got 'fast'"):
         call(model)
 
 
-def test_caches_of_other_kinds_keep_their_type(model: Model) -> None:
+def test_other_kinds_of_caches_keep_their_type(model: Model) -> None:
     _, cache = onward.compile(model.forward, params=model.params, cache=model.new_cache(1, 8))(
         torch.zeros(1, 1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32), given := model.new_cache(1, 8)
     )

@@ -46,7 +46,7 @@ def token_by_token(prompt, new, cache):
     chunk=st.integers(1, 14),
     compile=st.sampled_from(["auto", "eager"]),
 )
-def test_a_prompt_is_as_its_ids_token_by_token(prompt, held, chunk, compile):
+def test_a_prompt_equals_its_ids_token_by_token(prompt, held, chunk, compile):
     """Whatever the chunk, and whatever part of it the cache holds before."""
     expected = token_by_token(prompt, 6, MODEL.new_cache(1, 32))
     held = min(held, len(prompt) - 1)
@@ -58,7 +58,7 @@ def test_a_prompt_is_as_its_ids_token_by_token(prompt, held, chunk, compile):
     assert ids == expected
 
 
-def test_the_forward_sees_no_more_of_a_prompt_than_a_chunk():
+def test_the_forward_gets_at_most_a_chunk_of_a_prompt():
     model = scripted_model(lambda tokens: (tokens[-1] + 1) % 32)
     ids = onward.decode(model, prompt=[3, 4, 5, 6, 7], max_new_tokens=3, prefill_chunk=2)
     assert ids == [8, 9, 10]
@@ -81,7 +81,7 @@ def test_a_prompt_may_be_a_sequence_a_tensor_or_an_array(prompt):
 # ── a Model in place of a forward ─────────────────────────────────────────────────────────────────────────
 
 
-def test_a_model_brings_its_cache_and_its_params():
+def test_a_model_brings_its_cache_and_params():
     lm = onward.LanguageModel(MODEL)
     assert onward.decode(MODEL, prompt=PROMPT, max_new_tokens=8) == lm.generate(PROMPT, max_new_tokens=8).token_ids
     assert list(onward.stream(MODEL, prompt=PROMPT, max_new_tokens=8)) == onward.decode(
@@ -89,7 +89,7 @@ def test_a_model_brings_its_cache_and_its_params():
     )
 
 
-def test_a_model_takes_another_cache_and_other_params():
+def test_a_model_takes_another_cache_and_params():
     other = tiny_model(seed=7)
     cache = MODEL.new_cache(1, 20)
     ids = onward.decode(MODEL, prompt=PROMPT, max_new_tokens=8, params=other.params, cache=cache)
@@ -140,7 +140,7 @@ def test_an_id_outside_the_vocabulary_is_named(forward, compile, start):
     assert onward.decode(forward, first_token=299, **options) == [0, 0]
 
 
-def test_an_id_outside_a_models_vocabulary_is_named_before_the_first_step():
+def test_an_id_outside_a_models_vocabulary_is_named_before_any_step():
     with pytest.raises(RequestError, match=f"prompt names id 999, but the vocabulary ends at {MODEL.vocab_size - 1}"):
         onward.stream(MODEL, prompt=[1, 999], max_new_tokens=2)
 
@@ -148,7 +148,7 @@ def test_an_id_outside_a_models_vocabulary_is_named_before_the_first_step():
 @pytest.mark.parametrize(
     "error", [IndexError("of mine"), RuntimeError("of mine")], ids=lambda error: type(error).__name__
 )
-def test_another_error_of_the_forward_reaches_the_caller(error):
+def test_other_errors_of_the_forward_are_raised(error):
     def forward(tokens, offsets, cache, params):
         raise error
 
@@ -178,12 +178,12 @@ def test_another_error_of_the_forward_reaches_the_caller(error):
     ],
     ids=str,
 )
-def test_what_is_no_prompt_is_refused(options, says):
+def test_invalid_prompts_are_refused(options, says):
     with pytest.raises(RequestError, match=says):
         onward.stream(MODEL, max_new_tokens=1, **options)
 
 
-def test_what_is_no_forward_is_refused():
+def test_invalid_forwards_are_refused():
     with pytest.raises(RequestError, match=r"takes a forward .* or an onward.Model; got LanguageModel .* its `model`"):
         onward.decode(onward.LanguageModel(MODEL), first_token=1, max_new_tokens=1)
     for argument, options in (("cache", {"params": None}), ("params", {"cache": None})):
@@ -207,7 +207,7 @@ def test_what_is_no_forward_is_refused():
     ],
     ids=["bare logits", "None", "three", "the other way round", "a dict", "no batch", "no T", "four dimensions"],
 )
-def test_what_is_no_result_says_what_it_is(result, says, prompt, compile):
+def test_invalid_results_are_described(result, says, prompt, compile):
     def forward(tokens, offsets, cache, params):
         return result(params[tokens.long()], cache)
 
@@ -215,7 +215,7 @@ def test_what_is_no_result_says_what_it_is(result, says, prompt, compile):
         onward.decode(forward, cache=None, params=torch.eye(9), prompt=prompt, max_new_tokens=2, compile=compile)
 
 
-def test_nothing_is_processed_where_nothing_is_asked_for():
+def test_zero_tokens_process_no_prompt():
     seen = []
     forward = partial(lambda *arguments: seen.append(arguments))
     assert onward.decode(forward, cache=None, params=None, prompt=[1, 2, 3], max_new_tokens=0) == []
@@ -258,7 +258,7 @@ def test_generate_takes_arrays():
         ),
     ],
 )
-def test_the_message_names_the_limit_and_whose_it_is(length, new, context, cache, says):
+def test_overflow_messages_name_the_limit_and_its_owner(length, new, context, cache, says):
     with pytest.raises(ContextOverflowError) as raised:
         check_context_length(length, new, context=context, cache=cache)
     assert str(raised.value) == says
@@ -268,5 +268,5 @@ def test_the_message_names_the_limit_and_whose_it_is(length, new, context, cache
 @pytest.mark.parametrize(
     ("length", "new", "context", "cache"), [(9, 9, None, None), (6, 2, 8, None), (6, 2, None, 8), (8, 0, 8, 9)]
 )
-def test_what_just_fits_is_accepted(length, new, context, cache):
+def test_exactly_full_contexts_are_accepted(length, new, context, cache):
     check_context_length(length, new, context=context, cache=cache)

@@ -46,7 +46,7 @@ def alive(sequences):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_idle_engine_keeps_no_request(kind, sequences):
+def test_an_idle_engine_references_no_request(kind, sequences):
     lm = LanguageModel(MODEL, ByteTokenizer(), prefix_memory=0)
     with Engine(lm, max_sequences=8) as engine:
         engine.submit("Once upon a time", max_new_tokens=12, **KINDS[kind]).result(SECONDS)
@@ -61,14 +61,14 @@ def test_an_idle_engine_keeps_no_request(kind, sequences):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_language_model_keeps_no_call(kind, sequences):
+def test_a_language_model_references_no_call(kind, sequences):
     lm = LanguageModel(MODEL, ByteTokenizer(), prefix_memory=0)
     lm.generate("Once upon a time", max_new_tokens=12, **KINDS[kind])
     assert sequences
     assert not alive(sequences)
 
 
-def test_a_chooser_keeps_the_last_sampler_as_long_as_its_sequences_live(sequences):
+def test_the_sampler_cache_references_no_ended_sequence(sequences):
     chooser = SamplerCache(MODEL.device)
     texts = [Sequence([1], 4, sampling=SamplingParams(temperature=1.0)) for _ in range(3)]
     sampler = chooser.sampler(texts)
@@ -79,7 +79,7 @@ def test_a_chooser_keeps_the_last_sampler_as_long_as_its_sequences_live(sequence
     assert not alive(sequences)
 
 
-def test_steps_keep_no_sequence_that_joined(sequences):
+def test_steps_reference_no_ended_sequence(sequences):
     lm = LanguageModel(MODEL, ByteTokenizer(), prefix_memory=0)
     steps = StepRouter(lm._model_run, slots_for(MODEL, 4, 64), rows=4, max_len=64)
     texts = [Sequence([1], 4, sampling=SamplingParams()) for _ in range(3)]

@@ -28,7 +28,7 @@ def by_hand(inferencer, prompts, new, strategy, max_len=40):
 
 @pytest.mark.parametrize("options", [{"temperature": 0}, {"temperature": 0.9, "top_k": 40, "seed": 11}], ids=str)
 @pytest.mark.parametrize("chunk", [2, 512])
-def test_by_hand_is_generate(model, options, chunk):
+def test_an_inferencer_equals_generate(model, options, chunk):
     lm = onward.LanguageModel(model)
     completions = lm.generate(PROMPTS.tolist(), max_new_tokens=10, **options)
     sampler = Sampler([SamplingParams(**options)] * 2)
@@ -38,7 +38,7 @@ def test_by_hand_is_generate(model, options, chunk):
     assert kv.lengths.tolist() == [4 + 9, 4 + 9]
 
 
-def test_logits_are_those_of_the_whole_text(model):
+def test_logits_equal_those_of_the_whole_text(model):
     ids, logits, kv = by_hand(ModelInferencer(model), PROMPTS, 8, greedy)
     lm = onward.LanguageModel(model)
     for row, prompt in enumerate(PROMPTS.tolist()):
@@ -65,7 +65,7 @@ def test_a_prompt_may_come_in_parts(model):
     assert torch.equal(torch.cat(steps, 1), whole)
 
 
-def test_what_was_taken_back_is_as_never_written(model):
+def test_truncated_tokens_leave_no_trace(model):
     """Rows of different lengths, after tokens that were not meant."""
     inferencer = ModelInferencer(model)
     whole, _, _ = by_hand(inferencer, PROMPTS, 8, greedy)
@@ -80,7 +80,7 @@ def test_what_was_taken_back_is_as_never_written(model):
     assert kv.lengths.tolist() == [10, 9]
 
 
-def test_rows_end_alone_and_with_them_what_the_cache_holds():
+def test_rows_end_independently():
     inferencer = ModelInferencer(scripted_model(lambda history: history[-1] + 1), eos=(7, 11))
     kv = inferencer.new_cache(2, 20)
     first = inferencer.prefill(torch.tensor([[4], [8]]), kv, greedy)
@@ -96,7 +96,7 @@ def test_rows_end_alone_and_with_them_what_the_cache_holds():
     assert inferencer.decode(torch.tensor([[7], [11]]), kv, 1, greedy).token_ids.tolist() == [[8], [12]]
 
 
-def test_no_forward_is_wasted_by_an_inferencer():
+def test_the_inferencer_wastes_no_forward():
     model = scripted_model(lambda history: history[-1] + 1)
     inferencer = ModelInferencer(model)
     kv = inferencer.new_cache(1, 20)
@@ -104,7 +104,7 @@ def test_no_forward_is_wasted_by_an_inferencer():
     assert [call.tokens for call in model.calls] == [[[1, 2]], [[3]], [[4]], [[5]]]
 
 
-def test_a_cache_is_left_as_it_was_by_a_call_that_fails():
+def test_a_failed_call_leaves_the_cache_unchanged():
     def script(history):
         if len(history) > 4:
             raise RuntimeError("out of luck")
@@ -152,7 +152,7 @@ def speculate(drafter, target, prompts, new, strategy, draft=3):
 
 @pytest.mark.parametrize("options", [{"temperature": 0}, {"temperature": 0.7, "seed": 5}], ids=str)
 @pytest.mark.parametrize("seed", [0, 1], ids=["the target itself drafts", "another model drafts"])
-def test_speculation_on_two_inferencers_is_plain_decoding(model, options, seed):
+def test_speculation_on_two_inferencers_equals_plain_decoding(model, options, seed):
     drafter = ModelInferencer(tiny_model("qwen3", seed=seed))
     strategy = Sampler([SamplingParams(**options)] * 2) if options["temperature"] else greedy
     plain = onward.LanguageModel(model).generate(PROMPTS.tolist(), max_new_tokens=12, **options)
@@ -176,7 +176,7 @@ def test_speculation_on_two_inferencers_is_plain_decoding(model, options, seed):
         (torch.tensor([[-1]]), "ids from 0 to 31"),
     ],
 )
-def test_a_query_that_is_none(query, says):
+def test_invalid_queries(query, says):
     inferencer = ModelInferencer(scripted_model([1]))
     kv = inferencer.new_cache(1, 8)
     with pytest.raises(RequestError, match=says):
@@ -185,7 +185,7 @@ def test_a_query_that_is_none(query, says):
         inferencer.decode(query, kv, 1, greedy)
 
 
-def test_other_bad_calls():
+def test_other_invalid_calls():
     inferencer = ModelInferencer(scripted_model([1], max_seq_len=6))
     kv = inferencer.new_cache(1, 8)
     inferencer.prefill(torch.tensor([[1, 2, 3]]), kv, greedy)

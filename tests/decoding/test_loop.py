@@ -51,7 +51,7 @@ def test_a_prompt_is_processed_in_chunks_in_order(plain):
     ]
 
 
-def test_logits_are_asked_for_only_where_a_prompt_ends():
+def test_logits_are_requested_only_at_the_end_of_a_prompt():
     model = scripted_model([1])
     run(model, greedy([list(range(10)), list(range(6))], 1), chunk=4)
     assert [(call.tokens, call.offsets, call.logits_at) for call in model.calls] == [
@@ -62,7 +62,7 @@ def test_logits_are_asked_for_only_where_a_prompt_ends():
     ]
 
 
-def test_rows_that_cannot_be_told_apart_are_padded_and_the_padding_is_never_read():
+def test_rows_that_cannot_be_split_are_padded_and_padding_is_never_read():
     """A forward gets all rows of such a cache; the entries of the others are nobody's."""
     model = scripted_model(follow_all)
     prompts = [list(range(10)), list(range(6))]
@@ -96,7 +96,7 @@ prompts = st.lists(st.lists(st.integers(0, 31), min_size=1, max_size=12), min_si
 
 
 @given(prompts, st.integers(1, 13), st.booleans(), st.sampled_from(["own", "given", "opaque"]))
-def test_what_a_row_says_depends_on_its_own_tokens_alone(prompts, chunk, plain, kind):
+def test_a_row_depends_only_on_its_own_tokens(prompts, chunk, plain, kind):
     model, rows = scripted_model(follow_all), len(prompts)
     model = without_logits_at(model) if plain else model
     slots = {
@@ -115,7 +115,7 @@ SAMPLED = [
 
 @pytest.mark.parametrize("family", ["qwen3", "mistral"])
 @pytest.mark.parametrize("chunk", [1, 2, 3, 5, 11])
-def test_chunked_is_whole_and_batched_is_alone_on_a_real_model(family, chunk):
+def test_chunked_equals_whole_and_batched_equals_alone_on_a_real_model(family, chunk):
     model = tiny_model(family, sliding_window=4)
     whole = tokens_of(model, PROMPTS, 30, sampling=SAMPLED)
     assert tokens_of(model, PROMPTS, 30, sampling=SAMPLED, chunk=chunk) == whole
@@ -128,13 +128,13 @@ def test_chunked_is_whole_and_batched_is_alone_on_a_real_model(family, chunk):
 
 @pytest.mark.parametrize("new", [1, 2, 7])
 @pytest.mark.parametrize(("length", "chunk", "prefills"), [(1, 4, 1), (4, 4, 1), (5, 4, 2), (9, 4, 3)])
-def test_no_forward_is_run_whose_token_nobody_takes(new, length, chunk, prefills):
+def test_no_forward_is_run_for_an_unused_token(new, length, chunk, prefills):
     model = scripted_model([1])
     run(model, greedy([[0] * length], new), chunk=chunk)
     assert len(model.calls) == prefills + new - 1
 
 
-def test_sequences_that_ask_for_nothing_run_nothing():
+def test_sequences_of_zero_tokens_run_nothing():
     model = scripted_model([1])
     sequences = greedy([[0]], 0)
     assert run(model, sequences) == []
@@ -148,7 +148,7 @@ def counting_down(sequences, **options):
     return model, run(model, sequences, **options)
 
 
-def test_sequences_end_one_by_one_and_one_that_has_ended_is_final():
+def test_sequences_end_one_by_one_and_are_then_final():
     sequences = greedy([[3], [9, 6], [1]], 50, {0})
     first, second, third = sequences
     model, emissions = counting_down(sequences)
@@ -167,7 +167,7 @@ def test_sequences_end_one_by_one_and_one_that_has_ended_is_final():
     assert [len(call.tokens) for call in model.calls[2:]] == [2, 2, 1, 1, 1], "those that have ended cost nothing"
 
 
-def test_the_offset_of_a_sequence_that_has_ended_stands_still():
+def test_the_offset_of_an_ended_sequence_is_constant():
     sequences = greedy([[3], [9, 6], [1]], 50, {0})
     model = scripted_model(lambda tokens: max(tokens[-1] - 1, 0))
     slots = slots_for(model, 3, 64)
@@ -186,7 +186,7 @@ def test_the_offset_of_a_sequence_that_has_ended_stands_still():
 
 
 @pytest.mark.parametrize("kind", ["given", "opaque"])
-def test_what_an_ended_sequence_left_in_the_callers_cache_is_not_disturbed(kind):
+def test_rows_of_ended_sequences_in_the_callers_cache_are_not_overwritten(kind):
     """Rows keep their places in it. The first and the last go on, over the one between them that has ended."""
     model = scripted_model(lambda tokens: max(tokens[-1] - 1, 0))
     cache = model.new_cache(3, 64)
@@ -197,7 +197,7 @@ def test_what_an_ended_sequence_left_in_the_callers_cache_is_not_disturbed(kind)
     assert cache.tokens[2, :8].tolist() == [8, 7, 6, 5, 4, 3, 2, 1]
 
 
-def test_sequences_of_a_batch_have_limits_of_their_own():
+def test_each_sequence_of_a_batch_has_its_own_limits():
     limits = [([9], 0, set()), ([9], 4, set()), ([9], 1, set()), ([8], 2, {7})]
     sequences = [Sequence(prompt, new, frozenset(eos), sampling=GREEDY) for prompt, new, eos in limits]
     model, _ = counting_down(sequences)
@@ -206,13 +206,13 @@ def test_sequences_of_a_batch_have_limits_of_their_own():
     assert len(model.calls) == 4
 
 
-def test_an_eos_id_at_the_last_token_is_a_stop_and_no_length():
+def test_eos_at_the_last_token_finishes_with_stop():
     sequences = greedy([[2]], 2, {0})
     counting_down(sequences)
     assert (sequences[0].token_ids, sequences[0].finish_reason) == ([1, 0], "stop")
 
 
-def test_a_sequence_that_ends_in_the_middle_of_a_step_drops_the_rest():
+def test_a_sequence_that_ends_within_a_step_drops_the_rest():
     """A step may emit several tokens a sequence, as a verified draft does. The cache drops the rest, too."""
     limits = [(10, {6}), (3, set()), (0, set())]
     first, second, third = sequences = [Sequence([1], new, frozenset(eos)) for new, eos in limits]
@@ -234,7 +234,7 @@ def test_a_sequence_that_ends_in_the_middle_of_a_step_drops_the_rest():
     assert [sequence.computed for sequence in sequences] == [2, 3, 0], "all but the last id of a text"
 
 
-def test_a_step_takes_time_and_its_consumer_takes_none_of_it():
+def test_step_times_exclude_the_consumer():
     model = scripted_model([1])
     slots = slots_for(model, 1, 64)
     step = DecodeStep(Run(model, "eager"), slots, SamplerCache(CPU), CPU)
@@ -246,7 +246,7 @@ def test_a_step_takes_time_and_its_consumer_takes_none_of_it():
 
 
 @pytest.mark.parametrize("opaque", [False, True])
-def test_what_bans_leave_an_ended_sequence_concerns_nobody(opaque):
+def test_bans_that_leave_an_ended_sequence_no_id_are_ignored(opaque):
     """Its last id was the last that it might say. Its row stays in the batch where the cache cannot be narrowed."""
     model = scripted_model(lambda tokens: (tokens[-1] + 1) % 4, vocab_size=4)
     banned = SamplingParams(no_repeat_ngram_size=1)
@@ -259,7 +259,7 @@ def test_what_bans_leave_an_ended_sequence_concerns_nobody(opaque):
 
 
 @given(st.integers(0, 5), st.lists(st.integers(0, 9), min_size=1, max_size=6), st.lists(st.integers(0, 9), max_size=6))
-def test_ids_are_those_at_their_positions_wherever_a_text_begins(start, prompt, new):
+def test_ids_keep_their_positions_wherever_a_text_starts(start, prompt, new):
     sequence = Sequence(prompt, 10, start=start)
     sequence.token_ids += new
     at = dict(enumerate([*prompt, *new], start))

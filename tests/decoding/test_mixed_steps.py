@@ -73,7 +73,7 @@ def kept(slots: PagedCacheManager, sequence: Sequence) -> list[torch.Tensor]:
     dtype=st.sampled_from(list(MODELS)),
     kind=st.sampled_from(["auto", "eager"]),
 )
-def test_any_chunks_beside_decoding_have_the_bits_of_each_alone(lengths, seed, dtype, kind):
+def test_chunks_in_decoding_steps_have_the_bits_of_each_alone(lengths, seed, dtype, kind):
     model, run, chance = MODELS[dtype], RUNS[dtype, kind], random.Random(seed)
     prompts = [[chance.randrange(model.vocab_size) for _ in range(length)] for length in lengths]
     together, alone = paged(model), paged(model)
@@ -99,7 +99,7 @@ def test_any_chunks_beside_decoding_have_the_bits_of_each_alone(lengths, seed, d
     check_accounts(together)
 
 
-def test_one_forward_reads_the_weights_for_all_and_its_head_for_those_that_need_logits():
+def test_one_forward_reads_the_weights_for_all_rows():
     model = MODELS[torch.float32]
     run, slots = Watched(RUNS[torch.float32, "auto"]), paged(model)
     step = DecodeStep(run, slots, SamplerCache(CPU), CPU)
@@ -112,7 +112,7 @@ def test_one_forward_reads_the_weights_for_all_and_its_head_for_those_that_need_
 
 
 @pytest.mark.parametrize("prompts", [[[1] * 9, [2] * 9], [[1] * 9]])
-def test_prompts_without_decoding_beside_them_stay_rows_of_many_tokens(prompts):
+def test_prompts_without_decoding_rows_stay_rows_of_many_tokens(prompts):
     model = MODELS[torch.float32]
     run, slots = Watched(RUNS[torch.float32, "auto"]), paged(model)
     step = DecodeStep(run, slots, SamplerCache(CPU), CPU)

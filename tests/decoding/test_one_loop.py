@@ -90,7 +90,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-def test_every_caller_of_a_run_is_a_step_and_every_step_is_called_by_the_loop(way, lm, monkeypatch):
+def test_only_the_loop_calls_steps_and_only_steps_call_a_run(way, lm, monkeypatch):
     callers = []
     step = Run.step
 
@@ -105,7 +105,7 @@ def test_every_caller_of_a_run_is_a_step_and_every_step_is_called_by_the_loop(wa
     assert set(callers) == {decode_loop.__code__}
 
 
-def test_the_batches_of_a_run_are_made_for_steps_alone():
+def test_only_steps_build_forward_batches():
     """So nothing else calls `Run.step`, but the ranks of a pipeline, for their parts of one forward. (What is in
     `program` knows no runs.)"""
     made = {module for module, node in code() if called(node) == "ForwardBatch"}
@@ -133,7 +133,7 @@ def called(node: ast.AST) -> str | None:
     return node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", None)
 
 
-def test_only_a_sequence_ends_a_sequence():
+def test_only_a_sequence_sets_its_finish_reason():
     def targets(node):
         return node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
 
@@ -150,7 +150,7 @@ def test_only_a_sequence_ends_a_sequence():
     }
 
 
-def test_sequences_take_tokens_from_the_loop_alone_and_their_forks_from_beams():
+def test_only_the_loop_and_beams_add_tokens_to_sequences():
     accepting = {module for module, node in code() if called(node) == "accept" and isinstance(node.func, ast.Attribute)}
     # What a constrained text's constraint accepts is no sequence's. Ids that a loop elsewhere has emitted, or
     # that a replay verifies, are taken again. And a batch's cache is accepted by its manager.

@@ -25,7 +25,7 @@ def test_work_in_another_order_than_the_rows_of_a_dense_cache(length):
     assert [token.id for (token,) in emitted] == [index + 10 for index in order]
 
 
-def test_a_row_that_moves_within_a_step_takes_along_what_the_step_has_written():
+def test_a_row_moved_within_a_step_keeps_the_entries_of_the_step():
     """A step runs texts of several kinds one after the other, and each may close gaps that others have left."""
     slots = RowCacheManager.allocate(dataclasses.replace(tiny_model(), new_blocks=None), 3, 16)
     first, second, third = (slots.acquire([1], 16)[0] for _ in range(3))

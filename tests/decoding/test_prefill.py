@@ -44,7 +44,7 @@ def run(model, slots, sequences, chunk=512, **options) -> list[list[int]]:
 
 
 @given(prompts, st.integers(1, 9), st.booleans())
-def test_the_loop_goes_on_from_prompts_processed_ahead_as_from_fresh_ones(prompts, chunk, plain):
+def test_prefilled_prompts_continue_like_fresh_ones(prompts, chunk, plain):
     model = scripted_model(follow)
     model = without_logits_at(model) if plain else model
     fresh, ahead = sequences_of(prompts), sequences_of(prompts)
@@ -64,7 +64,7 @@ def test_the_loop_goes_on_from_prompts_processed_ahead_as_from_fresh_ones(prompt
     assert [text.token_ids for text in ahead] == expected
 
 
-def test_a_shared_prompt_is_processed_once_without_a_head_and_no_further_than_it_must():
+def test_a_shared_prompt_is_processed_once_without_a_head():
     model = scripted_model([1])
     first, second = sequences_of([[1, 2, 3, 4, 5, 6]] * 2, 1)
     second.leader = first
@@ -85,7 +85,7 @@ def led(sequences):
 
 
 @pytest.mark.parametrize("copies", [2, 3, 5])
-def test_siblings_hold_the_past_of_the_one_whose_prompt_they_share(copies):
+def test_siblings_share_the_past_of_their_leader(copies):
     model = tiny_model()
     texts = [[1, 2, 3, 4], [9], [5, 6]]
     cache = poison(model.new_cache(3 * copies, 16))
@@ -106,7 +106,7 @@ def test_siblings_hold_the_past_of_the_one_whose_prompt_they_share(copies):
 
 @pytest.mark.parametrize("rows", [1, 2, 5])
 @pytest.mark.parametrize("chunk", [2, 512])
-def test_siblings_are_as_if_each_had_processed_the_prompt(rows, chunk):
+def test_siblings_equal_separate_prompts(rows, chunk):
     """Also where there are fewer slots than texts, so that some wait for those that end."""
     model = scripted_model(follow)
     texts = [[1, 2, 3, 4], [9], [5, 6]]
@@ -118,7 +118,7 @@ def test_siblings_are_as_if_each_had_processed_the_prompt(rows, chunk):
 
 
 @given(prompts, st.integers(1, 9))
-def test_prompt_logprobs_are_of_each_id_given_those_before_it(prompts, chunk):
+def test_prompt_logprobs_are_conditioned_on_the_ids_before(prompts, chunk):
     def logits(tokens):
         return torch.arange(32.0) * (follow(tokens) % 5) / 8
 
@@ -139,7 +139,7 @@ def test_prompt_logprobs_are_of_each_id_given_those_before_it(prompts, chunk):
 
 
 @given(prompts, st.integers(1, 9), st.booleans())
-def test_prompt_logprobs_change_no_token_and_no_logprob_of_another(prompts, chunk, opaque):
+def test_prompt_logprobs_change_no_token_and_no_other_logprob(prompts, chunk, opaque):
     model, rows = scripted_model(follow), len(prompts)
     plain = run(model, slots_for(model, rows, 16), sequences_of(prompts))
     sequences = sequences_of(prompts)
@@ -151,7 +151,7 @@ def test_prompt_logprobs_change_no_token_and_no_logprob_of_another(prompts, chun
         assert len(sequence.prompt_logprobs) == (1 if index % 2 else len(sequence.prompt))
 
 
-def test_texts_of_no_tokens_need_no_prefill():
+def test_texts_of_zero_tokens_need_no_prefill():
     model = tiny_model()
     calls = []
     object.__setattr__(model, "forward", lambda *arguments, **options: calls.append(arguments))

@@ -81,7 +81,7 @@ class Held:
 
 @settings(max_examples=150)
 @given(st.integers(0, 2**32), st.sampled_from(["own", "given"]))
-def test_a_slot_holds_what_was_written_to_it_whatever_comes_and_goes(seed, kind):
+def test_a_slot_keeps_its_entries_while_others_come_and_go(seed, kind):
     rng, model = random.Random(seed), scripted_model([1])
     slots = RowCacheManager.allocate(model, ROWS, 8)
     if kind == "given":
@@ -117,7 +117,7 @@ def test_a_slot_holds_what_was_written_to_it_whatever_comes_and_goes(seed, kind)
         held.check()
 
 
-def test_rows_of_ones_own_cache_close_up_and_a_callers_keep_their_places():
+def test_an_own_cache_compacts_its_rows_and_a_callers_does_not():
     model = scripted_model([1])
     for kind, rows in (("own", [0, 1]), ("given", [0, 3])):
         slots = RowCacheManager.allocate(model, ROWS, 8) if kind == "own" else None
@@ -131,7 +131,7 @@ def test_rows_of_ones_own_cache_close_up_and_a_callers_keep_their_places():
         assert view.cache.batch == rows[-1] + 1, "a forward gets no rows past those that it serves"
 
 
-def test_a_view_of_rows_is_of_the_caches_own_memory_and_the_same_one_every_time():
+def test_a_view_shares_the_caches_memory_and_is_reused():
     """A program knows a cache by its tensors."""
     model = tiny_model()
     slots = RowCacheManager.wrap(model, model.new_cache(ROWS, 8), ROWS)
@@ -144,7 +144,7 @@ def test_a_view_of_rows_is_of_the_caches_own_memory_and_the_same_one_every_time(
 
 
 @given(st.lists(st.lists(st.integers(0, 31), min_size=1, max_size=6), min_size=1, max_size=4), st.booleans())
-def test_a_cache_that_every_forward_makes_anew_is_kept(prompts, own):
+def test_new_caches_returned_by_the_forward_are_adopted(prompts, own):
     """All of its rows, or some alone."""
     inner, rows = scripted_model(follow), len(prompts)
 
@@ -163,7 +163,7 @@ def test_a_cache_that_every_forward_makes_anew_is_kept(prompts, own):
 
 
 @pytest.mark.parametrize("make", [lambda: tiny_model(), lambda: scripted_model(follow)], ids=["KVCache", "any"])
-def test_a_text_outgrows_its_cache_and_does_not_notice(make):
+def test_a_cache_grows_with_its_text(make):
     model, prompts, new = make(), [[3, 1, 4], [1, 5]], [270, 25]
     plain = run(model, RowCacheManager.allocate(model, 2, 512), sequences_of(prompts, new))
     slots = RowCacheManager(poison(model.new_cache(2, 8)), 2, 8, [0] * len(leaves(model.new_cache(1, 8))), model)
@@ -198,7 +198,7 @@ counts = st.lists(st.integers(1, 6), min_size=1, max_size=8)
 
 
 @given(counts, st.booleans(), st.randoms())
-def test_items_of_equally_many_ids_run_together_and_nothing_is_padded(counts, scores, rng):
+def test_items_of_equal_length_run_together_without_padding(counts, scores, rng):
     model = scripted_model(follow)
     slots = RowCacheManager.allocate(model, len(counts), 8)
     sequences = [
@@ -222,7 +222,7 @@ def test_items_of_equally_many_ids_run_together_and_nothing_is_padded(counts, sc
     )
 
 
-def test_rows_that_process_one_id_are_one_forward_wherever_they_lie():
+def test_rows_with_one_id_share_a_forward():
     model = scripted_model(follow)
     slots = RowCacheManager.wrap(model, model.new_cache(5, 16), 5)
     sequences = sequences_of([[at + 1] for at in range(5)], [9, 2, 9, 3, 9])
@@ -242,7 +242,7 @@ def test_rows_that_process_one_id_are_one_forward_wherever_they_lie():
     st.integers(1, 5),
     st.sampled_from(["own", "given"]),
 )
-def test_texts_that_wait_for_a_slot_are_the_same_texts(asked, rows, chunk, kind):
+def test_waiting_for_a_slot_does_not_change_texts(asked, rows, chunk, kind):
     model = scripted_model(follow)
     prompts, new = [prompt for prompt, _ in asked], [count for _, count in asked]
     slots = RowCacheManager.allocate(model, rows, 32)
@@ -253,7 +253,7 @@ def test_texts_that_wait_for_a_slot_are_the_same_texts(asked, rows, chunk, kind)
     assert slots.stats().available == rows
 
 
-def test_texts_over_rows_that_were_others_before_are_the_same_on_a_real_model():
+def test_reused_rows_do_not_change_texts_on_a_real_model():
     model = tiny_model()
     prompts = [[3, 1, 4, 1, 5, 9], [2, 6], [5, 3, 5, 8, 9, 7], [9], [3, 2, 3, 8, 4, 6], [2, 6, 4]]
     new = [3, 12, 7, 20, 5, 9]
@@ -267,7 +267,7 @@ def test_texts_over_rows_that_were_others_before_are_the_same_on_a_real_model():
         assert run(model, slots, sequences_of(prompts, new), 3) == alone
 
 
-def test_a_row_that_moves_within_a_step_takes_along_what_the_step_has_written():
+def test_a_row_moved_within_a_step_keeps_the_entries_of_the_step():
     """Steps of several kinds make one: a row may go in one of them after a forward of another."""
     model = tiny_model()
     slots = RowCacheManager.allocate(model, 2, 8)
@@ -283,7 +283,7 @@ def test_a_row_that_moves_within_a_step_takes_along_what_the_step_has_written():
 
 
 @pytest.mark.parametrize("pieces", [(3, 1), (1, 2, 1)])
-def test_a_row_that_a_step_runs_twice_keeps_all_of_it(pieces):
+def test_a_row_that_a_step_runs_twice_keeps_all_entries(pieces):
     """As a search's prompt is, and then its last id: rows on both sides write where the row between them ends."""
     model = tiny_model(seed=3)
     slots = RowCacheManager.allocate(model, 3, 64)
@@ -307,7 +307,7 @@ def test_a_row_that_a_step_runs_twice_keeps_all_of_it(pieces):
 # ── pinned rows ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_pinned_row_is_found_by_who_brings_it_and_by_nobody_else():
+def test_a_pinned_row_is_reused_only_through_its_pin():
     slots = RowCacheManager.allocate(scripted_model([1]), 1, 16)
     slots.set_weights_version("these")
     slot, _ = slots.acquire([1, 2, 3], 8)
@@ -322,7 +322,7 @@ def test_a_pinned_row_is_found_by_who_brings_it_and_by_nobody_else():
 
 
 @pytest.mark.parametrize("change", ["weights", "adapter", "reuse"])
-def test_a_pinned_row_of_another_computation_is_not_reused(change):
+def test_a_pinned_row_of_other_weights_is_not_reused(change):
     slots = RowCacheManager.allocate(scripted_model([1]), 1, 16)
     slots.set_weights_version("these")
     slot, _ = slots.acquire([1, 2, 3], 8)

@@ -13,20 +13,20 @@ def call(model, tokens, offsets, cache, **options):
     return model(tokens, offsets, cache, **options)[0].argmax(-1).tolist()
 
 
-def test_a_list_answers_a_prompt_of_one_token_with_itself_over_and_over():
+def test_a_list_script_repeats_for_a_prompt_of_one_token():
     model = scripted_model([5, 6, 7])
     cache = model.new_cache(1, 8)
     assert [call(model, [[0]], [at], cache) for at in range(4)] == [[[5]], [[6]], [[7]], [[5]]]
 
 
-def test_a_function_sees_each_row_up_to_each_token():
+def test_a_function_gets_each_row_up_to_each_token():
     model = scripted_model(lambda tokens: sum(tokens) % 32)
     cache = model.new_cache(2, 8)
     assert call(model, [[1, 2, 3], [4, 5, 6]], [0, 0], cache) == [[1, 3, 6], [4, 9, 15]]
     assert call(model, [[10], [10]], [3, 1], cache) == [[16], [14]], "what stands past an offset is forgotten"
 
 
-def test_a_function_may_give_logits():
+def test_a_function_may_return_logits():
     logits = torch.tensor([0.0, 2.0, 1.0])
     model = scripted_model(lambda tokens: logits, vocab_size=3)
     got, _ = model(torch.zeros(1, 2, dtype=torch.int32), torch.zeros(1, dtype=torch.int32), model.new_cache(1, 4))
@@ -34,7 +34,7 @@ def test_a_function_may_give_logits():
 
 
 @pytest.mark.parametrize("plain", [False, True])
-def test_logits_are_those_of_the_positions_asked_for(plain):
+def test_logits_are_those_of_the_requested_positions(plain):
     model = scripted_model([5, 6, 7])
     model = without_logits_at(model) if plain else model
     at = torch.tensor([[2, 0]])
@@ -63,7 +63,7 @@ def test_every_call_is_recorded():
         ([[1]], [0, 0], r"offsets must be int32 \[1\]"),
     ],
 )
-def test_a_call_that_breaks_the_contract_is_refused(tokens, offsets, message):
+def test_calls_that_break_the_contract_are_refused(tokens, offsets, message):
     model = scripted_model([1])
     with pytest.raises(ContractError, match=message):
         call(model, tokens, offsets, model.new_cache(1, 4))
@@ -76,7 +76,7 @@ def test_tokens_of_another_dtype_are_refused():
         model(torch.zeros(1, 1, dtype=torch.int64), torch.zeros(1, dtype=torch.int32), model.new_cache(1, 4))
 
 
-def test_an_entry_that_was_taken_back_or_poisoned_cannot_be_read():
+def test_truncated_or_poisoned_entries_cannot_be_read():
     model = scripted_model([1])
     cache = model.new_cache(1, 8)
     call(model, [[1, 2, 3, 4]], [0], cache)

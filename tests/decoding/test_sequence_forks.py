@@ -40,7 +40,7 @@ def contents(sequence: Sequence) -> tuple:
 
 
 @given(ids, ids, ids, st.integers(1, 12))
-def test_a_fork_is_the_sequence_that_took_its_tokens_alone(before, one, other, limit):
+def test_a_fork_equals_a_sequence_that_took_its_tokens_alone(before, one, other, limit):
     trunk = sequence(limit)
     taken(trunk, before)
     if trunk.finish_reason is not None:
@@ -54,7 +54,7 @@ def test_a_fork_is_the_sequence_that_took_its_tokens_alone(before, one, other, l
         assert contents(alone) == contents(forked)
 
 
-def test_a_sequence_takes_over_what_a_fork_of_it_became():
+def test_a_sequence_takes_over_the_state_of_its_fork():
     trunk = sequence(3)
     fork = trunk.fork()
     taken(fork, [*b"ab", 257])
@@ -67,5 +67,5 @@ def test_a_sequence_takes_over_what_a_fork_of_it_became():
         sequence(3).take_over(sequence(3))
 
 
-def test_where_there_is_no_text_there_is_none_in_a_fork():
+def test_a_fork_without_text_has_no_text():
     assert isinstance(NoTextStream().fork(), NoTextStream)

@@ -48,7 +48,7 @@ def memory_of(blocks):
     return blocks * MODEL.new_blocks(1).block_nbytes
 
 
-def test_threads_that_come_at_once_share_one_memory(monkeypatch):
+def test_concurrent_threads_share_one_memory(monkeypatch):
     """All four threads of each of four models reach the same decision at once."""
     kepts = [(SharedCache(memory_of(64)), tiny_model(seed=seed)) for seed in range(4)]
     made, together = [], threading.Barrier(4)
@@ -73,7 +73,7 @@ def test_threads_that_come_at_once_share_one_memory(monkeypatch):
     assert len(made) == len(set(map(id, slots))) == 4
 
 
-def test_what_is_promised_to_one_call_is_not_given_to_another(small):
+def test_memory_reserved_for_one_call_is_not_used_by_another(small):
     kept = SharedCache(memory_of(4))
     with (
         kept.lease(MODEL, 1, 3 * BLOCK) as one,
@@ -88,7 +88,7 @@ def test_what_is_promised_to_one_call_is_not_given_to_another(small):
         assert later is not one, "its slots were not released"
 
 
-def test_a_lease_ends_however_a_call_ends(small):
+def test_a_lease_always_ends_with_its_call(small):
     kept = SharedCache(memory_of(4))
     for _ in range(3):
         with pytest.raises(LookupError), kept.lease(MODEL, 1, 4 * BLOCK) as slots:
@@ -97,7 +97,7 @@ def test_a_lease_ends_however_a_call_ends(small):
         assert again is slots
 
 
-def test_calls_of_several_threads_never_run_out_of_room(small, monkeypatch):
+def test_concurrent_calls_never_run_out_of_room(small, monkeypatch):
     """Each thread waits between its lease and its first slot while the others have theirs."""
     lm = LanguageModel(MODEL, ByteTokenizer(), prefix_memory=memory_of(5))
     options = {"max_new_tokens": 2 * BLOCK, "temperature": 1.0, "seed": 1}
@@ -130,7 +130,7 @@ class _Waiting:
         return self._lease.__exit__(*raised)
 
 
-def test_a_forward_that_returns_fewer_tensors_of_its_cache_is_refused():
+def test_a_forward_that_drops_tensors_of_its_cache_is_refused():
     with SharedCache(memory_of(4)).lease(MODEL, 1, BLOCK) as slots:
         slot, _ = slots.acquire((), BLOCK)
         view = slots.view([slot], [0], 1)
@@ -142,7 +142,7 @@ def test_a_forward_that_returns_fewer_tensors_of_its_cache_is_refused():
                 slots.accept(view, tuple(fewer))
 
 
-def test_sessions_that_fill_the_cache_are_an_error_and_no_loss(small):
+def test_sessions_that_fill_the_cache_are_an_error_without_loss(small):
     lm = LanguageModel(MODEL, ByteTokenizer(), prefix_memory=memory_of(4))
     first, second = Session(lm), Session(lm)
     first.generate([1] * (2 * BLOCK + 5), max_new_tokens=2)

@@ -103,9 +103,9 @@ def outcome(kind: str, prompts, seed: int | None) -> tuple[list, int]:
 @given(
     st.lists(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=5), min_size=1, max_size=4), st.integers(0, 2**32)
 )
-def test_a_step_that_is_tried_again_in_parts_says_the_same(kind, prompts, seed):
+def test_a_step_retried_in_parts_gives_the_same_tokens(kind, prompts, seed):
     assert outcome(kind, prompts, seed)[0] == outcome(kind, prompts, None)[0]
 
 
-def test_the_forwards_of_this_test_fail():
+def test_the_forwards_of_this_test_do_fail():
     assert outcome("plain", [[1, 2, 3], [4], [5, 6]], 1)[1] > 3

@@ -19,7 +19,7 @@ OPTIONS = [
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: min(options))
-def test_rows_of_tensors_are_those_of_a_language_model(options):
+def test_rows_of_tensors_equal_a_language_model(options):
     model = tiny_model(seed=2)
     lm = LanguageModel(model)
     found = onward.generate(model, PROMPTS, 20, temperature=0.3, seed=[4, 5], **options)
@@ -49,12 +49,12 @@ def test_an_ignored_eos_ends_nothing():
     ],
     ids=str,
 )
-def test_what_tensors_cannot_have_is_refused(options, message):
+def test_options_unsupported_for_tensors_are_refused(options, message):
     with pytest.raises(RequestError, match=message):
         onward.generate(scripted_model([1]), torch.tensor([[0]]), 2, **options)
 
 
-def test_where_the_text_is_not_known_options_that_look_at_it_are_refused():
+def test_options_that_read_the_text_are_refused_if_it_is_unknown():
     model = scripted_model([1])
     looking = Sampler([SamplingParams(repetition_penalty=1.2)])
     with pytest.raises(RequestError, match="read the whole text, but here only the next tokens are known"):
@@ -81,7 +81,7 @@ class Finished(onward.Constraint):
         return self
 
 
-def test_a_row_without_a_token_is_filled_with_pad_or_refused():
+def test_a_row_without_tokens_is_padded_or_refused():
     model = tiny_model(seed=2)
     found = onward.generate(model, PROMPTS, 3, constraint=Finished(), pad=7)
     assert found[:, 4:].tolist() == [[7] * 3] * 2

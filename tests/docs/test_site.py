@@ -24,13 +24,13 @@ def module(name):
 hooks = module("hooks")
 
 
-def test_every_command_has_its_help_on_the_page_of_the_command_line():
+def test_every_command_has_its_help_on_the_cli_page():
     page = (ROOT / "docs" / "command-line.md").read_text(encoding="utf-8")
     marked = set(re.findall(r"^<!-- help: ?([a-z-]*) -->$", page, re.MULTILINE))
     assert marked == {*get_command(app).commands, ""}
 
 
-def test_a_mark_becomes_what_the_program_prints():
+def test_a_help_marker_becomes_the_programs_output():
     text = hooks.with_help("before\n\n<!-- help: score -->\n\nafter")
     assert text.startswith("before\n\n```text\nUsage: onward score")
     assert "--help" in text
@@ -53,7 +53,7 @@ def test_a_mark_becomes_what_the_program_prints():
         ("sampling.md", "https://arxiv.org/abs/2211.17192", "https://arxiv.org/abs/2211.17192"),
     ],
 )
-def test_a_link_of_the_repository_leads_to_the_same_page_of_the_site(uri, link, there):
+def test_repository_links_lead_to_the_same_page_of_the_site(uri, link, there):
     assert hooks.with_site_links(f"[name]({link}#part)", uri) == f"[name]({there}#part)"
 
 
@@ -89,7 +89,7 @@ def test_every_page_outside_the_navigation_has_a_place_in_it():
     assert {uri for uri in outside if hooks.place_of(uri) not in entries} == set()
 
 
-def test_no_two_pages_differ_in_case_alone():
+def test_no_two_pages_differ_only_in_case():
     sources = [hooks.site_path(path.relative_to(ROOT).as_posix()) for path in hooks.other_files()]
     sources += [path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")]
     assert len({uri.lower() for uri in sources}) == len(sources)
@@ -110,7 +110,7 @@ def test_a_page_is_described_by_its_first_sentences(markdown, description):
     assert hooks.description_of(markdown) == description
 
 
-def test_a_page_that_loads_from_another_host_is_found():
+def test_a_page_that_loads_from_another_host_is_detected():
     page = '<a href="https://arxiv.org"><script src="a.js"></script><link rel="canonical" href="https://here">'
     assert hooks.loaded_from_elsewhere(page) == []
     page += '<link rel="stylesheet" href="https://fonts.example/css"><script async src="//cdn.example/b.js"></script>'

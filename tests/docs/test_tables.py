@@ -62,7 +62,7 @@ def cells(page):
 
 
 @pytest.mark.parametrize("page", MAPS, ids=lambda page: page.stem)
-def test_the_options_and_flags_of_a_map_are_onwards(page):
+def test_migration_tables_use_existing_options_and_flags(page):
     known, count = option_names(), 0
     if page.stem == "tgi":  # a server's users, who send fields
         known |= field_names()
@@ -82,7 +82,7 @@ def test_the_options_and_flags_of_a_map_are_onwards(page):
 
 
 @pytest.mark.parametrize("page", MAPS, ids=lambda page: page.stem)
-def test_a_map_says_what_the_error_of_an_unknown_option_says(page):
+def test_migration_tables_agree_with_the_error_for_unknown_options(page):
     for theirs, ours in cells(page):
         for name in KEYWORD.findall(theirs):
             if name in _ELSEWHERE and not re.match(r"`\w+\(", theirs):
@@ -115,7 +115,7 @@ def test_every_op_is_on_its_page():
     }
 
 
-def test_the_page_on_architecture_has_every_folder_and_the_layers_of_the_import_contract():
+def test_the_architecture_page_lists_every_folder_and_import_layer():
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     listing = page[page.index("src/onward/") : page.index("\nnative/")]
     listed = {name.rstrip("/") for name in re.findall(r"^  (\S+)", listing, re.MULTILINE)}
@@ -131,7 +131,7 @@ def test_the_page_on_architecture_has_every_folder_and_the_layers_of_the_import_
     )
 
 
-def test_the_catalog_has_every_architecture_and_every_kind_of_gguf_file():
+def test_the_catalog_lists_every_architecture_and_gguf_type():
     assert {name for known in KNOWN_MODELS for name in known.architectures} == FAMILIES.keys()
     assert {name for known in KNOWN_MODELS for name in known.gguf} == gguf_families.FAMILIES.keys()
     for known in KNOWN_MODELS:

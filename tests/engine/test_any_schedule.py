@@ -62,7 +62,7 @@ def disk(tmp_path_factory):
 
 @pytest.mark.parametrize("name", [*MODELS, *FAMILY_MODELS])
 @pytest.mark.stride(3)
-def test_random_schedules_over_a_disk_that_earlier_engines_have_written(name, disk):
+def test_random_schedules_with_a_disk_written_by_earlier_engines(name, disk):
     restored = 0
     for seed in [each for each in range(max(2, SCHEDULES // len(MODELS))) for _ in range(2)]:
         schedule = random_schedule(seed, most=64 if SCHEDULES else 16, name=name)

@@ -81,18 +81,18 @@ def test_a_bad_request_is_refused_before_it_is_queued(engine, prompt, options, e
         ({"cache_memory": BLOCK_BYTES - 1}, "must be at least one block"),
     ],
 )
-def test_a_bad_limit_is_refused(limits, message):
+def test_an_invalid_limit_is_refused(limits, message):
     with pytest.raises(RequestError) as raised:
         Engine(LM, **limits)
     assert message in str(raised.value)
 
 
-def test_an_engine_is_of_a_language_model():
+def test_an_engine_needs_a_language_model():
     with pytest.raises(RequestError, match="an engine serves a LanguageModel; got ScriptedModel"):
         Engine(scripted_model([1]))
 
 
-def test_after_close_nothing_is_taken():
+def test_a_closed_engine_accepts_nothing():
     engine = CheckedEngine(LM)
     engine.close()
     with pytest.raises(EngineError, match="the engine is closed: make another one"):
@@ -100,7 +100,7 @@ def test_after_close_nothing_is_taken():
     assert repr(engine).startswith("<CheckedEngine: 0 running")
 
 
-def test_the_model_of_an_engine_stays_what_it_was():
+def test_replacing_the_model_of_an_engine_is_refused():
     lm = LanguageModel(MODEL, ByteTokenizer())
     with CheckedEngine(lm) as engine:
         lm.model = tiny_model(seed=8)
@@ -108,7 +108,7 @@ def test_the_model_of_an_engine_stays_what_it_was():
             engine.submit("abc")
 
 
-def test_weights_that_change_are_seen_by_the_next_request():
+def test_changed_weights_apply_to_the_next_request():
     model = tiny_model(seed=7)
     lm = LanguageModel(model, ByteTokenizer(), prefix_memory=0)
     prompt = "a prompt of more than a block of positions, so that one that begins alike finds it in the cache"
@@ -151,7 +151,7 @@ def opaque_model():
     )
 
 
-def test_a_cache_that_does_not_show_its_rows_is_served_one_text_at_a_time():
+def test_a_cache_with_opaque_rows_serves_one_text_at_a_time():
     lm = LanguageModel(opaque_model(), ByteTokenizer())
     with pytest.raises(RequestError, match="can't be identified: pass max_sequences=1"):
         Engine(lm)

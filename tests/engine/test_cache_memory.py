@@ -48,7 +48,7 @@ def most_at_once(model):
     return most, tokens
 
 
-def test_texts_with_windows_take_their_windows_alone():
+def test_texts_with_windows_only_reserve_their_windows():
     model = sliding_model()
     whole, window = model.new_blocks(1).block_nbytes, model.new_blocks(1).windows.block_nbytes
     assert window == 5 * whole
@@ -61,7 +61,7 @@ def test_texts_with_windows_take_their_windows_alone():
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "lfm2"])
-def test_recurrent_states_count(family):
+def test_recurrent_states_are_accounted(family):
     model = tiny_model(family, num_hidden_layers=3)
     memory = model.new_blocks(1)
     block, state = memory.block_nbytes, memory.states.nbytes
@@ -74,7 +74,7 @@ def test_recurrent_states_count(family):
     check_accounts(slots)
 
 
-def test_without_a_limit_there_is_room_for_all_sequences_of_full_length():
+def test_without_a_limit_all_sequences_fit_at_full_length():
     for model in (sliding_model(), keeping_all(sliding_model()), tiny_model("qwen3_5")):
         slots = engine_slots(model, 7, None)
         taken = [slots.acquire([number], model.max_seq_len) for number in range(7)]

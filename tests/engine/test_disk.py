@@ -60,7 +60,7 @@ def same(generation):
     return completion.cached_tokens
 
 
-def test_others_run_while_a_request_waits_for_the_disk(folder, reads):
+def test_other_requests_run_while_one_waits_for_the_disk(folder, reads):
     with CheckedEngine(lm(folder)) as engine:
         waits = engine.submit(PROMPT, **OPTIONS)
         reads.wait()
@@ -74,7 +74,7 @@ def test_others_run_while_a_request_waits_for_the_disk(folder, reads):
     assert engine.stats().restored_tokens == FULL
 
 
-def test_requests_that_begin_alike_read_once(folder, reads):
+def test_requests_with_a_common_prefix_read_once(folder, reads):
     with CheckedEngine(lm(folder)) as engine:
         generations = [engine.submit(PROMPT, **OPTIONS) for _ in range(6)]
         reads.wait()
@@ -85,7 +85,7 @@ def test_requests_that_begin_alike_read_once(folder, reads):
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-def test_a_request_is_cancelled_while_it_waits_for_the_disk(folder, reads, is_first):
+def test_a_request_can_be_cancelled_while_waiting_for_the_disk(folder, reads, is_first):
     with CheckedEngine(lm(folder)) as engine:
         generations = [engine.submit(PROMPT, **OPTIONS) for _ in range(3)]
         reads.wait()
@@ -97,7 +97,7 @@ def test_a_request_is_cancelled_while_it_waits_for_the_disk(folder, reads, is_fi
     engine.check()
 
 
-def test_a_closed_engine_ends_requests_that_wait_for_the_disk(folder, reads):
+def test_closing_cancels_requests_that_wait_for_the_disk(folder, reads):
     engine = CheckedEngine(lm(folder))
     waits = engine.submit(PROMPT, **OPTIONS)
     reads.wait()
@@ -107,7 +107,7 @@ def test_a_closed_engine_ends_requests_that_wait_for_the_disk(folder, reads):
     engine.check()
 
 
-def test_a_closed_engine_finishes_requests_that_wait_for_the_disk(folder, reads):
+def test_closing_finishes_requests_that_wait_for_the_disk(folder, reads):
     engine = CheckedEngine(lm(folder))
     waits = engine.submit(PROMPT, **OPTIONS)
     reads.wait()
@@ -117,7 +117,7 @@ def test_a_closed_engine_finishes_requests_that_wait_for_the_disk(folder, reads)
     engine.check()
 
 
-def test_a_read_that_raises_fails_its_request_alone(folder, monkeypatch):
+def test_a_failed_read_fails_its_request_alone(folder, monkeypatch):
     def broken(store, parts):
         raise MemoryError("no memory")
 

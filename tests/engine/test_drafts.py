@@ -43,7 +43,7 @@ class Prediction:
 
 
 @pytest.mark.parametrize("length", [None, 15, 17, 40, 150])
-def test_a_draft_finds_room_however_long_it_is(length):
+def test_a_draft_of_any_length_has_room(length):
     """A text that is given blocks as it grows (`overcommit`) has them before a draft is written, and preempted texts
     begin again."""
     assert len(PROMPT) % BLOCK > BLOCK // 2
@@ -157,7 +157,7 @@ request = st.fixed_dictionaries(
     st.sampled_from([None, 6, 9]),
     st.booleans(),
 )
-def test_requests_that_draft_together_get_what_they_get_alone(adapted, requests, rows, blocks, dense):
+def test_drafted_requests_equal_each_request_alone(adapted, requests, rows, blocks, dense):
     """They join and leave at any step, are preempted and cancelled, and draft with several drafters at once; one that
     fails ends its own requests alone."""
     lm, alone = adapted
@@ -227,7 +227,7 @@ def test_a_draft_model_drafts_for_all_requests_in_one_batch():
     drafter.check()
 
 
-def test_a_drafter_that_fails_to_leave_starts_again():
+def test_a_drafter_that_fails_to_leave_is_restarted():
     started, joined = [], []
 
     class Stays:
@@ -256,7 +256,7 @@ def test_a_drafter_that_fails_to_leave_starts_again():
     assert len(joined) == 3 + 2 + 1
 
 
-def test_rows_without_room_in_the_draft_models_cache_get_no_draft():
+def test_rows_without_room_in_the_draft_cache_get_no_draft():
     """The draft model's cache is as large as the engine's; here the system gives it less."""
     drafter = WatchedDrafter(MODEL)
     start = drafter.start

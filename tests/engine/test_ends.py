@@ -49,7 +49,7 @@ class AmongOthers:
             self.engine.check()
 
 
-def test_a_text_ends_with_eos_a_stop_string_a_function_or_its_length(alone):
+def test_a_text_ends_by_eos_stop_string_function_or_length(alone):
     whole = LM.generate("abc", max_new_tokens=30)
     assert whole.finish_reason == "length"
     third = whole.token_ids[2]
@@ -75,7 +75,7 @@ def test_a_text_ends_with_eos_a_stop_string_a_function_or_its_length(alone):
 # ── time ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_time_limit_ends_a_text_that_runs(alone):
+def test_a_time_limit_ends_a_running_text(alone):
     with AmongOthers(alone) as engine:
         late = engine.submit("abc", max_new_tokens=200, time_limit=0.2, stop_when=lambda ids, text: time.sleep(0.03))
         completion = late.result(SECONDS)
@@ -84,7 +84,7 @@ def test_a_time_limit_ends_a_text_that_runs(alone):
         assert [piece.token_id for piece in late] == completion.token_ids
 
 
-def test_a_time_limit_ends_a_request_that_waits():
+def test_a_time_limit_ends_a_waiting_request():
     holding = threading.Event()
     with CheckedEngine(LM, max_sequences=1) as engine:
         first = engine.submit("abc", max_new_tokens=3, stop_when=lambda ids, text: not holding.wait(SECONDS))
@@ -95,7 +95,7 @@ def test_a_time_limit_ends_a_request_that_waits():
         assert first.result(SECONDS).finish_reason == "length"
 
 
-def test_a_time_limit_ends_a_request_in_the_middle_of_its_prompt():
+def test_a_time_limit_ends_a_request_during_prefill():
     model = scripted_model(lambda ids: 5, vocab_size=8, max_seq_len=256)
     with CheckedEngine(LanguageModel(model, prefill_chunk=16), max_sequences=2) as engine:
         engine.between_steps(lambda: time.sleep(0.02))
@@ -126,7 +126,7 @@ def test_cancel_before_while_and_after(alone):
         assert running.result() is after
 
 
-def test_cancel_of_one_that_waits_takes_it_out_of_the_queue():
+def test_cancelling_a_waiting_request_removes_it_from_the_queue():
     holding, started = threading.Event(), threading.Event()
 
     def hold(ids, text):
@@ -144,7 +144,7 @@ def test_cancel_of_one_that_waits_takes_it_out_of_the_queue():
         assert first.result().finish_reason == "length"
 
 
-def test_an_event_of_the_callers_ends_it_from_another_thread(alone):
+def test_a_callers_event_cancels_from_another_thread(alone):
     with AmongOthers(alone, max_sequences=6) as engine:
         event = threading.Event()
         several = engine.submit("abc", max_new_tokens=150, temperature=1.0, seed=1, n=2, cancel=event)
@@ -159,7 +159,7 @@ def test_an_event_of_the_callers_ends_it_from_another_thread(alone):
 
 
 @pytest.mark.parametrize("drain", [True, False])
-def test_close_ends_those_that_run_and_those_that_wait(drain):
+def test_close_ends_running_and_waiting_requests(drain):
     engine = CheckedEngine(LM, max_sequences=2)
     options = {} if drain else {"stop_when": slowly}
     generations = [engine.submit("abc", max_new_tokens=100, **options) for _ in range(5)]
@@ -191,7 +191,7 @@ def test_an_error_in_a_with_statement_cancels():
     assert generation.result(0).finish_reason == "cancelled"
 
 
-def test_a_function_of_a_request_may_submit_cancel_and_close():
+def test_a_callback_may_submit_cancel_and_close():
     follow_ups = []
 
     def submits(ids, text):
@@ -248,7 +248,7 @@ class FailingDrafter:
 
 
 @pytest.mark.parametrize("at", [0, 1, 5])
-def test_a_drafter_that_fails_ends_its_request_alone(alone, at):
+def test_a_failing_drafter_ends_its_request_alone(alone, at):
     with AmongOthers(alone) as engine:
         draft = onward.Speculator(FailingDrafter(at), length=3)
         fails = [engine.submit("abc", max_new_tokens=20, draft=draft) for _ in range(2)]
@@ -290,7 +290,7 @@ def test_a_forward_that_fails_for_one_request_serves_the_others(fails, options):
             bad.result(SECONDS)
 
 
-def test_a_failure_of_the_thread_itself_ends_all_with_one_error(monkeypatch):
+def test_a_failure_of_the_thread_ends_all_with_one_error(monkeypatch):
     engine = CheckedEngine(LM, max_sequences=2)
     generations = [engine.submit("abc", max_new_tokens=200, stop_when=slowly) for _ in range(4)]
     next(iter(generations[0]))

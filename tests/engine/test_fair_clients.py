@@ -31,7 +31,7 @@ def pass_time(queue, seconds):
     queue.record_step(seconds, 1)
 
 
-def test_clients_take_turns_by_their_shares_and_one_clients_requests_by_rank():
+def test_clients_alternate_by_share_and_requests_by_rank():
     queue = scheduler()
     a, b, c, late = offered(queue, *(Request(0.0, 1, client="a") for _ in range(3)), Request(1.0, 1, client="b"))
     urgent = Request(2.0, 1, client="b", priority=-1)
@@ -39,7 +39,7 @@ def test_clients_take_turns_by_their_shares_and_one_clients_requests_by_rank():
     assert queue.admit(always) == [urgent, a, b, late, c]
 
 
-def test_a_client_alone_takes_all_and_gives_its_newest_to_one_that_comes():
+def test_a_client_alone_uses_everything_and_yields_its_newest_request():
     queue = scheduler(max_sequences=4)
     hog = offered(queue, *(Request(0.0, 1, client="a") for _ in range(6)))
     assert admitted(queue) == []
@@ -60,7 +60,7 @@ def test_a_client_alone_takes_all_and_gives_its_newest_to_one_that_comes():
     assert queue.running == list(hog[:4]), "who gave way comes back in order"
 
 
-def test_nobody_is_preempted_in_vain_or_for_more_than_a_fair_share():
+def test_preemption_is_never_in_vain_or_beyond_a_fair_share():
     queue = scheduler(max_sequences=4)
     offered(queue, *(Request(0.0, 1, client="a") for _ in range(4)))
     admitted(queue)
@@ -82,7 +82,7 @@ def test_a_large_part_of_the_cache_is_a_large_share():
     assert queue.make_room() is hog[2]
 
 
-def test_a_wide_request_comes_back_and_then_runs_for_a_turn():
+def test_a_wide_request_resumes_and_then_runs_for_a_turn():
     queue = scheduler(max_sequences=4)
     (wide,) = offered(queue, Request(0.0, 1, num_sequences=4, client="a"))
     admitted(queue)
@@ -126,7 +126,7 @@ def test_a_wide_request_is_not_overtaken_forever():
     assert admitted(queue) == [wide]
 
 
-def test_blocks_are_taken_from_the_client_with_the_largest_share_but_never_from_the_oldest_request():
+def test_the_largest_client_is_preempted_but_never_the_oldest_request():
     queue = scheduler(overcommit=10.0)
     first, b, second, third, c = offered(
         queue,
@@ -159,7 +159,7 @@ def test_one_client_does_not_fill_the_queue_of_the_others(limit, arrivals, token
     assert queue.waiting <= limit + limit // 2 or tokens
 
 
-def test_the_prompt_of_a_client_with_few_is_not_kept_waiting_by_one_with_many():
+def test_a_small_clients_prompt_does_not_wait_for_a_large_clients():
     def steps(names):
         queue = scheduler(prefill_chunk=64)
         prompt = Pending(200, client="b")
@@ -224,7 +224,7 @@ wide = st.builds(
 
 @settings(max_examples=40, deadline=None)
 @given(schedule=st.lists(requests | wide, min_size=5, max_size=25), seed=st.integers(0, 99))
-def test_all_are_served_and_a_newcomer_waits_for_three_turns_at_most(schedule, seed):
+def test_all_are_served_and_a_new_client_waits_three_turns_at_most(schedule, seed):
     """A newcomer within its fair share waits until the protected requests may be preempted, for an overdue request
     that waits for the same, and for the turn of that one: each is half a second and twice the time of a prompt."""
     run = Timed(scheduler(), Machine(), seed=seed).run(schedule, most_steps=20_000)
@@ -242,7 +242,7 @@ def test_all_are_served_and_a_newcomer_waits_for_three_turns_at_most(schedule, s
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_newcomer_is_admitted_with_the_next_step_whatever_a_client_alone_has_sent(seed):
+def test_a_new_client_is_admitted_in_the_next_step(seed):
     chance = random.Random(seed)
     schedule = [
         Request(

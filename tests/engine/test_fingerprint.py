@@ -24,7 +24,7 @@ def fingerprint(model):
         return engine.fingerprint
 
 
-def test_equal_models_have_one_and_others_another():
+def test_equal_models_have_equal_fingerprints_and_others_differ():
     first = fingerprint(tiny_model(seed=7))
     assert fingerprint(tiny_model(seed=7)) == first
     assert fingerprint(dataclasses.replace(tiny_model(seed=7), new_blocks=None)) == first, "blocks change no bits"
@@ -42,7 +42,7 @@ def _quantized():
     return onward.quantize(LanguageModel(tiny_model(seed=7), ByteTokenizer()), "int8").model
 
 
-def test_weights_that_change_are_seen():
+def test_changed_weights_change_the_fingerprint():
     model = tiny_model(seed=7)
     with CheckedEngine(LanguageModel(model, ByteTokenizer())) as engine:
         before = engine.fingerprint
@@ -54,7 +54,7 @@ def test_weights_that_change_are_seen():
         assert engine.fingerprint != before
 
 
-def test_another_instruction_set_is_seen_and_named():
+def test_another_instruction_set_is_detected_and_named():
     if "portable" not in onward.native.available_isas() or onward.native.isa() in ("portable", "none"):
         pytest.skip("there is one instruction set")
     chosen = onward.native.isa()
@@ -71,7 +71,7 @@ def test_another_instruction_set_is_seen_and_named():
         assert engine.resume("abc", emitted=[], fingerprint=here, max_new_tokens=1).result(60)
 
 
-def test_adapters_count_for_those_who_ask_for_them(tmp_path):
+def test_adapters_change_only_their_own_fingerprint(tmp_path):
     demo = onward.load("demo")
     demo.load_adapter("one", demo_adapter(tmp_path / "one", 1))
     demo.load_adapter("two", demo_adapter(tmp_path / "two", 2))
@@ -88,7 +88,7 @@ def test_adapters_count_for_those_who_ask_for_them(tmp_path):
             engine.fingerprint_with("three")
 
 
-def test_a_file_that_came_after_the_process_began_makes_a_hash_like_no_other(tmp_path, monkeypatch):
+def test_a_file_replaced_after_the_start_has_a_unique_hash(tmp_path, monkeypatch):
     """A process may have loaded the library that had the name before."""
     file = tmp_path / "library.so"
     file.write_bytes(b"the same bytes")
@@ -114,7 +114,7 @@ OUTSIDE = {
 }  # fmt: skip
 
 
-def test_every_module_of_the_package_is_said_to_compute_bits_or_not():
+def test_every_module_is_classified_as_computing_bits_or_not():
     package = Path(onward.__file__).parent
     parts = {name for name in package.iterdir() if name.name not in ("distributed", "language_model")}
     parts |= {file for folder in ("distributed", "language_model") for file in (package / folder).iterdir()}
@@ -123,7 +123,7 @@ def test_every_module_of_the_package_is_said_to_compute_bits_or_not():
     assert there | {"demo"} == OUTSIDE | set(COMPUTING)
 
 
-def test_sources_that_compute_count_and_others_do_not(tmp_path, monkeypatch):
+def test_only_computing_sources_are_hashed(tmp_path, monkeypatch):
     package = tmp_path / "onward"
     shutil.copytree(Path(onward.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__", "lib", "*.bin"))
     monkeypatch.setattr(build, "_STARTED", time.time() + 60)
@@ -150,7 +150,7 @@ def probed(model):
         return probe(engine)
 
 
-def test_a_probe_sees_a_single_number_that_no_sample_has():
+def test_a_probe_detects_a_single_number_outside_samples():
     model, damaged = tiny_model(seed=7), tiny_model(seed=7)
     before = probed(model)
     assert probed(tiny_model(seed=7)) == before
@@ -170,7 +170,7 @@ def test_a_probe_fits_any_context():
     assert probed(dataclasses.replace(tiny_model(seed=7), max_seq_len=None)) == probed(tiny_model(seed=7))
 
 
-def test_parts_that_differ_are_named():
+def test_differing_parts_are_named():
     assert parts_that_differ("1-2-3-4-5", "1-2-3-4-5") == ""
     assert parts_that_differ("1-2-3-4-5-6", "1-0-3-4-5-0") == (
         "the device or the instruction set and what they compute of one text"
@@ -178,7 +178,7 @@ def test_parts_that_differ_are_named():
 
 
 @pytest.mark.parametrize("text", ["", "abc", "12345678", 7])
-def test_what_is_no_fingerprint_is_refused(text):
+def test_invalid_fingerprints_are_refused(text):
     with (
         CheckedEngine(LanguageModel(tiny_model(seed=7), ByteTokenizer())) as engine,
         pytest.raises(RequestError, match="a fingerprint is a text such as"),

@@ -92,7 +92,7 @@ class Clients:
 
 @pytest.mark.timeout(3600 if REQUESTS > 10_000 else 300)
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-def test_what_is_held_does_not_grow_with_the_requests_that_were_served():
+def test_memory_does_not_grow_with_served_requests():
     model = tiny_model("llama", seed=1, num_hidden_layers=1, hidden_size=16, intermediate_size=16)
     memory = 3 * ROWS * model.new_blocks(1).block_nbytes
     before = alive()
@@ -126,7 +126,7 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("engine", [True, False], ids=["engine", "generate"])
-def test_a_request_has_one_state_and_none_is_left_of_it_without_the_collector(kind, engine, monkeypatch):
+def test_a_requests_state_is_freed_without_the_garbage_collector(kind, engine, monkeypatch):
     """The objects of a request have no reference cycles, so they are freed when it ends."""
     made = {RequestState: [], Sequence: []}
     for cls, references in made.items():

@@ -45,7 +45,7 @@ def in_child(check) -> int:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="a system without forks")
 @pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
-def test_a_forked_child_gets_a_clear_error_and_the_parent_goes_on():
+def test_a_forked_child_gets_a_clear_error_and_the_parent_continues():
     whole = LM.generate("abc", max_new_tokens=100)
     engine = CheckedEngine(LM, max_sequences=2)
     ended = engine.submit("abc", max_new_tokens=2)
@@ -89,7 +89,7 @@ next(iter(generations[0]))
 
 
 @pytest.mark.parametrize(("then", "code"), [("", 0), ("import sys; sys.exit(3)", 3)])
-def test_the_interpreter_ends_with_an_engine_at_work(then, code):
+def test_the_interpreter_exits_with_a_running_engine(then, code):
     ended = subprocess.run(
         [sys.executable, "-W", "error", "-c", UNCLOSED.format(then=then)],
         capture_output=True,

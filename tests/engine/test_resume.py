@@ -77,7 +77,7 @@ def assert_same(generation, whole):
 @pytest.mark.parametrize("feature", FEATURES)
 @pytest.mark.parametrize("name", MODELS_CUT)
 @pytest.mark.stride(3)
-def test_at_every_cut_with_every_feature(name, feature):
+def test_every_feature_at_every_cut(name, feature):
     request = engine_lm(name).request(prompt_of(name), **{"max_new_tokens": 12} | FEATURES[feature])
     with CheckedEngine(engine_lm(name), max_sequences=6) as engine, CheckedEngine(engine_lm(name)) as other:
         whole = engine.submit(request)
@@ -93,7 +93,7 @@ def test_at_every_cut_with_every_feature(name, feature):
 
 @settings(max_examples=60)
 @given(st.data())
-def test_any_request_at_any_cuts_twice(data):
+def test_any_request_cut_anywhere_twice(data):
     name, index = data.draw(st.sampled_from(list(MODELS))), data.draw(st.integers(0, REQUESTS - 1))
     request, expected = requests(name)[index], expected_of(name, index)
     emitted = [[] if request.options.beams > 1 else choice["token_ids"] for choice in expected]
@@ -136,7 +136,7 @@ def test_prefill_leaves_the_state_that_decoding_left(name):
 # ── handed on ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_request_goes_through_three_engines():
+def test_a_request_passes_through_three_engines():
     request = engine_lm("recurrent").request(prompt_of("recurrent"), max_new_tokens=60, n=2, logprobs=1, **SAMPLED)
     with CheckedEngine(engine_lm("recurrent")) as engine:
         whole = engine.submit(request)
@@ -153,7 +153,7 @@ def test_a_request_goes_through_three_engines():
     assert_same(generation, whole)
 
 
-def test_what_was_emitted_is_not_decoded_again():
+def test_emitted_tokens_are_not_decoded_again():
     script = scripted_model(lambda ids: (ids[-1] + 1) % 50, vocab_size=64, max_seq_len=256)
     scripted = LanguageModel(script, ByteTokenizer(vocab_size=64))
     with CheckedEngine(scripted, max_sequences=2) as engine:
@@ -166,7 +166,7 @@ def test_what_was_emitted_is_not_decoded_again():
         assert sum(count for _, count in generation.arrivals) == 3
 
 
-def test_what_the_cache_holds_is_found():
+def test_cached_prefixes_are_reused():
     with CheckedEngine(engine_lm("qwen3")) as engine:
         request = engine_lm("qwen3").request(prompt_of("qwen3"), max_new_tokens=100, eos=[])
         whole = engine.submit(request)
@@ -212,7 +212,7 @@ THINKING = """\
 )
 @pytest.mark.parametrize("thinking", [False, True], ids=["", "thinking"])
 @pytest.mark.stride(3)
-def test_a_chat_is_read_as_the_same_message(options, thinking):
+def test_a_resumed_chat_gives_the_same_message(options, thinking):
     chat = onward.load("demo")
     if thinking and "tools" in options:
         template = "{% for tool in tools %}{{ tool | tojson }}{% endfor %}<tool_call></tool_call>\n" + THINKING
@@ -231,7 +231,7 @@ def test_a_chat_is_read_as_the_same_message(options, thinking):
         assert json.loads(whole.result().message.tool_calls[0].arguments)["city"] in ("Oslo", "Bergen")
 
 
-def test_adapters_beside_each_other(tmp_path):
+def test_several_adapters_at_once(tmp_path):
     demo = onward.load("demo")
     for seed, name in enumerate(("one", "two")):
         demo.load_adapter(name, demo_adapter(tmp_path / name, seed))
@@ -252,7 +252,7 @@ def test_adapters_beside_each_other(tmp_path):
 
 
 @pytest.mark.parametrize("ending", ["length", "eos", "stop", "stop_when", "constraint"])
-def test_ids_that_end_the_text_end_it_at_once(ending):
+def test_emitted_ids_that_end_the_text_end_it_at_once(ending):
     qwen3 = engine_lm("qwen3")
     plain = qwen3.generate("abc", max_new_tokens=10, **SAMPLED)
     options = {
@@ -292,7 +292,7 @@ def test_a_time_limit_counts_from_the_resumption():
         assert late.emitted() == [ids[:12]]
 
 
-def test_what_ends_before_its_logprobs_came_has_none_without():
+def test_a_request_cancelled_before_its_logprobs_has_consistent_ones():
     qwen3 = engine_lm("qwen3", 5)
     whole = qwen3.generate("abc", max_new_tokens=40, logprobs=1, **SAMPLED)
     with CheckedEngine(qwen3) as engine:
@@ -309,7 +309,7 @@ def test_what_ends_before_its_logprobs_came_has_none_without():
     assert whole.text.startswith(completion.text)
 
 
-def test_a_full_queue_refuses_it_as_any_other():
+def test_a_full_queue_refuses_a_resumed_request_too():
     with CheckedEngine(engine_lm("qwen3"), max_sequences=1, max_waiting=1) as engine:
         generations = []
 
@@ -360,7 +360,7 @@ def test_ids_that_cannot_have_been_emitted_are_refused(emitted, options, message
 
 
 @pytest.mark.parametrize("kind", [list, tuple, torch.tensor])
-def test_ids_may_come_in_any_sequence(kind):
+def test_ids_may_be_any_sequence(kind):
     whole = engine_lm("qwen3").generate("abc", max_new_tokens=8, temperature=0.0)
     with CheckedEngine(engine_lm("qwen3")) as engine:
         emitted = kind(whole.token_ids[:5])

@@ -71,7 +71,7 @@ def test_the_limits_of_the_queue_are_exact(max_waiting, max_tokens, events):
         assert queue.waiting_tokens == sum(request.prompt for request in waiting)
 
 
-def test_a_refusal_names_the_limit_and_what_waits():
+def test_a_refusal_names_the_limit_and_the_waiting_work():
     queue = scheduler(max_waiting=2, max_waiting_tokens=100)
     assert queue.offer(Request(0.0, 60), 0.0) is None
     assert queue.offer(Request(0.0, 60), 0.0).reason == (
@@ -81,7 +81,7 @@ def test_a_refusal_names_the_limit_and_what_waits():
     assert queue.offer(Request(0.0, 10), 0.0).reason == "2 requests wait (max_waiting=2)"
 
 
-def test_a_refusal_says_how_long_the_measured_rates_take_to_make_room():
+def test_a_refusal_estimates_the_wait_from_measured_rates():
     queue = scheduler(max_sequences=1000, max_waiting=1, max_waiting_tokens=100)
     assert queue.offer(Request(0.0, 40), 0.0) is None
     assert queue.offer(Request(0.0, 1), 0.0).seconds > 0, "before anything was measured, too"
@@ -102,7 +102,7 @@ def test_a_refusal_says_how_long_the_measured_rates_take_to_make_room():
     offers=st.lists(st.tuples(st.floats(0, 100), st.integers(-3, 3)), min_size=2, max_size=20),
     ageing=st.floats(0.1, 30),
 )
-def test_first_come_first_served_in_a_priority_and_nobody_is_overtaken_for_long(offers, ageing):
+def test_first_come_first_served_within_a_priority_without_starvation(offers, ageing):
     queue = scheduler(max_sequences=100, ageing=ageing)
     requests = [Request(arrival, 1, priority=priority) for arrival, priority in sorted(offers, key=lambda o: o[0])]
     for request in requests:
@@ -125,7 +125,7 @@ def test_a_smaller_priority_goes_first():
     assert queue.admit(always) == [urgent, late]
 
 
-def test_the_head_of_the_queue_is_not_overtaken_while_its_rows_or_its_blocks_find_no_room():
+def test_the_head_of_the_queue_is_not_overtaken_while_it_lacks_memory():
     queue = scheduler(max_sequences=4)
     running, wide, narrow = Request(0.0, 1, num_sequences=2), Request(0.0, 1, num_sequences=3), Request(0.0, 1)
     for request in (running, wide, narrow):
@@ -140,7 +140,7 @@ def test_the_head_of_the_queue_is_not_overtaken_while_its_rows_or_its_blocks_fin
 
 
 @pytest.mark.parametrize(("overcommit", "reserved"), [(1.0, 100), (4.0, 25), (3.0, 34)])
-def test_what_is_reserved_is_the_share_of_new_tokens_that_overcommit_leaves(overcommit, reserved):
+def test_overcommit_determines_the_reserved_share_of_new_tokens(overcommit, reserved):
     queue = scheduler(overcommit=overcommit)
     queue.offer(Request(0.0, 10, new=100), 0.0)
     asked = []
@@ -148,7 +148,7 @@ def test_what_is_reserved_is_the_share_of_new_tokens_that_overcommit_leaves(over
     assert asked == [reserved]
 
 
-def test_deadlines_hold_in_the_queue():
+def test_deadlines_apply_in_the_queue():
     queue = scheduler()
     early, late = Request(0.0, 5, deadline=1.0), Request(0.0, 7)
     queue.offer(early, 0.0)
@@ -160,7 +160,7 @@ def test_deadlines_hold_in_the_queue():
     assert queue.expire(math.inf) == [], "those that run are not the queue's"
 
 
-def test_the_newest_gives_way_and_those_that_gave_way_come_back_in_order_with_all_their_blocks():
+def test_the_newest_is_preempted_and_resumes_in_order_with_all_blocks():
     queue = scheduler(overcommit=10.0)
     first, second, third, fourth = requests = [Request(0.0, 1, new=50) for _ in range(4)]
     for request in requests[:3]:
@@ -177,7 +177,7 @@ def test_the_newest_gives_way_and_those_that_gave_way_come_back_in_order_with_al
 
 
 @pytest.mark.parametrize("expires", [False, True])
-def test_who_has_ended_is_forgotten(expires):
+def test_ended_requests_are_forgotten(expires):
     queue = scheduler()
     requests = [Request(0.0, 1, deadline=1.0) for _ in range(3)]
     for request in requests:
@@ -193,7 +193,7 @@ def test_who_has_ended_is_forgotten(expires):
     assert [ghost() for ghost in ghosts] == [None] * 3
 
 
-def test_who_was_cancelled_neither_waits_nor_runs():
+def test_cancelled_requests_neither_wait_nor_run():
     queue = scheduler(max_sequences=1)
     first, second, third = requests = [Request(0.0, 1) for _ in range(3)]
     for request in requests:
@@ -226,7 +226,7 @@ def test_a_step_takes_every_decoding_row_and_few_sizes_of_chunks(pending, chunk)
                 assert quarters in ((4, 5, 6, 7) if count >= 16 else (4, 6))
 
 
-def test_where_nobody_decodes_a_step_takes_whole_chunks_of_several_prompts():
+def test_without_decoding_rows_a_step_takes_whole_chunks_of_several_prompts():
     queue, rows = scheduler(prefill_chunk=512), [Pending(400), Pending(400), Pending(400)]
     assert processed(queue, rows) == [400, 112, 0]
 
@@ -250,20 +250,20 @@ def steps_of(prompt, others, arrivals, turn):
     others=st.lists(st.integers(2000, 4000), max_size=2),
     turn=st.booleans(),
 )
-def test_the_first_prompt_and_the_shortest_take_at_most_twice_their_steps_and_one(prompt, arrivals, others, turn):
+def test_the_first_and_the_shortest_prompt_take_at_most_twice_their_steps_plus_one(prompt, arrivals, others, turn):
     alone = steps_of(prompt, [], [], turn)
     assert steps_of(prompt, [], arrivals, turn) <= 2 * alone + 1, "it is the first, and shorter ones come"
     short = min(prompt, 150)
     assert steps_of(short, others, [short + 1] * 100, turn) <= 2 * steps_of(short, [], [], turn) + 1
 
 
-def test_a_long_prompt_does_not_keep_a_short_one_waiting():
+def test_a_long_prompt_does_not_delay_a_short_one():
     long, short = Request(0.0, 20_000, new=5), Request(0.5, 100, new=5)
     Simulation(scheduler(), Machine()).run([long, short])
     assert short.ended < long.ended / 4
 
 
-def test_prompts_progress_where_every_step_takes_longer_than_it_may():
+def test_prompts_progress_even_if_every_step_exceeds_its_limit():
     queue, decoding, prompt = scheduler(max_step_ms=1), Pending(1), Pending(1000)
     for _ in range(10):
         count = processed(queue, [decoding, prompt], seconds=0.5)[1]

@@ -81,7 +81,7 @@ def test_every_request_ends_in_order_without_a_preemption(schedule, blocks, chun
 
 @settings(max_examples=40)
 @given(schedule=st.lists(requests, min_size=5, max_size=25), blocks=blocks, overcommit=st.sampled_from([1.5, 4.0, 1e9]))
-def test_with_overcommit_the_oldest_always_goes_on_and_all_end(schedule, blocks, overcommit):
+def test_with_overcommit_the_oldest_always_continues_and_all_end(schedule, blocks, overcommit):
     run = Simulation(scheduler(overcommit=overcommit), Machine(), blocks, watch=Watch(6)).run(schedule)
     assert {request.finish for request in schedule} <= {"length"}
     in_order(run.admissions)
@@ -89,7 +89,7 @@ def test_with_overcommit_the_oldest_always_goes_on_and_all_end(schedule, blocks,
     assert run.scheduler.preemptions <= 6 * len(schedule)
 
 
-def test_overcommit_preempts_where_blocks_are_short_and_runs_more_at_once():
+def test_overcommit_preempts_when_blocks_are_short_and_runs_more_at_once():
     def busy(overcommit):
         schedule = [Request(0.0, 100, new=200, asked=400) for _ in range(12)]
         return Simulation(scheduler(overcommit=overcommit), Machine(), blocks=26).run(schedule)
@@ -126,7 +126,7 @@ def least(machine, step):
 
 @settings(max_examples=25)
 @given(schedule=mixed, machine=machines)
-def test_steps_with_decoding_rows_keep_their_time(schedule, machine):
+def test_steps_with_decoding_rows_keep_their_time_limit(schedule, machine):
     """Once rows and positions were measured, whatever the machine is like.
 
     Where 4 tokens alone take longer than a step may, their time is the bound. The factor: a unit of cost is measured
@@ -148,7 +148,7 @@ def test_steps_with_decoding_rows_keep_their_time(schedule, machine):
 
 @settings(max_examples=25)
 @given(schedule=mixed, unit=st.floats(0.0001, 0.003))
-def test_on_a_machine_as_the_pace_assumes_steps_keep_their_time_and_use_it(schedule, unit):
+def test_steps_use_their_time_limit_on_a_machine_as_assumed(schedule, unit):
     """Decoding rows cost unit * (rows + 16) and chunks unit * (tokens + 4): the very first step teaches all there is to
     know."""
     machine = Machine(step=16 * unit, decoding_row=unit, chunk=4 * unit, token=unit)
@@ -165,7 +165,7 @@ def test_on_a_machine_as_the_pace_assumes_steps_keep_their_time_and_use_it(sched
 
 @settings(max_examples=25)
 @given(schedule=mixed, unit=st.floats(0.0001, 0.003))
-def test_without_a_limit_prompts_double_a_step_and_no_more(schedule, unit):
+def test_without_a_limit_prompts_double_a_step_at_most(schedule, unit):
     """The bound that docs/engine.md names: twice the step without prompts, 40 ms, or what 4 tokens take."""
     machine = Machine(step=16 * unit, decoding_row=unit, chunk=4 * unit, token=unit)
     run = Simulation(scheduler(max_sequences=12), machine).run(schedule)
@@ -191,7 +191,7 @@ def prompt_beside_rows(machine, rows, prompt, **limits):
     doubling=st.floats(1000, 8000),
     noise=st.sampled_from([0.0, 0.1]),
 )
-def test_a_long_prompt_beside_decoding_rows_at_most_doubles_their_gaps_and_its_time(rows, row, token, doubling, noise):
+def test_a_long_prompt_at_most_doubles_gaps_and_its_own_time(rows, row, token, doubling, noise):
     """Attention costs as much as the rest of a token at the position `doubling`.
 
     Without noise, a step is off by its prediction: a unit is measured with a chunk of t tokens and used for one of s,
@@ -209,7 +209,7 @@ def test_a_long_prompt_beside_decoding_rows_at_most_doubles_their_gaps_and_its_t
     assert first_token <= 3.5 * noisy * alone + 17 * decoding
 
 
-def test_what_prompts_cost_does_not_raise_the_limit_that_depends_on_decoding():
+def test_the_cost_of_prompts_does_not_raise_the_decoding_limit():
     """Attention makes the tokens of a prompt eleven times as dear at its end. A chunk of 40 at position 300 costs a
     tenth more than the one before it."""
     machine = Machine(0.05, 0.001, 0.001, 0.001, 0.001 / 400)
@@ -217,7 +217,7 @@ def test_what_prompts_cost_does_not_raise_the_limit_that_depends_on_decoding():
     assert max(step.seconds for step in steps[2:]) <= 2.25 * machine.decode(8)
 
 
-def test_prompts_with_a_forward_of_their_own_get_enough_tokens_to_pay_for_reading_the_weights():
+def test_prompts_with_their_own_forward_get_enough_tokens_to_pay_for_it():
     machine = Machine(0.1, 0.001, chunk=0.1, token=0.001)
     steps, first_token, _ = prompt_beside_rows(machine, 1, 4000, joins=False)
     assert all(tokens >= 16 for step in steps for _, tokens in step.chunks)

@@ -42,7 +42,7 @@ def test_counts_add_up_at_every_moment():
     assert min(last.seconds.schedule, last.seconds.step, last.seconds.give_out) > 0
 
 
-def test_hits_are_of_the_ids_of_prompts():
+def test_hits_count_ids_of_prompts():
     prompt = "a prompt of a hundred characters " * 3 + "!"
     with CheckedEngine(LM) as engine:
         assert engine.stats().hit_rate == 0
@@ -55,7 +55,7 @@ def test_hits_are_of_the_ids_of_prompts():
         assert engine.stats().hit_rate == (99 + 70) / (100 + 100 + 77)
 
 
-def test_preemptions_are_counted_and_seen_by_nobody():
+def test_preemptions_are_counted_but_change_no_output():
     options = [{"max_new_tokens": 150, "temperature": 1.0, "seed": seed, "logprobs": 1} for seed in range(6)]
     alone = [LM.generate("abc", **each) for each in options]
     with CheckedEngine(LM, max_sequences=6, cache_memory=7 * BLOCK_BYTES, overcommit=100.0) as engine:
@@ -73,7 +73,7 @@ def test_preemptions_are_counted_and_seen_by_nobody():
         assert engine.stats().preemptions == 0
 
 
-def test_several_texts_that_are_preempted_share_their_prompt_again():
+def test_preempted_samples_share_their_prompt_again():
     several = {"max_new_tokens": 60, "temperature": 1.0, "seed": 3, "n": 3}
     prompt = "a prompt of more than one block, so that its texts hold one together " * 2
     alone = LM.generate(prompt, **several)
@@ -88,7 +88,7 @@ def test_several_texts_that_are_preempted_share_their_prompt_again():
         assert first.result(SECONDS).token_ids == LM.generate("abc", **growing).token_ids
 
 
-def test_a_text_that_grows_takes_no_blocks_that_are_promised_to_others():
+def test_a_growing_text_takes_no_blocks_reserved_for_others():
     """The texts of one prompt begin when it is computed. What they will take is theirs from the beginning."""
     several = {"max_new_tokens": 60, "temperature": 1.0, "seed": 3, "n": 3}
     growing = {"max_new_tokens": 190, "temperature": 1.0, "seed": 4}

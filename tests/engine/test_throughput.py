@@ -20,7 +20,7 @@ def predicted(pace, rows, *chunks):
     return pace.decode(rows) + sum(pace.chunk(*chunk) for chunk in chunks)
 
 
-def test_nothing_is_predicted_before_anything_was_measured():
+def test_nothing_is_predicted_before_the_first_measurement():
     assert StepTimeModel().decode(3) == StepTimeModel().chunk(0, 64) == StepTimeModel().decode(0) == 0.0
 
 
@@ -37,7 +37,7 @@ def test_one_step_of_any_kind_predicts_the_others(rows, chunks, other):
         assert pace.chunk(3000, other) == pytest.approx(AS_ASSUMED.prefill(3000, other))
 
 
-def test_parts_are_learnt_though_chunks_only_run_beside_rows():
+def test_costs_are_learned_though_chunks_only_run_with_rows():
     pace, machine = StepTimeModel(), Machine(step=0.03, decoding_row=0.002, chunk=0.01, token=0.0015)
     chance = random.Random(3)
     steps = [(8, (0, chance.choice([32, 48, 64, 128]))) for _ in range(400)]
@@ -53,7 +53,7 @@ def test_parts_are_learnt_though_chunks_only_run_beside_rows():
     chunks=st.lists(st.tuples(st.integers(0, 5000), st.sampled_from([4, 8, 32])), min_size=1, max_size=50),
     dearer=st.floats(0.2, 5.0),
 )
-def test_chunks_change_no_cost_of_rows_that_were_measured_alone(rows, chunks, dearer):
+def test_chunks_do_not_change_the_measured_cost_of_rows(rows, chunks, dearer):
     pace = StepTimeModel()
     run(pace, AS_ASSUMED, 1)
     run(pace, AS_ASSUMED, rows)
@@ -66,7 +66,7 @@ def test_chunks_change_no_cost_of_rows_that_were_measured_alone(rows, chunks, de
     assert predicted(pace, rows, (0, 8)) == pytest.approx(machine.seconds(rows, [(0, 8)]), rel=0.02)
 
 
-def test_rows_that_were_measured_too_slow_are_corrected_by_the_next_step_and_measured_again():
+def test_overestimated_rows_are_corrected_and_measured_again():
     pace = StepTimeModel()
     run(pace, AS_ASSUMED, 1)
     run(pace, AS_ASSUMED, 8, slower=2.5)
@@ -88,7 +88,7 @@ def test_the_first_step_of_rows_alone_replaces_their_estimate():
     assert pace.decode(3) == pytest.approx(machine.decode(3))
 
 
-def test_rows_are_measured_again_if_their_first_step_may_have_made_a_program():
+def test_rows_are_measured_again_if_their_first_step_may_have_compiled():
     pace = StepTimeModel()
     run(pace, AS_ASSUMED, 1)
     before = pace.decode(8)
@@ -100,7 +100,7 @@ def test_rows_are_measured_again_if_their_first_step_may_have_made_a_program():
     assert not pace.is_stale(8)
 
 
-def test_rows_are_due_for_a_step_of_their_own_before_the_first_and_after_sixteen_others():
+def test_rows_are_due_for_their_own_step_first_and_after_sixteen_others():
     pace = StepTimeModel()
     run(pace, AS_ASSUMED, 1)
     for _ in range(3):
@@ -135,7 +135,7 @@ def test_old_measurements_are_forgotten(slower):
     assert predicted(pace, 4, (0, 64)) == pytest.approx(slower * AS_ASSUMED.seconds(4, [(0, 64)]), rel=0.03)
 
 
-def test_the_making_of_programs_is_not_a_cost():
+def test_compilation_is_not_counted_as_a_cost():
     pace = StepTimeModel()
     run(pace, AS_ASSUMED, 0, (0, 64), slower=500)
     run(pace, AS_ASSUMED, 0, (0, 64))
@@ -147,7 +147,7 @@ def test_the_making_of_programs_is_not_a_cost():
         assert pace.decode(rows) == pytest.approx(AS_ASSUMED.decode(rows)), "far above the prediction"
 
 
-def test_an_outlier_moves_the_pace_by_a_fifth_at_most():
+def test_an_outlier_moves_the_estimate_by_a_fifth_at_most():
     pace = StepTimeModel()
     for _ in range(10):
         run(pace, AS_ASSUMED, 4)
@@ -155,7 +155,7 @@ def test_an_outlier_moves_the_pace_by_a_fifth_at_most():
     assert AS_ASSUMED.decode(4) < pace.decode(4) <= 1.2 * AS_ASSUMED.decode(4) * (1 + 1e-9)
 
 
-def test_a_clock_that_stands_still_teaches_nothing():
+def test_a_stopped_clock_changes_nothing():
     pace = StepTimeModel()
     pace.record_step(4, [(0, 64)], 0.0)
     assert pace.decode(4) == 0.0
@@ -164,7 +164,7 @@ def test_a_clock_that_stands_still_teaches_nothing():
     assert pace.decode(4) == pytest.approx(AS_ASSUMED.decode(4))
 
 
-def test_throughput_is_of_the_last_half_minute_or_so_of_work():
+def test_throughput_covers_about_the_last_half_minute():
     throughput = Throughput()
     assert (throughput.prompt, throughput.output, throughput.admitted) == (0, 0, 0)
     for _ in range(1000):

@@ -104,7 +104,7 @@ def test_finish_gives_each_text_one_version(checkpoints, seed):
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_recomputed_texts_have_each_token_from_the_weights_of_its_version(checkpoints, seed):
+def test_recomputed_texts_equal_decoding_with_each_version(checkpoints, seed):
     """Token by token: what an engine with those weights alone continues the earlier ids with."""
     rng = random.Random(seed)
     with CheckedEngine(onward.load(checkpoints[0]), max_sequences=4, overcommit=2.0) as engine:
@@ -131,7 +131,7 @@ def test_recomputed_texts_have_each_token_from_the_weights_of_its_version(checkp
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_kept_texts_are_those_of_a_stream_whose_weights_change_at_the_same_tokens(checkpoints, seed):
+def test_streams_change_weights_at_the_same_tokens_as_keep(checkpoints, seed):
     rng = random.Random(seed)
     with CheckedEngine(onward.load(checkpoints[0]), max_sequences=16) as engine:
         thread, requests, generations = submitted(engine, rng)
@@ -156,7 +156,7 @@ def test_kept_texts_are_those_of_a_stream_whose_weights_change_at_the_same_token
 
 
 @pytest.mark.parametrize("in_flight", ["finish", "recompute", "keep"])
-def test_no_request_finds_prefixes_of_older_weights(checkpoints, in_flight):
+def test_no_request_reuses_prefixes_of_older_weights(checkpoints, in_flight):
     with CheckedEngine(onward.load(checkpoints[0]), max_sequences=4) as engine:
         options = {"max_new_tokens": 4, "temperature": 0, "ignore_eos": True}
         running = engine.submit(PROMPTS[0], **options | {"max_new_tokens": 150})
@@ -175,7 +175,7 @@ def test_no_request_finds_prefixes_of_older_weights(checkpoints, in_flight):
 
 
 @pytest.mark.parametrize("in_flight", ["recompute", "keep"])
-def test_a_beam_search_begins_again(llama, in_flight):
+def test_a_beam_search_restarts(llama, in_flight):
     options = {"beams": 3, "max_new_tokens": 60, "ignore_eos": True}
     with CheckedEngine(onward.load(llama[0]), max_sequences=4) as engine:
         search = engine.submit(PROMPTS[0], **options)
@@ -228,7 +228,7 @@ def test_updates_of_several_threads_apply_one_after_the_other(llama):
         assert running.result(60).token_ids
 
 
-def test_an_engine_of_a_trained_model_serves_the_weights_of_its_last_update(llama):
+def test_an_engine_of_a_trained_model_serves_its_latest_weights(llama):
     lm = onward.load(llama[0], trainable=True)
     options = {"max_new_tokens": 20, "temperature": 0, "ignore_eos": True, "logprobs": 0}
     with CheckedEngine(lm, max_sequences=4) as engine:
@@ -263,7 +263,7 @@ def test_an_update_does_not_block_a_loop(llama):
         assert len(completion.token_ids) == 50
 
 
-def test_bad_updates_leave_the_engine_running(llama):
+def test_invalid_updates_leave_the_engine_running(llama):
     weights = tensors(llama[1])
     with CheckedEngine(onward.load(llama[0])) as engine:
         running = engine.submit(PROMPTS[0], max_new_tokens=100, ignore_eos=True, temperature=0)
@@ -282,7 +282,7 @@ def test_bad_updates_leave_the_engine_running(llama):
         )
 
 
-def test_a_function_that_the_engine_calls_cannot_update_it(llama):
+def test_a_callback_of_the_engine_cannot_update_it(llama):
     with CheckedEngine(onward.load(llama[0])) as engine:
         weights = tensors(llama[1])
 
@@ -331,14 +331,14 @@ def test_adapters_are_refused(llama, monkeypatch):
             engine.update_weights(tensors(llama[1]))
 
 
-def test_a_failed_engine_tells_the_update(llama, monkeypatch):
+def test_an_engine_failure_reaches_the_update(llama, monkeypatch):
     with CheckedEngine(onward.load(llama[0])) as engine:
         monkeypatch.setattr(engine._worker._scheduler, "preempt_all", lambda items: 1 / 0)
         with pytest.raises(EngineError, match=r"the engine has failed: .* before the update of its weights"):
             engine.update_weights(tensors(llama[1]), in_flight="keep")
 
 
-def test_an_adapter_that_is_trained_beside_trained_weights_is_refused(llama):
+def test_a_trained_adapter_on_trained_weights_is_refused(llama):
     lm = onward.load(llama[0], trainable=True)
     lm.new_adapter("poet")
     with pytest.raises(RequestError, match="the adapter 'poet' is trained too"):

@@ -59,7 +59,7 @@ def test_the_same_model_generates_in_another_thread_meanwhile():
         assert [one.result(SECONDS).token_ids for one in generations] == [WHOLE.token_ids] * 3
 
 
-def test_several_iterate_over_one_generation_from_its_first_piece_on():
+def test_several_consumers_iterate_over_one_generation_from_its_start():
     collected = []
     with CheckedEngine(LM) as engine:
         generation = engine.submit("abc", max_new_tokens=20, stop_when=slowly)
@@ -74,7 +74,7 @@ def test_several_iterate_over_one_generation_from_its_first_piece_on():
     assert "".join(piece.text for piece in generation) == WHOLE.text
 
 
-def test_a_consumer_that_stops_leaves_the_request_as_it_is():
+def test_a_stopped_consumer_leaves_the_request_running():
     with CheckedEngine(LM) as engine:
         generation = engine.submit("abc", max_new_tokens=20, stop_when=slowly)
         for piece in generation:
@@ -94,7 +94,7 @@ def test_result_with_a_timeout():
         assert generation.result(0) is generation.result()
 
 
-def test_a_full_queue_refuses_at_once_and_says_when_to_come_back():
+def test_a_full_queue_refuses_at_once_with_a_retry_time():
     holding = threading.Event()
     with CheckedEngine(LM, max_sequences=1, max_waiting=2, max_waiting_tokens=10) as engine:
         first = engine.submit("abc", max_new_tokens=3, stop_when=lambda ids, text: not holding.wait(SECONDS))
@@ -120,7 +120,7 @@ def test_a_full_queue_refuses_at_once_and_says_when_to_come_back():
         assert long.result(SECONDS).finish_reason == "length"
 
 
-def test_a_client_that_takes_all_gives_way_to_another_and_goes_on_with_the_same_texts():
+def test_a_preempted_client_continues_with_the_same_texts():
     options = {"n": 4, "temperature": 1.0, "seed": 3, "max_new_tokens": 180, "ignore_eos": True}
     alone = [choice.token_ids for choice in LM.generate("a" * 70, **options).choices]
     lm = LanguageModel(LM.model, ByteTokenizer(), prefix_memory=0, prefill_chunk=8)
@@ -161,7 +161,7 @@ async def _awaited(generation):
     return await generation
 
 
-def test_a_task_that_is_cancelled_while_it_waits_leaves_the_request_as_it_is():
+def test_a_cancelled_task_leaves_the_request_running():
     async def serve(engine):
         generation = engine.submit("abc", max_new_tokens=20, stop_when=slowly)
         task = asyncio.create_task(_awaited(generation))
@@ -179,7 +179,7 @@ def test_a_task_that_is_cancelled_while_it_waits_leaves_the_request_as_it_is():
         asyncio.run(asyncio.wait_for(serve(engine), SECONDS))
 
 
-def test_a_loop_that_is_closed_before_the_end_disturbs_nobody():
+def test_a_loop_closed_early_does_not_affect_other_requests():
     with CheckedEngine(LM) as engine:
         generation = engine.submit("abc", max_new_tokens=20, stop_when=slowly)
         loop = asyncio.new_event_loop()
@@ -194,7 +194,7 @@ def test_a_loop_that_is_closed_before_the_end_disturbs_nobody():
         waiting.close()
 
 
-def test_what_a_step_changes_reaches_a_loop_in_one_call(monkeypatch):
+def test_the_changes_of_a_step_reach_a_loop_in_one_call(monkeypatch):
     calls, told = [], []
     generations = []
 
@@ -224,7 +224,7 @@ def test_what_a_step_changes_reaches_a_loop_in_one_call(monkeypatch):
         assert generation.pieces(5) == generation.pieces()[5:]
 
 
-def test_a_watch_that_is_ended_is_told_of_nothing_more():
+def test_an_ended_watch_gets_no_more_calls():
     told = []
 
     async def serve(engine):
@@ -240,7 +240,7 @@ def test_a_watch_that_is_ended_is_told_of_nothing_more():
     assert not told
 
 
-def test_an_engine_says_for_how_long_its_step_runs():
+def test_an_engine_reports_how_long_its_step_has_been_running():
     hangs, goes_on = threading.Event(), threading.Event()
 
     def stop_when(ids, text):
@@ -262,7 +262,7 @@ def test_an_engine_says_for_how_long_its_step_runs():
         engine.check_open()
 
 
-def test_an_error_reaches_those_who_await():
+def test_errors_reach_awaiting_tasks():
     def fails(ids, text):
         raise ValueError("mine")
 
@@ -281,7 +281,7 @@ def test_an_error_reaches_those_who_await():
 # ── who holds what ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_an_engine_that_nobody_holds_serves_what_it_has_and_ends():
+def test_an_unreferenced_engine_serves_its_requests_and_ends():
     engine = Engine(LM)
     thread = engine._worker._thread
     generations = [engine.submit("abc", max_new_tokens=20) for _ in range(3)]
@@ -294,7 +294,7 @@ def test_an_engine_that_nobody_holds_serves_what_it_has_and_ends():
     assert not thread.is_alive()
 
 
-def test_an_engine_keeps_no_request_that_has_ended():
+def test_an_engine_references_no_ended_request():
     with CheckedEngine(LM) as engine:
         for options in ({}, {"n": 2, "temperature": 1.0}, {"beams": 2}, {"draft": "lookup"}, {"time_limit": 1000.0}):
             generation = engine.submit("abc", max_new_tokens=5, **options)
@@ -307,7 +307,7 @@ def test_an_engine_keeps_no_request_that_has_ended():
             assert gone() is None, options
 
 
-def test_a_generation_keeps_no_engine():
+def test_a_generation_references_no_engine():
     engine = Engine(LM)
     generation = engine.submit("abc", max_new_tokens=2)
     generation.result(SECONDS)

@@ -55,7 +55,7 @@ def test_an_engine_of_k_rows_is_a_queue_with_k_servers(servers: int, share: floa
     assert low - around <= statistics.mean(waits) <= high + around
 
 
-def test_littles_law_holds() -> None:
+def test_littles_law_applies() -> None:
     """Requests in the engine, looked at at random times, are the rate of arrivals times the mean time in it."""
     arrived = exponential(3000, 3.0, 1.0, 7)
     Fleet(replace(ONE, max_sequences=4), SERVERS).run(arrived)
@@ -77,7 +77,7 @@ CLOCK = StepTime(0.02, 0.0015, 0, 0.027, 0.001, 1e-6)
 
 
 @pytest.mark.parametrize("affinity", [True, False])
-def test_every_request_ends_once_and_has_all_its_tokens(affinity: bool) -> None:
+def test_every_request_ends_once_with_all_its_tokens(affinity: bool) -> None:
     arrivals = trace(6.0, 60.0, seed=3)
     plan = Plan(8, affinity=affinity, failures=0.15, restart=5.0, patience=0, budget=False)
     fleet = Fleet(replace(plan, options=replace(plan.options, attempts=50)), CLOCK, seed=1).run(arrivals)
@@ -88,7 +88,7 @@ def test_every_request_ends_once_and_has_all_its_tokens(affinity: bool) -> None:
     assert all(each.first is not None and each.at < each.first <= each.last for each in arrivals if each.last)
 
 
-def test_affinity_finds_more_of_a_prompt() -> None:
+def test_affinity_increases_prefix_hits() -> None:
     shares = []
     for affinity in (True, False):
         fleet = Fleet(Plan(16, affinity=affinity, patience=0), CLOCK).run(trace(10.0, 60.0))
@@ -97,7 +97,7 @@ def test_affinity_finds_more_of_a_prompt() -> None:
     assert shares[0] > shares[1]
 
 
-def test_a_budget_bounds_retries() -> None:
+def test_a_budget_limits_retries() -> None:
     """All replicas except one die: no more of their requests are retried than the budget allows."""
     arrivals = [Arrival(at / 100, 500, 300) for at in range(1000)]
     plan = Plan(50, deaths=[(9.0, 0.9)], patience=0)
@@ -109,7 +109,7 @@ def test_a_budget_bounds_retries() -> None:
     assert sum(each.failed == "budget" for each in with_budget.requests) == with_budget.exhausted
 
 
-def test_the_same_seed_is_the_same_run() -> None:
+def test_the_same_seed_gives_the_same_run() -> None:
     runs = [Fleet(Plan(4, failures=0.2), CLOCK, seed=2).run(trace(3.0, 30.0)) for _ in range(2)]
     times = [[(each.first, each.last, each.failed) for each in run.requests] for run in runs]
     assert times[0] == times[1]

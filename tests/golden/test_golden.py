@@ -20,7 +20,7 @@ def recorded(name: str) -> dict:
 
 
 @pytest.mark.parametrize("name", ["demo", *FAMILIES])
-def test_bits_and_programs_are_the_recorded_ones(name: str) -> None:
+def test_bits_and_programs_equal_the_recorded_ones(name: str) -> None:
     key = f"{name} bfloat16"
     record = recorded(f"bits-{BITS.get(native.isa(), native.isa())}")
     assert bits.bits(bits.language_model(name, torch.bfloat16)) == record[key]
@@ -28,5 +28,5 @@ def test_bits_and_programs_are_the_recorded_ones(name: str) -> None:
 
 
 @pytest.mark.parametrize("family", cache.FAMILIES)
-def test_hits_evictions_and_preemptions_are_the_recorded_ones(family: str) -> None:
+def test_hits_evictions_and_preemptions_equal_the_recorded_ones(family: str) -> None:
     assert cache.counts(family) == recorded("cache")[family]

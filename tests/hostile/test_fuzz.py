@@ -109,7 +109,7 @@ def fuzzed(keyed: Standing) -> Any:
     assert not program.defects()
 
 
-def test_bodies_that_fit_the_document(fuzzed: Fuzzed) -> None:
+def test_bodies_that_match_the_schema(fuzzed: Fuzzed) -> None:
     drawn(fuzzed.sound(), BODIES, lambda each: fuzzed.send(*each))
     assert fuzzed.answered[200] >= ACCEPTED * fuzzed.answered.total(), fuzzed.answered
     print(f"\naccepted: {fuzzed.answered[200]} of {fuzzed.answered.total()}")
@@ -141,7 +141,7 @@ def test_each_field_with_each_hostile_value(fuzzed: Fuzzed) -> None:
         fuzzed.send(operation, attack.bodies()[0].replace(b'"@"', value))
 
 
-def test_the_generator_keeps_to_the_document(fuzzed: Fuzzed) -> None:
+def test_the_generator_follows_the_schema(fuzzed: Fuzzed) -> None:
     for operation in fuzzed.operations:
         schema = {**operation.schema, "components": fuzzed.document["components"]}
         validator = jsonschema.Draft202012Validator(schema)

@@ -96,7 +96,7 @@ def results(lm, tasks, **options):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_the_numbers_are_those_of_the_class_for_transformers(tasks):
+def test_numbers_equal_the_harness_class_for_transformers(tasks):
     from lm_eval.models.huggingface import HFLM
 
     ours = results(OnwardLM("demo", dtype="float32"), tasks)
@@ -135,7 +135,7 @@ def test_a_context_is_processed_once_for_all_its_continuations(monkeypatch):
     assert sum(processed) <= len(context) + len(endings) * max(map(len, endings))
 
 
-def test_a_text_beyond_the_context_is_scored_in_windows_and_a_long_context_cut():
+def test_long_texts_are_scored_in_windows_and_long_contexts_truncated():
     lm = onward.load("demo")
     short = OnwardLM(lm, max_length=16)
     ids = lm.encode(STORIES[0] + STORIES[1])
@@ -152,7 +152,7 @@ def test_a_text_beyond_the_context_is_scored_in_windows_and_a_long_context_cut()
     assert rolled == begin.log_likelihood + middle.log_likelihood + end.log_likelihood
 
 
-def test_what_cannot_be_evaluated_says_why():
+def test_unsupported_tasks_raise_a_clear_error():
     with pytest.raises(RequestError, match="no tokenizer"):
         OnwardLM(onward.LanguageModel(tiny_model()))
     with pytest.raises(RequestError, match="max_length"):
@@ -164,7 +164,7 @@ def test_what_cannot_be_evaluated_says_why():
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_the_command_prints_a_table_or_json_and_nothing_else(tasks, tmp_path, monkeypatch, capfd):
+def test_the_command_prints_only_a_table_or_json(tasks, tmp_path, monkeypatch, capfd):
     from onward.cli.main import run
 
     monkeypatch.chdir(tmp_path)  # not a git repository
@@ -189,7 +189,7 @@ def test_the_command_prints_a_table_or_json_and_nothing_else(tasks, tmp_path, mo
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_results_and_samples_go_to_a_file(tasks, tmp_path, capfd):
+def test_results_and_samples_are_written_to_a_file(tasks, tmp_path, capfd):
     from onward.cli.main import run
 
     file = tmp_path / "results.json"
@@ -221,7 +221,7 @@ def sampled(tasks):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_pairs_have_the_same_documents_and_seeds_and_repeat_to_the_last_digit(tasks, sampled, tmp_path, capfd):
+def test_pairs_have_the_same_documents_and_seeds_and_are_reproducible(tasks, sampled, tmp_path, capfd):
     from onward.cli.main import run
 
     file = tmp_path / "results.json"
@@ -273,7 +273,7 @@ def test_two_copies_of_a_model_draw_the_same_answers(tasks, sampled):
         (["--output", "."], "cannot be written: it is a folder"),
     ],
 )
-def test_a_file_for_results_is_checked_before_the_work(flags, message, tmp_path, monkeypatch, capfd):
+def test_the_results_file_is_checked_before_the_work(flags, message, tmp_path, monkeypatch, capfd):
     from onward.cli.main import run
 
     monkeypatch.chdir(tmp_path)
@@ -281,7 +281,7 @@ def test_a_file_for_results_is_checked_before_the_work(flags, message, tmp_path,
     assert message in capfd.readouterr().err
 
 
-def test_an_adapter_is_that_of_every_request(tasks, tmp_path):
+def test_an_adapter_applies_to_every_request(tasks, tmp_path):
     folder = demo_adapter(tmp_path / "adapter", 0)
     lm = onward.load("demo", adapters={"poet": folder})
     adapted = results(OnwardLM(lm, adapter="poet"), tasks)["results"]

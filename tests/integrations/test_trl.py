@@ -78,7 +78,7 @@ def test_the_ratio_of_fresh_samples_is_one(tmp_path, options):
     assert not any(torch.equal(weight, before[name]) for name, weight in watched.model.named_parameters())
 
 
-def test_later_updates_on_a_batch_leave_one(tmp_path):
+def test_ratios_differ_from_one_after_the_first_update_of_a_batch(tmp_path):
     watched = trainer(tmp_path, Watched, num_iterations=2, max_steps=4)
     watched.train()
     first, second, third, fourth = watched.ratios
@@ -104,6 +104,6 @@ def test_a_reference_model_starts_without_divergence(tmp_path):
 
 
 @pytest.mark.parametrize("options", [{"bf16": True}, {"generation_kwargs": {"top_k": 5}}], ids=str)
-def test_another_sampler_or_forward_is_refused(tmp_path, options):
+def test_other_samplers_and_forwards_are_refused(tmp_path, options):
     with pytest.raises(RequestError, match=f"GRPOConfig\\({next(iter(options))}="):
         trainer(tmp_path, **options)

@@ -85,7 +85,7 @@ def pooled_by_definition(base: Qwen3Model, ids: list[int], pooling: str, skip: i
 
 @pytest.mark.parametrize("pooling", POOLINGS)
 @pytest.mark.parametrize("older", [False, True])
-def test_pooling_prompts_and_dimensions_are_those_of_the_files(base, pooling, older, tmp_path):
+def test_pooling_prompts_and_dimensions_are_read_from_the_files(base, pooling, older, tmp_path):
     lm = onward.load(save(tmp_path, base, **layout(pooling, older=older)))
     embeddings = lm.embed(TEXTS)
     assert embeddings.dtype == torch.float32
@@ -106,7 +106,7 @@ def test_pooling_prompts_and_dimensions_are_those_of_the_files(base, pooling, ol
 
 
 @pytest.mark.parametrize("pooling", ["mean", "weightedmean"])
-def test_a_prompt_that_does_not_count_is_left_out_of_the_mean(base, pooling, tmp_path):
+def test_an_excluded_prompt_is_left_out_of_the_mean(base, pooling, tmp_path):
     lm = onward.load(save(tmp_path, base, **layout(pooling, include_prompt=False, default="query")))
     skip = len(lm.encode(QUERY))
     want = torch.stack([pooled_by_definition(base, lm.encode(QUERY + text), pooling, skip) for text in TEXTS])
@@ -115,7 +115,7 @@ def test_a_prompt_that_does_not_count_is_left_out_of_the_mean(base, pooling, tmp
 
 @pytest.mark.parametrize("pooling", POOLINGS)
 @pytest.mark.parametrize("include_prompt", [False, True])
-def test_embeddings_are_those_of_sentence_transformers(base, pooling, include_prompt, tmp_path):
+def test_embeddings_equal_sentence_transformers(base, pooling, include_prompt, tmp_path):
     library = pytest.importorskip("sentence_transformers")
     folder = save(tmp_path, base, **layout(pooling, include_prompt=include_prompt))
     theirs, lm = library.SentenceTransformer(str(folder), device="cpu"), onward.load(folder)
@@ -125,7 +125,7 @@ def test_embeddings_are_those_of_sentence_transformers(base, pooling, include_pr
 
 
 @pytest.mark.parametrize("pooling", POOLINGS)
-def test_a_text_alone_among_others_chunked_and_in_an_engine_has_the_same_bits(base, pooling, tmp_path):
+def test_embeddings_are_equal_alone_batched_chunked_and_in_an_engine(base, pooling, tmp_path):
     lm = onward.load(save(tmp_path, base, **layout(pooling)))
     together = lm.embed(TEXTS)
     lm.prefill_chunk = 3
@@ -234,7 +234,7 @@ def test_a_checkpoint_without_a_head_generates_nothing(ranker, base, tmp_path):
         ({"sentence_bert_config": {"modality_config": {"message": {}}}}, "makes chat messages"),
     ],
 )
-def test_files_that_ask_for_more_are_refused_by_name(base, files, problem, tmp_path):
+def test_files_with_unsupported_modules_are_refused_by_name(base, files, problem, tmp_path):
     lm = onward.load(save(tmp_path, base, **files))
     with pytest.raises(RequestError, match=problem):
         lm.embed("a")

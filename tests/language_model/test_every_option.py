@@ -215,7 +215,7 @@ def test_every_option_has_a_case() -> None:
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("verb", VERBS)
-def test_an_option_changes_the_answer_or_is_refused_by_its_name(
+def test_an_option_changes_the_answer_or_is_refused_by_name(
     verb: str, name: str, lm: LanguageModel, engine: Engine, without: dict[str, Any]
 ) -> None:
     run, refused = VERBS[verb]

@@ -54,7 +54,7 @@ def assert_right(judge: LanguageModel, completion: Completion, prompt: str = PRO
 
 
 @pytest.mark.parametrize("kind", OPTIONS)
-def test_values_are_those_of_a_forward_over_the_text(lm, judge, kind):
+def test_values_equal_a_forward_over_the_text(lm, judge, kind):
     options = {"max_new_tokens": 12, "ignore_eos": kind != "constrained", **OPTIONS[kind]}
     if kind == "constrained":
         del options["ignore_eos"]
@@ -66,7 +66,7 @@ def test_values_are_those_of_a_forward_over_the_text(lm, judge, kind):
 
 
 @pytest.mark.parametrize("kind", OPTIONS)
-def test_an_engine_gives_the_same_values_beside_rows_that_do_not_ask(lm, judge, kind):
+def test_an_engine_gives_the_same_values_with_other_rows_in_the_batch(lm, judge, kind):
     options = {"max_new_tokens": 12, **OPTIONS[kind]}
     others = [
         (f"{PROMPT} {word}", {"max_new_tokens": 9, "temperature": 1.0, "seed": 1}) for word in ("went", "saw", "is")
@@ -108,7 +108,7 @@ def test_pieces_and_resumed_requests_have_the_values_of_their_tokens(lm, judge):
         assert [torch.equal(piece.taps["layers.2"], row) for piece, row in zip(pieces, all_rows, strict=True)]
 
 
-def test_sessions_report_every_position_though_their_prefix_is_cached(lm, judge):
+def test_sessions_report_every_position_despite_cached_prefixes(lm, judge):
     session = Session(lm)
     first = session.generate(PROMPT, max_new_tokens=6, temperature=0)
     prompt = PROMPT + first.text + " and then"

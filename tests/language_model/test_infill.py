@@ -59,7 +59,7 @@ def model(name: str, answer: str, start: list[int]) -> tuple[onward.LanguageMode
 
 
 @pytest.mark.parametrize("name", INFILL_FORMATS)
-def test_a_prompt_is_that_of_the_family_and_the_text_ends_with_it(name: str) -> None:
+def test_the_prompt_follows_the_family_and_its_tokens_end_the_text(name: str) -> None:
     start = [0]
     lm, tokenizer = model(name, "xyz", start)
     request = infill_request(lm, "ab", "cd")
@@ -75,7 +75,7 @@ def test_a_prompt_is_that_of_the_family_and_the_text_ends_with_it(name: str) -> 
     assert not infill_request(lm, "ab", "cd", ignore_eos=True).options.stop_ids
 
 
-def test_without_tokens_or_with_another_prompt_it_is_refused() -> None:
+def test_infill_without_tokens_or_with_another_prompt_is_refused() -> None:
     lm = onward.load("demo")
     with pytest.raises(TokenizerError, match=r"no tokens for filling in the middle, as those of Qwen2\.5-Coder"):
         infill_request(lm, "a", "b")

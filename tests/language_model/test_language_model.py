@@ -60,7 +60,7 @@ def test_a_text_and_its_ids_are_the_same_prompt():
     assert contents(lm.generate(tuple(lm.encode("Hello")))) == of_text
 
 
-def test_a_list_of_prompts_gives_a_list_in_order_whatever_their_form():
+def test_a_list_of_prompts_gives_a_list_in_order():
     lm = tiny_lm()
     alone = [contents(lm.generate(prompt)) for prompt in PROMPTS]
     ids = [lm.encode(prompt) for prompt in PROMPTS]
@@ -69,7 +69,7 @@ def test_a_list_of_prompts_gives_a_list_in_order_whatever_their_form():
     assert [contents(one) for one in lm.generate(["A"])] == [alone[1]]
 
 
-def test_a_text_is_encoded_with_the_tokenizers_own_bos_and_ids_are_taken_as_they_are():
+def test_texts_are_encoded_with_a_bos_and_ids_are_unchanged():
     lm = LanguageModel(scripted_model([1], vocab_size=258), ByteTokenizer(add_bos=True))
     lm.generate("a", max_new_tokens=1)
     lm.generate([97], max_new_tokens=1)
@@ -87,7 +87,7 @@ def test_an_empty_text_starts_from_the_bos():
 
 @pytest.mark.parametrize("family", ["qwen3", "llama", "mistral"])
 @pytest.mark.parametrize("options", [{}, SAMPLED, {"temperature": 1.5, "seed": 2, "top_k": 30}], ids=str)
-def test_rows_of_a_batch_are_what_they_are_alone(family, options):
+def test_batched_rows_equal_each_row_alone(family, options):
     lm = tiny_lm(family, sliding_window=8)
     alone = [contents(lm.generate(prompt, **options)) for prompt in PROMPTS]
     assert [contents(one) for one in lm.generate(PROMPTS, **options)] == alone
@@ -105,7 +105,7 @@ def test_the_size_of_a_prefill_chunk_changes_no_text(chunk, options):
 
 @pytest.mark.parametrize("options", [{}, SAMPLED, {"stop": ["e", "\n"]}, {"max_new_tokens": 0}], ids=str)
 @pytest.mark.parametrize("which", ["tiny", "demo"])
-def test_streamed_pieces_add_up_to_what_generate_gives(which, options, demo):
+def test_streamed_pieces_add_up_to_generate(which, options, demo):
     lm = demo if which == "demo" else tiny_lm()
     options = {"max_new_tokens": 40, "temperature": 0} | options
     pieces, completion = drained(lm.stream("Once upon a time", **options))
@@ -126,7 +126,7 @@ def drained(stream):
             return pieces, end.value
 
 
-def test_an_abandoned_stream_spoils_nothing():
+def test_an_abandoned_stream_has_no_effect():
     lm = tiny_lm()
     want = contents(lm.generate("Hello", **SAMPLED))
     stream = lm.stream("Hello", **SAMPLED)
@@ -144,7 +144,7 @@ def test_an_eos_id_is_among_the_ids_and_not_in_the_text():
     assert contents(completion) == ("Yes.", [*b"Yes.", EOS], "stop", 2, None)
 
 
-def test_a_text_that_runs_to_its_limit_says_so():
+def test_a_text_at_its_limit_finishes_with_length():
     completion = saying({"Hi": "Yes."}).generate("Hi", max_new_tokens=2)
     assert contents(completion) == ("Ye", [*b"Ye"], "length", 2, None)
 
@@ -157,7 +157,7 @@ def test_rows_that_end_at_different_times_keep_their_texts():
     assert len(lm.model.calls) == len(b"a much longer answer") + 1
 
 
-def test_eos_ids_may_be_given_or_ignored():
+def test_eos_ids_may_be_overridden_or_ignored():
     lm = saying({"a": "xyz"})
     assert lm.generate("a", eos=[ord("y"), ord("z")]).text == "x"
     assert lm.generate("a", eos=ord("z")).token_ids == [*b"xyz"]
@@ -166,7 +166,7 @@ def test_eos_ids_may_be_given_or_ignored():
     assert lm.generate("a", eos=[], max_new_tokens=6).token_ids == ignoring.token_ids
 
 
-def test_the_defaults_are_the_checkpoints_until_an_option_says_otherwise(demo):
+def test_defaults_are_the_checkpoints_unless_overridden(demo):
     wanted = json.loads((find_folder("demo") / "generation_config.json").read_text())
     assert wanted["do_sample"]
     given = {name: wanted[name] for name in ("temperature", "top_k", "top_p", "min_p") if name in wanted}
@@ -179,7 +179,7 @@ def test_the_defaults_are_the_checkpoints_until_an_option_says_otherwise(demo):
     text=st.text("ab€.", min_size=1, max_size=12),
     stop=st.lists(st.text("ab€.", min_size=1, max_size=3), min_size=1, max_size=2),
 )
-def test_a_stop_string_ends_the_text_and_never_shows_in_the_stream(text, stop):
+def test_a_stop_string_ends_the_text_and_is_never_streamed(text, stop):
     lm = saying({"go": text})
     pieces, completion = drained(lm.stream("go", stop=stop))
     generated = TOKENIZER.decode(completion.token_ids)
@@ -191,14 +191,14 @@ def test_a_stop_string_ends_the_text_and_never_shows_in_the_stream(text, stop):
     assert bool(begins) == any(one in text for one in stop)
 
 
-def test_half_characters_are_never_emitted():
+def test_partial_characters_are_never_emitted():
     pieces = list(saying({"go": "a€👩‍👩‍👧z"}).stream("go"))
     shown = [piece.text for piece in pieces if piece.text]
     assert shown == list("a€👩‍👩‍👧z")
     assert len(pieces) == len("a€👩‍👩‍👧z".encode()) + 1
 
 
-def test_a_text_cut_within_a_character_shows_a_replacement_at_its_end_only():
+def test_a_text_cut_within_a_character_ends_with_a_replacement():
     completion = saying({"go": "a€"}).generate("go", max_new_tokens=2)
     assert completion.text == "a\ufffd"
 
@@ -207,7 +207,7 @@ def test_a_text_cut_within_a_character_shows_a_replacement_at_its_end_only():
 
 
 @pytest.mark.parametrize("new", [0, 1, 2, 9])
-def test_there_is_a_time_for_the_prompt_and_one_for_each_token_after_the_first(new):
+def test_there_is_a_prefill_time_and_a_time_per_later_token(new):
     timing = tiny_lm().generate("Hello", max_new_tokens=new, ignore_eos=True).timing
     assert len(timing.per_token_ms) == max(new - 1, 0)
     assert (timing.prefill_ms > 0) == (new > 0)
@@ -230,7 +230,7 @@ def test_each_row_has_the_times_of_its_own_tokens():
 # ── seeds ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_one_seed_is_one_text():
+def test_one_seed_gives_one_text():
     lm = tiny_lm()
     one = lm.generate("Hello", temperature=1.0, seed=5)
     assert one.seed == 5
@@ -238,7 +238,7 @@ def test_one_seed_is_one_text():
     assert lm.generate("Hello", temperature=1.0, seed=6).token_ids != one.token_ids
 
 
-def test_the_seed_of_an_unseeded_text_gives_it_again():
+def test_the_reported_seed_reproduces_the_text():
     lm = tiny_lm()
     first, second = lm.generate(["Hello", "Hello"], temperature=1.0)
     assert first.token_ids != second.token_ids
@@ -246,7 +246,7 @@ def test_the_seed_of_an_unseeded_text_gives_it_again():
         assert lm.generate("Hello", temperature=1.0, seed=one.seed).token_ids == one.token_ids
 
 
-def test_torch_manual_seed_governs_unseeded_texts():
+def test_torch_manual_seed_determines_unseeded_texts():
     lm = tiny_lm()
     texts = []
     for _ in range(2):
@@ -260,7 +260,7 @@ def test_torch_manual_seed_governs_unseeded_texts():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_logits_are_one_float32_row_an_id(dtype):
+def test_logits_are_one_float32_row_per_id(dtype):
     lm = LanguageModel(tiny_model(dtype=dtype), TOKENIZER)
     logits = lm.logits(lm.encode("Hello"))
     assert logits.shape == (5, 258)
@@ -279,7 +279,7 @@ def test_generate_chooses_from_these_logits(options):
     assert sample(logits, **({"temperature": 0} | options), positions=positions).tolist() == made
 
 
-def test_logits_of_a_text_do_not_depend_on_what_follows_it():
+def test_logits_do_not_depend_on_later_ids():
     lm = tiny_lm()
     ids = lm.encode("Hello world")
     torch.testing.assert_close(lm.logits(ids)[:5], lm.logits(ids[:5]), rtol=0, atol=1e-5)
@@ -288,7 +288,7 @@ def test_logits_of_a_text_do_not_depend_on_what_follows_it():
 # ── caches ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_cache_may_be_used_again_and_what_it_held_does_not_matter():
+def test_a_cache_can_be_reused_whatever_its_contents():
     lm = tiny_lm()
     want = [contents(one) for one in lm.generate(PROMPTS, **SAMPLED)]
     cache = lm.new_cache(len(PROMPTS), 80)
@@ -298,13 +298,13 @@ def test_a_cache_may_be_used_again_and_what_it_held_does_not_matter():
     assert [contents(one) for one in lm.generate(PROMPTS, cache=poison(cache), **SAMPLED)] == want
 
 
-def test_a_new_cache_is_as_long_as_the_context_unless_told_otherwise():
+def test_a_new_cache_is_as_long_as_the_context_by_default():
     lm = tiny_lm()
     assert (lm.new_cache().batch, lm.new_cache().max_len) == (1, 256)
     assert (lm.new_cache(3, 17).batch, lm.new_cache(3, 17).max_len) == (3, 17)
 
 
-def test_a_prompt_and_its_new_tokens_may_fill_the_cache_to_the_brim():
+def test_a_prompt_and_its_new_tokens_may_fill_the_cache():
     lm = tiny_lm()
     completion = lm.generate("12345", cache=lm.new_cache(1, 15), max_new_tokens=10, ignore_eos=True)
     assert len(completion.token_ids) == 10
@@ -349,7 +349,7 @@ REFUSED_IN_A_LIST = [
     ("verb", "prompt", "options", "error", "message"),
     [("generate", *case) for case in REFUSED + REFUSED_IN_A_LIST] + [("stream", *case) for case in REFUSED],
 )
-def test_what_cannot_be_served_is_refused_before_anything_runs(verb, prompt, options, error, message):
+def test_unsupported_requests_are_refused_before_any_work(verb, prompt, options, error, message):
     model = scripted_model([1], vocab_size=258, max_seq_len=20)
     lm = LanguageModel(model, ByteTokenizer(bos_id=None), defaults=GenerateOptions(max_new_tokens=4))
     with pytest.raises(error, match=message):
@@ -357,7 +357,7 @@ def test_what_cannot_be_served_is_refused_before_anything_runs(verb, prompt, opt
     assert model.calls == []
 
 
-def test_a_cache_that_is_too_small_is_refused_by_its_own_size():
+def test_a_too_small_cache_is_refused_with_its_size():
     lm = tiny_lm()
     with pytest.raises(ContextOverflowError, match=r"prompt \(5 tokens\) .* \(11\) = 16, but the cache holds 15"):
         lm.generate("12345", cache=lm.new_cache(1, 15), max_new_tokens=11)
@@ -372,12 +372,12 @@ def test_a_cache_of_another_batch_is_refused():
 
 
 @pytest.mark.parametrize(("batch", "max_len"), [(0, 5), (1, 0), (-1, 5)])
-def test_a_cache_of_nothing_is_refused(batch, max_len):
+def test_an_empty_cache_is_refused(batch, max_len):
     with pytest.raises(RequestError, match="a batch and a max_len of 1 or more"):
         tiny_lm().new_cache(batch, max_len)
 
 
-def test_a_model_that_does_not_know_its_context_wants_a_length_for_its_cache():
+def test_a_model_without_a_context_needs_a_length_for_its_cache():
     with pytest.raises(RequestError, match="give max_len"):
         LanguageModel(scripted_model([1])).new_cache()
 
@@ -397,19 +397,19 @@ def test_stream_takes_one_prompt():
         (7, "ids are a list, .*; got int"),
     ],
 )
-def test_logits_refuse_what_generate_refuses(ids, message):
+def test_logits_refuse_the_same_input_as_generate(ids, message):
     with pytest.raises(RequestError, match=message):
         tiny_lm().logits(ids)
 
 
 @pytest.mark.parametrize("ids", [7, torch.tensor(7), "Once"])
-def test_what_is_no_list_of_ids_is_not_decoded(ids):
+def test_decode_refuses_input_other_than_lists_of_ids(ids):
     with pytest.raises(RequestError, match=r"ids to decode are a list, .*; got (7|'Once')"):
         tiny_lm().decode(ids)
 
 
 @pytest.mark.parametrize("thing", ["demo", torch.nn.Linear(2, 2), tiny_lm()], ids=lambda thing: type(thing).__name__)
-def test_what_is_no_model_is_refused(thing):
+def test_invalid_models_are_refused(thing):
     lm = tiny_lm()
     with pytest.raises(RequestError, match=f"got {type(thing).__name__}: onward.load reads a checkpoint"):
         LanguageModel(thing)
@@ -417,7 +417,7 @@ def test_what_is_no_model_is_refused(thing):
         lm.model = thing
 
 
-def test_a_session_is_of_a_language_model():
+def test_a_session_needs_a_language_model():
     with pytest.raises(RequestError, match=r"a session needs a LanguageModel; got str: see onward\.load"):
         onward.Session("demo")
 
@@ -439,7 +439,7 @@ def test_a_model_without_a_tokenizer_takes_ids_and_gives_ids():
 HI = [{"role": "user", "content": "Hi"}]
 
 
-def test_a_chat_is_written_as_the_template_of_the_demo_writes_it(demo):
+def test_a_chat_is_rendered_with_the_demos_template(demo):
     messages = [{"role": "system", "content": "Be brief."}, *HI, {"role": "assistant", "content": "Hello!"}, *HI]
     written = (
         "<|im_start|>system\nBe brief.<|im_end|>\n"
@@ -454,7 +454,7 @@ def test_a_chat_is_written_as_the_template_of_the_demo_writes_it(demo):
     assert ids.count(2) == 4, "<|im_end|> is one id"
 
 
-def test_an_answer_is_the_completion_of_the_written_chat(demo):
+def test_an_answer_equals_the_completion_of_the_rendered_chat(demo):
     options = {"max_new_tokens": 30, "seed": 3}
     answer = demo.chat(HI, **options)
     assert contents(answer) == contents(demo.generate(demo.chat_prompt(HI), **options))
@@ -463,7 +463,7 @@ def test_an_answer_is_the_completion_of_the_written_chat(demo):
     assert contents(completion) == contents(answer)
 
 
-def test_a_chat_has_the_special_tokens_that_its_template_writes_and_no_others():
+def test_a_chat_has_only_the_special_tokens_of_its_template():
     lm = LanguageModel(tiny_model(), ByteTokenizer(add_bos=True), ChatTemplate("{{ messages[0].content }}", {}))
     assert lm.chat_prompt(HI) == [*b"Hi"]
 
@@ -481,7 +481,7 @@ def test_variables_reach_the_template():
     assert lm.model.calls[-1].tokens == [[*b"Hi!"]]
 
 
-def test_a_chat_wants_a_template_messages_and_known_options(demo):
+def test_a_chat_needs_a_template_messages_and_known_options(demo):
     with pytest.raises(TokenizerError, match="no chat template"):
         tiny_lm().chat(HI)
     with pytest.raises(RequestError, match="messages must be a list"):
@@ -492,7 +492,7 @@ def test_a_chat_wants_a_template_messages_and_known_options(demo):
         demo.chat(HI, role="user")
 
 
-def test_prompts_that_begin_alike_are_not_processed_twice_within_a_budget_that_can_be_set():
+def test_common_prefixes_are_cached_within_a_configurable_budget():
     lm = LanguageModel(tiny_model("qwen3"))
     prompt = [token % 60 + 1 for token in range(150)]
     first = lm.generate(prompt, max_new_tokens=8, temperature=0)

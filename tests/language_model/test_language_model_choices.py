@@ -53,7 +53,7 @@ def close(values: list[float]):
 
 @pytest.mark.parametrize("options", [SAMPLED, SAMPLED | {"repetition_penalty": 1.3, "logprobs": 1}], ids=str)
 @pytest.mark.parametrize("chunk", [512, 3])
-def test_samples_are_what_their_seeds_give_alone(options, chunk):
+def test_samples_equal_their_seeds_alone(options, chunk):
     lm = tiny_lm(prefill_chunk=chunk)
     completions = lm.generate(PROMPTS, n=4, **options)
     for prompt, completion in zip(PROMPTS, completions, strict=True):
@@ -96,7 +96,7 @@ def hiding_rows(model: Model) -> Model:
     return dataclasses.replace(model, forward=forward, new_cache=new_cache)
 
 
-def test_samples_of_a_cache_without_copies_are_the_same_with_more_work():
+def test_samples_of_a_cache_without_copies_are_equal_at_more_work():
     lm = LanguageModel(hiding_rows(scripted_model(likely_again)))
     completions = lm.generate([[1, 2, 3], [4]], n=3, max_new_tokens=6, **SAMPLED)
     assert lm.model.calls[0].tokens == [[1, 2, 3]] * 3 + [[4, 4, 4]] * 3
@@ -142,7 +142,7 @@ def test_samples_share_one_prefill():
     assert shapes == []
 
 
-def test_an_unseeded_request_has_seeds_that_give_its_samples_again(lm):
+def test_an_unseeded_request_reports_seeds_that_reproduce_its_samples(lm):
     torch.manual_seed(3)
     completion = lm.generate("Hello", n=3, temperature=1.0)
     torch.manual_seed(3)
@@ -152,14 +152,14 @@ def test_an_unseeded_request_has_seeds_that_give_its_samples_again(lm):
 
 
 @given(st.integers(0, 2**64 - 1), st.integers(1, 1000))
-def test_a_samples_seed_is_a_seed_of_its_own(seed, index):
+def test_each_sample_has_its_own_seed(seed, index):
     assert sample_seed(seed, 0) == seed
     derived = sample_seed(seed, index)
     assert 0 <= derived < 2**64
     assert derived not in (seed, sample_seed(seed, index + 1), sample_seed((seed + 1) % 2**64, index))
 
 
-def test_the_seeds_of_samples_are_those_of_philox_as_published():
+def test_seeds_of_samples_equal_published_philox_values():
     """Random123's known answers for counter 0 under key 0 (kat_vectors) begin 6627e8d5 e169c58d."""
     zero = torch.zeros((), dtype=torch.int64)
     assert [hex(int(word)) for word in philox((zero, zero, zero, zero), zero)[:2]] == ["0x6627e8d5", "0xe169c58d"]
@@ -190,12 +190,12 @@ def test_the_seeds_of_samples_are_those_of_philox_as_published():
     ],
     ids=str,
 )
-def test_what_cannot_be_served_is_refused(lm, options, message):
+def test_unsupported_requests_are_refused(lm, options, message):
     with pytest.raises(RequestError, match=message):
         lm.generate("x", **options)
 
 
-def test_a_cache_of_too_few_rows_says_how_many_are_wanted(lm):
+def test_a_cache_with_too_few_rows_is_refused_with_the_number_needed(lm):
     with pytest.raises(RequestError, match="made for 2 rows, but there are 2 prompts of 3 rows each"):
         lm.generate(["a", "b"], n=3, cache=lm.new_cache(2), **SAMPLED)
 
@@ -253,7 +253,7 @@ def stops_after_five(ids, text):
 @pytest.mark.parametrize("chunk", [512, 3])
 @given(names=st.lists(st.sampled_from(sorted(kinds_of_options())), min_size=2, max_size=4), data=st.data())
 @settings(max_examples=12, deadline=None)
-def test_requests_of_one_call_with_options_of_any_kind_are_what_they_are_alone(cache, chunk, names, data):
+def test_requests_with_any_options_in_one_call_equal_each_alone(cache, chunk, names, data):
     lm = of_cache(cache, chunk)
     if cache == "hidden rows":
         names = [name for name in names if "beams" not in name] or ["plain"]
@@ -301,7 +301,7 @@ def test_logprobs_are_those_of_the_models_own_distribution(lm, options):
         assert [value for _, value in one.top] == close(want[at, [token for token, _ in one.top]].tolist())
 
 
-def test_what_is_told_changes_no_token_and_is_the_same_in_any_batch(lm):
+def test_logprobs_change_no_token_and_are_equal_in_any_batch(lm):
     plain = [lm.generate(prompt, **SAMPLED).token_ids for prompt in PROMPTS]
     asked = {"logprobs": 3, "prompt_logprobs": 1, **SAMPLED}
     alone = [lm.generate(prompt, **asked) for prompt in PROMPTS]
@@ -319,7 +319,7 @@ def test_what_is_told_changes_no_token_and_is_the_same_in_any_batch(lm):
     assert [one.others[0].prompt_logprobs for one in batches[-1]] == [one.prompt_logprobs for one in batches[-1]]
 
 
-def test_pieces_tell_what_completions_tell(lm):
+def test_pieces_have_the_same_logprobs_as_completions(lm):
     pieces = list(lm.stream("Hello", logprobs=2, **SAMPLED))
     completion = lm.generate("Hello", logprobs=2, **SAMPLED)
     assert [piece.logprobs for piece in pieces] == completion.logprobs
@@ -328,11 +328,11 @@ def test_pieces_tell_what_completions_tell(lm):
     assert lm.generate("Hello").logprobs is None
 
 
-def test_logprobs_of_no_alternatives_are_of_the_tokens_alone(lm):
+def test_logprobs_0_has_only_the_chosen_tokens(lm):
     assert [one.top for one in lm.generate("Hello", logprobs=0, max_new_tokens=3).logprobs] == [()] * 3
 
 
-def test_a_prompt_can_be_looked_at_without_a_new_token(lm):
+def test_prompt_logprobs_without_new_tokens(lm):
     completion = lm.generate("Hello", prompt_logprobs=0, max_new_tokens=0)
     assert (completion.text, completion.finish_reason, completion.logprobs) == ("", "length", None)
     assert told(completion) == close(told(lm.generate("Hello", prompt_logprobs=0)))
@@ -351,7 +351,7 @@ def abc(**options) -> LanguageModel:
     return LanguageModel(scripted_model(follow, vocab_size=258), TOKENIZER, defaults=GenerateOptions(**options))
 
 
-def test_a_predicate_sees_ids_and_text_and_ends_its_row_alone():
+def test_a_predicate_gets_ids_and_text_and_ends_its_row_alone():
     seen = []
 
     def enough(ids, text):
@@ -364,7 +364,7 @@ def test_a_predicate_sees_ids_and_text_and_ends_its_row_alone():
     assert ([*b"de"], "de") in seen
 
 
-def test_a_time_limit_counts_from_the_call_and_gives_a_token_at_least():
+def test_a_time_limit_counts_from_the_call_and_allows_one_token():
     lm = abc(max_new_tokens=1000)
     assert (done := lm.generate("a", time_limit=1e-9)).finish_reason == "time"
     assert done.text == "b"
@@ -373,7 +373,7 @@ def test_a_time_limit_counts_from_the_call_and_gives_a_token_at_least():
     assert lm.generate("a", max_new_tokens=4, time_limit=1000).finish_reason == "length"
 
 
-def test_a_cancelled_text_keeps_what_it_has():
+def test_a_cancelled_text_keeps_its_tokens():
     cancel = threading.Event()
     lm = abc(max_new_tokens=1000)
     got = []
@@ -402,7 +402,7 @@ def test_another_thread_can_cancel():
     assert done[0].finish_reason == "cancelled"
 
 
-def test_an_end_that_comes_first_names_the_reason():
+def test_the_first_end_determines_the_reason():
     cancel = threading.Event()
     cancel.set()
     lm = abc(max_new_tokens=1)
@@ -431,7 +431,7 @@ def test_the_shared_prefill_is_part_of_the_first_tokens_time(lm):
     assert shared.timing.prefill_ms == shared.others[0].timing.prefill_ms > 0
 
 
-def test_texts_of_greedy_decoding_are_equal(lm):
+def test_greedy_texts_are_equal(lm):
     alone = lm.generate("Once", temperature=0, max_new_tokens=6)
     choices = lm.generate("Once", temperature=0, max_new_tokens=6, n=3).choices
     assert [choice.token_ids for choice in choices] == [alone.token_ids] * 3

@@ -38,7 +38,7 @@ def test_a_score_is_the_sum_of_log_softmax(lm):
         assert score.perplexity == pytest.approx(math.exp(-want.mean().item()), rel=2 * APART)
 
 
-def test_a_text_scores_alone_as_among_others_and_in_any_chunks(lm, monkeypatch):
+def test_scores_are_equal_alone_batched_and_chunked(lm, monkeypatch):
     alone = [lm.score(text, logprobs=2) for text in TEXTS]
     same(lm.score(TEXTS, logprobs=2), alone)
     same(lm.score([lm.encode(text) for text in TEXTS[::-1]], logprobs=2), alone[::-1])
@@ -61,7 +61,7 @@ def same(scores: list[Score], others: list[Score]) -> None:
         )
 
 
-def test_no_more_logits_are_made_at_once_than_memory_allows(monkeypatch):
+def test_logits_are_computed_in_chunks_that_fit_memory(monkeypatch):
     """The head runs in chunks: [T, V] of a long text is never in memory."""
     monkeypatch.setattr(loop, "_MAX_LOGITS", 32 * 8)
     model = scripted_model([1, 2, 3])
@@ -72,7 +72,7 @@ def test_no_more_logits_are_made_at_once_than_memory_allows(monkeypatch):
     assert max(len(rows) * len(rows[0]) for rows in logits) == 8
 
 
-def test_a_likely_text_has_a_perplexity_of_one_and_an_impossible_one_an_infinite(lm):
+def test_certain_texts_have_perplexity_one_and_impossible_ones_infinity(lm):
     script = [5, 6, 7, 8]
     certain = LanguageModel(scripted_model(script))
     likely, unlikely = certain.score([[9, 5, 6, 7], [9, 5, 6, 8]])
@@ -100,7 +100,7 @@ def test_a_likely_text_has_a_perplexity_of_one_and_an_impossible_one_an_infinite
     ],
     ids=str,
 )
-def test_what_cannot_be_scored_is_refused(lm, text, options, error, message):
+def test_unscorable_input_is_refused(lm, text, options, error, message):
     with pytest.raises(error, match=message):
         lm.score(text, **options)
 
@@ -112,7 +112,7 @@ def test_texts_need_a_tokenizer_and_ids_do_not():
         lm.score("text")
 
 
-def test_logits_that_are_no_numbers_are_no_score():
+def test_nonfinite_logits_give_no_score():
     def broken(tokens):
         return torch.full((32,), float("nan"))
 
@@ -120,7 +120,7 @@ def test_logits_that_are_no_numbers_are_no_score():
         LanguageModel(scripted_model(broken)).score([1, 2])
 
 
-def test_the_demo_finds_a_sentence_likelier_than_its_words_backwards():
+def test_the_demo_prefers_a_sentence_to_its_reverse():
     lm = onward.load("demo")
     sentence = "Once upon a time, there was a little girl who lived in a house."
     forwards, backwards = lm.score([sentence, " ".join(reversed(sentence.split()))])
@@ -128,7 +128,7 @@ def test_the_demo_finds_a_sentence_likelier_than_its_words_backwards():
 
 
 @pytest.mark.parametrize("stride", [1, 3, 7, 15])
-def test_windows_score_each_id_once_with_the_context_that_they_promise(lm, stride):
+def test_windows_score_each_id_once_with_the_documented_context(lm, stride):
     """The definition: an id past the first window is scored in the first window that holds it."""
     short = LanguageModel(dataclasses.replace(lm.model, max_seq_len=16), lm.tokenizer)
     for length in (16, 17, 18, 31, 40):
@@ -142,7 +142,7 @@ def test_windows_score_each_id_once_with_the_context_that_they_promise(lm, strid
             assert score.logprobs[at] == lm.score(ids[begin : at + 1], logprobs=1).logprobs[-1]
 
 
-def test_a_stride_changes_nothing_where_the_text_fits(lm):
+def test_a_stride_changes_nothing_if_the_text_fits(lm):
     assert lm.score(TEXTS, stride=4) == lm.score(TEXTS)
     long = "The cat sat on the mat"
     short = LanguageModel(dataclasses.replace(lm.model, max_seq_len=16), lm.tokenizer)

@@ -21,7 +21,7 @@ def lm() -> LanguageModel:
     return onward.load("demo")
 
 
-def test_the_last_layer_predicts_as_the_model_does(lm):
+def test_the_last_layer_predicts_the_models_output(lm):
     ids = lm.encode(TEXT)
     lens = lm.lens(TEXT, top=4)
     want = logprobs(lm.logits(ids), torch.tensor([*ids[1:], 0]), 4)
@@ -53,7 +53,7 @@ def test_an_adapter_changes_what_each_layer_predicts(targets, tmp_path):
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma2", "granite", "deepseekv3", "falconh1"])
-def test_a_layer_replaced_by_its_own_values_ends_in_its_prediction(family):
+def test_a_layers_values_at_the_last_layer_give_its_prediction(family):
     """The prediction after layer n is that of the model whose last layer's values are those of layer n."""
     model = tiny_model(family)
     lm = LanguageModel(replace(model, params=pack_params(model.params)))  # eager calls then use the kernels too

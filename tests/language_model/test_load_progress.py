@@ -12,7 +12,7 @@ from onward.language_model import weights as loading_weights
 
 
 @pytest.mark.parametrize("quantize", [None, "int8"])
-def test_a_function_hears_of_every_layer(quantize: str | None) -> None:
+def test_a_progress_function_is_called_for_every_layer(quantize: str | None) -> None:
     fractions: list[float] = []
     lm = onward.load("demo", quantize=quantize, progress=fractions.append)
     layers = len(lm.model.params.layers)
@@ -27,7 +27,7 @@ class Terminal(io.StringIO):
 @pytest.mark.parametrize(
     ("delay_s", "progress", "shown"), [(0.0, None, True), (60.0, None, False), (0.0, False, False)]
 )
-def test_a_bar_is_for_terminals_and_long_loads(
+def test_a_bar_is_shown_on_terminals_for_long_loads(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, delay_s: float, progress: bool | None, shown: bool
 ) -> None:
     # Whoever turned the hub's bars off, as transformers does for some, turned this one off too.

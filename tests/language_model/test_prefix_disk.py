@@ -91,7 +91,7 @@ def test_a_hit_gives_the_bits_of_a_miss(name, tmp_path):
 
 
 @pytest.mark.parametrize("options", [{}, {"quantize": "int8", "cache_format": "int8"}], ids=["plain", "int8"])
-def test_the_files_have_the_name_of_their_model(options, tmp_path):
+def test_files_are_named_after_their_model(options, tmp_path):
     of(lm := demo(tmp_path, **options))
     write(lm)
     (group,) = contents(str(tmp_path))
@@ -99,7 +99,7 @@ def test_the_files_have_the_name_of_their_model(options, tmp_path):
 
 
 @everyone
-def test_other_texts_that_begin_alike_reuse_what_they_share(name, tmp_path):
+def test_other_texts_reuse_their_common_prefix(name, tmp_path):
     """A text continues an answer or diverges within the prompt, but never where states or windows are missing."""
     whole = [*PROMPT, *of(first := LOADED[name](tmp_path)).token_ids]
     write(first)
@@ -126,7 +126,7 @@ def ends(folder):
     return {(name, count) for name, count in counts.items() if count % 64}
 
 
-def test_the_beginning_of_a_block_is_written_alike_and_deleted_when_more_of_it_is_written(tmp_path):
+def test_the_start_of_a_block_is_deleted_once_more_of_it_is_written(tmp_path):
     alone, used = tiny("qwen3", tmp_path / "alone"), tiny("qwen3", tmp_path / "used")
     for ids in (range(100, 164), range(130)):  # whose blocks are used again
         used.generate(list(ids), max_new_tokens=1, temperature=0.0)
@@ -152,7 +152,7 @@ def test_the_beginning_of_a_block_is_written_alike_and_deleted_when_more_of_it_i
 
 
 @everyone
-def test_several_texts_beams_and_drafts_begin_with_what_is_read(name, tmp_path):
+def test_samples_beams_and_drafts_start_from_stored_prefixes(name, tmp_path):
     write_one = LOADED[name](tmp_path)
     of(write_one)
     write(write_one)
@@ -163,7 +163,7 @@ def test_several_texts_beams_and_drafts_begin_with_what_is_read(name, tmp_path):
         assert hit.cached_tokens == FULL
 
 
-def test_several_prompts_at_once_read_a_common_prefix_once(tmp_path):
+def test_concurrent_prompts_read_a_common_prefix_once(tmp_path):
     first = tiny("qwen3", tmp_path)
     of(first)
     write(first)
@@ -178,7 +178,7 @@ def test_several_prompts_at_once_read_a_common_prefix_once(tmp_path):
 
 
 @everyone
-def test_what_memory_has_evicted_is_read(name, tmp_path):
+def test_prefixes_evicted_from_memory_are_read(name, tmp_path):
     lm = LOADED[name](tmp_path)
     has_states = lm.model.new_blocks(1).states is not None
     lm.prefix_memory = 2**30 if has_states else 0  # then blocks are freed with their text, and copied before
@@ -189,7 +189,7 @@ def test_what_memory_has_evicted_is_read(name, tmp_path):
     assert (content(second), second.cached_tokens) == (content(first), FULL)
 
 
-def test_a_session_continues_with_what_is_read(tmp_path):
+def test_a_session_continues_from_stored_prefixes(tmp_path):
     first = demo(tmp_path)
     of(first)
     write(first)
@@ -211,7 +211,7 @@ def test_an_adapter_has_its_own_prefixes(tmp_path):
     assert content(of(again)) == expected[None]
 
 
-def test_tenants_with_other_salts_share_nothing_in_memory_or_on_the_disk(tmp_path):
+def test_different_salts_share_nothing_in_memory_or_on_disk(tmp_path):
     lm = demo(tmp_path)
     expected = content(of(lm, cache_salt="a"))
     assert of(lm, cache_salt="a").cached_tokens == len(PROMPT) - 1
@@ -240,7 +240,7 @@ def test_other_weights_formats_and_backends_have_other_stores(tmp_path):
     assert of(tiny("qwen3", tmp_path)).cached_tokens == FULL
 
 
-def test_weights_that_change_leave_their_store(tmp_path):
+def test_changed_weights_leave_their_store(tmp_path):
     model = tiny_model("qwen3", seed=3)
     lm = LanguageModel(model, ByteTokenizer(), prefix_cache_dir=tmp_path)
     before = content(of(lm))
@@ -257,7 +257,7 @@ def test_weights_that_change_leave_their_store(tmp_path):
     assert (content(hit), hit.cached_tokens) == (before, FULL)
 
 
-def test_weights_that_change_before_they_are_written_leave_nothing(tmp_path, monkeypatch):
+def test_weights_changed_before_the_write_store_nothing(tmp_path, monkeypatch):
     model = tiny_model("qwen3", seed=3)
     lm = LanguageModel(model, ByteTokenizer(), prefix_cache_dir=tmp_path)
     monkeypatch.setattr("onward.cache.disk.DiskPrefixes.write", lambda self: None)
@@ -286,7 +286,7 @@ def started(folder, *arguments):
 
 
 @pytest.mark.stride(2)
-def test_a_process_that_is_killed_leaves_its_prefixes_to_the_next(tmp_path):
+def test_a_killed_process_leaves_its_prefixes_to_the_next(tmp_path):
     with started(tmp_path, "waits") as killed:
         first = killed.stdout.readline()
         os.kill(killed.pid, signal.SIGKILL)
@@ -296,7 +296,7 @@ def test_a_process_that_is_killed_leaves_its_prefixes_to_the_next(tmp_path):
 
 
 @pytest.mark.stride(2)
-def test_a_short_process_writes_at_its_end_and_two_at_once_share_the_folder(tmp_path):
+def test_short_processes_write_at_exit_and_two_share_the_folder(tmp_path):
     both = [started(tmp_path), started(tmp_path)]
     texts = {process.communicate(timeout=120)[0].split(" ", 1)[1] for process in both}
     assert len(texts) == 1
@@ -326,7 +326,7 @@ def test_a_damaged_file_is_a_miss(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["sliding layers", "recurrent layers", "plain"])
-def test_a_read_that_fails_leaves_the_text_as_it_was(name, tmp_path, monkeypatch):
+def test_a_failed_read_does_not_change_the_text(name, tmp_path, monkeypatch):
     """Memory has a part of the prompt that ends within a block, and the read of the rest fails."""
     lm = LOADED[name](tmp_path)
     expected = content(of(lm))
@@ -344,7 +344,7 @@ def test_a_read_that_fails_leaves_the_text_as_it_was(name, tmp_path, monkeypatch
         assert hit.cached_tokens <= FULL
 
 
-def test_a_disk_that_is_full_means_one_warning_and_the_same_tokens(tmp_path, monkeypatch):
+def test_a_full_disk_means_one_warning_and_the_same_tokens(tmp_path, monkeypatch):
     def refuse(*_):
         raise OSError(28, "No space left on device")
 
@@ -361,7 +361,7 @@ def test_a_disk_that_is_full_means_one_warning_and_the_same_tokens(tmp_path, mon
     assert texts == [content(of(demo(), prompt)) for prompt in prompts]
 
 
-def test_large_weights_are_hashed_in_the_background_and_once_for_their_files(tmp_path, monkeypatch):
+def test_large_weights_are_hashed_once_in_the_background(tmp_path, monkeypatch):
     folder = random_checkpoint(tmp_path / "model")
     monkeypatch.setattr("onward.language_model.prefix_disk._SMALL", 0)
     monkeypatch.setattr("onward.language_model.prefix_disk._RECENT", -1e9)
@@ -391,7 +391,7 @@ def test_large_weights_are_hashed_in_the_background_and_once_for_their_files(tmp
         time.sleep(0.01)
 
 
-def test_a_file_that_changed_just_now_may_change_again(tmp_path):
+def test_recently_changed_files_have_no_identity(tmp_path):
     (tmp_path / "a").write_text("a")
     assert checkpoint_identity([tmp_path]) is None
 
@@ -405,14 +405,14 @@ def test_a_file_that_changed_just_now_may_change_again(tmp_path):
         ({"prefix_cache_dir": "{}", "prefix_cache_disk": 0}, "prefix_cache_disk must be a whole number of 1 or more"),
     ],
 )
-def test_bad_options_are_named(options, message, tmp_path):
+def test_invalid_options_are_named(options, message, tmp_path):
     options = {name: str(tmp_path) if value == "{}" else value for name, value in options.items()}
     with pytest.raises(OptionError) as error:
         LanguageModel(tiny_model(), **options)
     assert message in str(error.value)
 
 
-def test_models_that_it_does_not_fit_are_refused(tmp_path):
+def test_unsupported_models_are_refused(tmp_path):
     dense = dataclasses.replace(tiny_model(), new_blocks=None)
     with pytest.raises(OptionError, match="prefix_cache_dir needs a model whose cache is in blocks"):
         LanguageModel(dense, prefix_cache_dir=tmp_path)

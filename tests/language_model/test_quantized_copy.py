@@ -83,14 +83,14 @@ def test_families_without_experts_get_a_copy(tmp_path, cache, family):
     assert len(copies(cache)) == (0 if has_experts else 1)
 
 
-def test_a_text_is_the_same(tmp_path, cache):
+def test_texts_from_a_copy_are_equal(tmp_path, cache):
     folder = random_checkpoint(tmp_path / "model", dtype=torch.bfloat16, shards=2)
     texts = [load(folder).generate([1, 2, 3], max_new_tokens=20, seed=3, temperature=1.0).token_ids for _ in range(2)]
     assert texts[0] == texts[1]
     assert load(folder).is_from_copy
 
 
-def test_each_dtype_and_format_has_its_copy_and_other_options_share_one(tmp_path, cache):
+def test_each_dtype_and_format_has_its_own_copy(tmp_path, cache):
     folder = random_checkpoint(tmp_path / "model", dtype=torch.bfloat16)
     for options in ({}, {"dtype": "float32"}, {"quantize": "int4"}):
         load(folder, **options)
@@ -102,7 +102,7 @@ def test_each_dtype_and_format_has_its_copy_and_other_options_share_one(tmp_path
     assert len(copies(cache)) == 3
 
 
-def test_a_checkpoint_that_changes_is_read_again(tmp_path, cache):
+def test_a_changed_checkpoint_is_read_again(tmp_path, cache):
     folder = random_checkpoint(tmp_path / "model", seed=1)
     first = load(folder)
     status = (folder / WEIGHTS).stat()
@@ -124,7 +124,7 @@ def test_equal_checkpoints_share_a_copy(tmp_path, cache):
     assert load(tmp_path / "again").is_from_copy
 
 
-def test_a_change_of_loaded_weights_stays_out_of_the_copy(tmp_path, cache):
+def test_changes_of_loaded_weights_do_not_reach_the_copy(tmp_path, cache):
     folder = random_checkpoint(tmp_path / "model")
     first = load(folder)
     expected = first.logits([1, 2, 3])
@@ -154,7 +154,7 @@ def test_a_damaged_copy_is_not_used_and_is_written_again(tmp_path, cache, damage
     assert_equal(again, first)
 
 
-def test_progress_is_told(tmp_path, cache):
+def test_progress_is_reported(tmp_path, cache):
     folder = random_checkpoint(tmp_path / "model", num_hidden_layers=3)
     fractions = [[], []]
     for each in fractions:
@@ -163,7 +163,7 @@ def test_progress_is_told(tmp_path, cache):
 
 
 @pytest.mark.parametrize("value", ["", None])
-def test_without_a_folder_nothing_is_written(tmp_path, cache, monkeypatch, value):
+def test_nothing_is_written_without_a_folder(tmp_path, cache, monkeypatch, value):
     folder = random_checkpoint(tmp_path / "model")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
     if value is None:
@@ -186,7 +186,7 @@ def test_small_weights_and_recent_files_get_no_copy(tmp_path, cache, monkeypatch
 
 
 @pytest.mark.parametrize("problem", ["full", "read-only", "of others"])
-def test_a_folder_that_takes_no_copy_is_warned_of_once(tmp_path, cache, monkeypatch, problem):
+def test_an_unwritable_folder_is_one_warning(tmp_path, cache, monkeypatch, problem):
     folder = random_checkpoint(tmp_path / "model")
     if problem == "full":
         monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(100, 100, 0))
@@ -205,7 +205,7 @@ def test_a_folder_that_takes_no_copy_is_warned_of_once(tmp_path, cache, monkeypa
     assert copies(cache) == []
 
 
-def test_a_disk_that_fills_up_leaves_no_part(tmp_path, cache, monkeypatch):
+def test_a_full_disk_leaves_no_partial_copy(tmp_path, cache, monkeypatch):
     def fail(*arguments, **options):
         raise OSError(28, "No space left on device")
 
@@ -217,7 +217,7 @@ def test_a_disk_that_fills_up_leaves_no_part(tmp_path, cache, monkeypatch):
     assert copies(cache) == []
 
 
-def test_a_copy_that_others_can_write_to_is_not_read(tmp_path, cache):
+def test_a_copy_writable_by_others_is_not_read(tmp_path, cache):
     folder = random_checkpoint(tmp_path / "model")
     load(folder)
     (place,) = copies(cache)
@@ -226,7 +226,7 @@ def test_a_copy_that_others_can_write_to_is_not_read(tmp_path, cache):
     assert not load(folder).is_from_copy
 
 
-def test_the_least_recently_used_copies_are_deleted_over_the_bound(tmp_path, cache, monkeypatch):
+def test_least_recently_used_copies_are_deleted_over_the_limit(tmp_path, cache, monkeypatch):
     folders = [random_checkpoint(tmp_path / f"model-{seed}", seed=seed) for seed in range(3)]
     load(folders[0])
     (place,) = copies(cache)
@@ -246,7 +246,7 @@ def test_the_least_recently_used_copies_are_deleted_over_the_bound(tmp_path, cac
     assert all(path.exists() for path in cache.iterdir())  # no link to a copy that is gone
 
 
-def test_weights_over_the_bound_get_no_copy(tmp_path, cache, monkeypatch):
+def test_weights_over_the_limit_get_no_copy(tmp_path, cache, monkeypatch):
     monkeypatch.setattr(quantized_copy, "MAX_NBYTES", 1000)
     load(random_checkpoint(tmp_path / "model"))
     assert copies(cache) == []

@@ -47,7 +47,7 @@ requests = st.lists(st.tuples(prompt, options), min_size=1, max_size=4)
 
 @settings(max_examples=200)
 @given(requests, st.sampled_from([1, 3, 512]), st.sampled_from([None, "lookup", "suffix"]), st.data())
-def test_a_text_is_the_same_alone_in_a_batch_streamed_speculated_and_among_samples(requests, chunk, draft, data):
+def test_texts_are_equal_alone_batched_streamed_speculated_and_sampled(requests, chunk, draft, data):
     alone = [contents(lm().generate(prompt, **options)) for prompt, options in requests]
     prompts, each = [prompt for prompt, _ in requests], [options for _, options in requests]
     together = lm(chunk).generate(prompts, per_prompt=each, draft=draft)
@@ -65,7 +65,7 @@ def test_a_text_is_the_same_alone_in_a_batch_streamed_speculated_and_among_sampl
 
 
 @pytest.mark.parametrize("logprobs", [0, 3])
-def test_logprobs_of_a_speculated_text_are_those_of_a_plain_one(logprobs):
+def test_logprobs_of_a_speculated_text_equal_those_of_a_plain_one(logprobs):
     prompt = "abcabcabcabc"
     plain = lm().generate(prompt, max_new_tokens=20, logprobs=logprobs)
     drafted = lm().generate(prompt, max_new_tokens=20, logprobs=logprobs, draft="lookup")

@@ -77,7 +77,7 @@ def test_no_other_text_is_verified(prompt, options, with_logprobs, data):
 
 @settings(max_examples=50)
 @given(prompt, options, st.lists(st.integers(0, 257), min_size=1, max_size=12), st.sampled_from([1, 2, 5, 512]))
-def test_a_replay_of_any_ids_draws_as_a_sampler_does_after_each(prompt, options, ids, chunk):
+def test_a_replay_of_any_ids_draws_like_a_sampler_at_each_position(prompt, options, ids, chunk):
     options = {**options, "seed": options.get("seed", 0), "max_new_tokens": 12}
     replay = lm(chunk).replay(prompt, ids, logprobs=2, **options)
     params = lm().request(prompt, **options).options
@@ -166,7 +166,7 @@ def test_texts_of_an_engine_are_verified_by_a_model(demo):
     assert checked(demo, cut, finish_reason="length").difference == "end"
 
 
-def test_texts_that_a_function_ends_are_verified(demo):
+def test_texts_ended_by_a_function_are_verified(demo):
     text = demo.generate("Once", max_new_tokens=20, temperature=1.0, seed=1, stop_when=lambda ids, text: len(ids) == 7)
     assert demo.receipt(text).finish_reason == "stop_when"
     assert checked(demo, text).is_verified
@@ -174,7 +174,7 @@ def test_texts_that_a_function_ends_are_verified(demo):
 
 
 @pytest.mark.parametrize("format", ["int8", "int4"])
-def test_a_quantized_model_is_named_by_its_fingerprint_and_else_caught_by_its_first_logprob(demo, format):
+def test_a_quantized_model_is_detected_by_fingerprint_or_first_logprob(demo, format):
     quantized = onward.quantize(demo, format)
     caught = 0
     for seed in range(8):
@@ -232,7 +232,7 @@ class _Even(Constraint):
         return self
 
 
-def test_a_replay_stops_at_an_id_that_a_constraint_forbids():
+def test_a_replay_stops_at_an_id_forbidden_by_a_constraint():
     replay = lm().replay([65], [2, 4, 5, 6], constraint=_Even(), temperature=0.0, logprobs=0)
     assert len(replay.drawn) == 3
     assert all(token % 2 == 0 for token in replay.drawn)
@@ -240,7 +240,7 @@ def test_a_replay_stops_at_an_id_that_a_constraint_forbids():
     assert len(replay.logprobs) == 2
 
 
-def test_a_replay_of_nothing_runs_nothing():
+def test_an_empty_replay_runs_nothing():
     replay = lm().replay([65], [], temperature=0.0)
     assert (replay.drawn, replay.difference, replay.finish_reason) == ([], None, "length")
     assert checked(lm(), lm().generate([65], max_new_tokens=0)).is_verified
@@ -291,7 +291,7 @@ def test_invalid_calls(call, error):
     ],
     ids=str,
 )  # fmt: skip
-def test_documents_that_are_no_receipts(change, error):
+def test_invalid_receipts(change, error):
     document = lm().receipt(lm().generate([65], temperature=1.0, seed=1)).to_json() | change
     document = {name: value for name, value in document.items() if value is not ...}
     with pytest.raises(RequestError, match=error):

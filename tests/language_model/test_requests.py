@@ -26,7 +26,7 @@ def lm() -> LanguageModel:
 @pytest.mark.parametrize(
     ("names", "options"), [(SamplingOptionsDict, SamplingParams), (GenerateOptionsDict, GenerateOptions)]
 )
-def test_the_keywords_that_checkers_see_are_the_fields(names, options):
+def test_the_typed_keywords_are_the_fields(names, options):
     assert set(get_type_hints(names)) == {field.name for field in dataclasses.fields(options)}
 
 
@@ -42,13 +42,13 @@ def test_the_keywords_that_checkers_see_are_the_fields(names, options):
         ("num_return_sequences", "n"),
     ],
 )
-def test_an_unknown_option_names_the_near_one(lm, name, meant):
+def test_an_unknown_option_suggests_a_similar_one(lm, name, meant):
     for verb in (lm.generate, lm.stream, lm.request, onward.Session(lm).generate):
         with pytest.raises(RequestError, match=f"unknown option '{name}': did you mean {meant}"):
             verb("x", **{name: 1})
 
 
-def test_a_name_is_not_near_to_what_its_verb_does_not_take():
+def test_suggestions_are_limited_to_the_methods_options():
     with pytest.raises(RequestError, match="unknown option 'num_beams'; the options are temperature"):
         onward.generate(tiny_model(), torch.tensor([[1]]), 1, num_beams=2)
 
@@ -65,7 +65,7 @@ OTHER_NUMBERS = {
 }
 
 
-def test_numbers_of_other_libraries_are_pythons():
+def test_numbers_of_other_libraries_become_pythons():
     plain = {"max_new_tokens": 5, "temperature": 0.5, "top_k": 3, "seed": 2**64 - 1, "eos": (1, 2), "logprobs": 2}
     plain |= {"logit_bias": {7: 1.5}, "bad_words": [[3, 4]]}
     options = GenerateOptions(**OTHER_NUMBERS)
@@ -97,7 +97,7 @@ def test_float_ids_are_refused(lm):
         lm.generate(np.array([1.0, 2.0]))
 
 
-def test_no_limit_of_tokens_goes_to_the_end_of_the_context():
+def test_max_new_tokens_none_fills_the_context():
     lm = LanguageModel(tiny_model(max_position_embeddings=40), TOKENIZER)
     completion = lm.generate("Hello", max_new_tokens=None, ignore_eos=True)
     assert (len(completion.token_ids), completion.finish_reason) == (35, "length")
@@ -109,13 +109,13 @@ def test_no_limit_of_tokens_goes_to_the_end_of_the_context():
         lm.generate("x" * 41, max_new_tokens=None)
 
 
-def test_without_a_context_there_is_no_end_of_it():
+def test_max_new_tokens_none_needs_a_context():
     lm = LanguageModel(dataclasses.replace(tiny_model(), max_seq_len=None))
     with pytest.raises(RequestError, match="this model has no max_seq_len: give a number"):
         lm.generate([1], max_new_tokens=None)
 
 
-def test_a_request_given_as_such_is_the_call_that_it_stands_for(lm):
+def test_a_request_equals_the_call_with_the_same_options(lm):
     options = {"temperature": 0.8, "seed": 3, "stop": "x", "bad_words": ["no"]}
     request = lm.request("Hello", **options)
     assert isinstance(request, Request)
@@ -139,7 +139,7 @@ def test_requests_of_one_call_may_differ_in_every_option(lm):
     assert [one.token_ids for one in second.choices] == [one.token_ids for one in lm.generate(pair[1]).choices]
 
 
-def test_the_draft_of_a_request_is_its_own(lm):
+def test_each_request_has_its_own_draft(lm):
     drafting = LanguageModel(lm.model, TOKENIZER, draft="suffix", defaults=lm.defaults)
     drafted, plain = lm.request("abcabcabc", draft="lookup"), lm.request("abcabcabc")
     for of in (lm, drafting):
@@ -153,7 +153,7 @@ def test_the_draft_of_a_request_is_its_own(lm):
     assert drafting.generate(["abc"], per_prompt=[{"beams": 2}])[0].speculation is None
 
 
-def test_what_ended_a_text_is_told():
+def test_stopped_by_reports_the_stop_condition():
     def completion(**options):
         model = scripted_model([*b"one two three", 256], vocab_size=258)
         return LanguageModel(model, TOKENIZER).generate([5], **options)
@@ -168,7 +168,7 @@ def test_what_ended_a_text_is_told():
     assert completion(eos=256, stop="zero").finish_reason == "stop"
 
 
-def test_variables_of_the_template_are_options_of_a_chat():
+def test_template_variables_are_options_of_a_chat():
     source = (
         "{{ messages[0].content }}{% if enable_thinking %}?{% endif %}"
         "{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}"
@@ -191,7 +191,7 @@ def test_variables_of_the_template_are_options_of_a_chat():
         lm.chat(messages, reasoning_effort="low")
 
 
-def test_a_language_model_of_another_model_shares_nothing_that_was_learnt(lm):
+def test_with_model_shares_no_learned_state(lm):
     drafting = LanguageModel(lm.model, TOKENIZER, defaults=lm.defaults, draft="lookup", prefill_chunk=3)
     other = drafting.with_model(tiny_model(seed=8))
     assert (other.tokenizer, other.defaults, other.prefill_chunk) == (TOKENIZER, lm.defaults, 3)
@@ -257,7 +257,7 @@ def test_the_seed_of_a_copy_is_validated(lm, seed):
         ({"max_new_tokens": 300}, "the context holds"),
     ],
 )
-def test_a_request_that_cannot_run_is_refused_before_it_has_any_state(options, problem, monkeypatch):
+def test_an_invalid_request_is_refused_before_it_has_any_state(options, problem, monkeypatch):
     model = tiny_model(seed=7, max_position_embeddings=256)
 
     def made(*_):

@@ -57,7 +57,7 @@ def submitted(at: int) -> tuple[str, dict[str, Any]]:
 
 @pytest.mark.usefixtures("eager_switches")
 @pytest.mark.parametrize("seed", range(2))
-def test_threads_and_an_engine_give_what_each_call_gives_alone(seed: int) -> None:
+def test_threads_and_an_engine_equal_each_call_alone(seed: int) -> None:
     lm, drafter = language_model(seed), Speculator("suffix")
     results: dict[int, Any] = {}
     generations: dict[int, Any] = {}

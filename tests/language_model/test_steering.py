@@ -41,7 +41,7 @@ def steers(vector: torch.Tensor) -> list[dict[str, Any] | None]:
     ]
 
 
-def test_steered_rows_are_the_same_alone_in_batches_engines_and_eagerly(lm, vector):
+def test_steered_rows_are_equal_alone_batched_in_engines_and_eagerly(lm, vector):
     alone = [lm.generate(PROMPT, steer=steer, **GREEDY).token_ids for steer in steers(vector)]
     assert len({tuple(ids) for ids in alone}) == len(alone)
     together = lm.generate([PROMPT] * len(alone), per_prompt=[{"steer": steer} for steer in steers(vector)], **GREEDY)
@@ -63,7 +63,7 @@ def test_samples_and_beams_are_steered_too(lm, vector):
         assert texts[0].token_ids != lm.generate(PROMPT, max_new_tokens=8, **options).token_ids
 
 
-def test_values_at_taps_are_the_steered_ones(lm, vector):
+def test_values_at_taps_include_the_steering(lm, vector):
     steer = {"layers.2": Steer(vector, replace=True)}
     taps = lm.generate(
         PROMPT, steer=steer, taps={"layers.2": "all", "layers.1": "all", "layers.3": "all"}, **GREEDY
@@ -120,7 +120,7 @@ def placed_steers(vector: torch.Tensor, count: int) -> list[dict[str, Any] | Non
     ]
 
 
-def test_positions_are_steered_alone_in_batches_chunks_engines_and_eagerly(lm, vector):
+def test_steered_positions_are_equal_alone_batched_chunked_in_engines_and_eagerly(lm, vector):
     count = len(lm.encode(PROMPT))
     each = placed_steers(vector, count)
     alone = [lm.generate(PROMPT, steer=steer, **GREEDY).token_ids for steer in each]
@@ -136,7 +136,7 @@ def test_positions_are_steered_alone_in_batches_chunks_engines_and_eagerly(lm, v
             assert [handle.result().token_ids for handle in handles] == alone
 
 
-def test_the_values_that_change_are_those_of_the_positions(lm, vector):
+def test_only_the_selected_positions_change(lm, vector):
     count = len(lm.encode(PROMPT))
     plain = lm.generate(PROMPT, taps={"layers.2": "all"}, **GREEDY).taps["layers.2"][:count]
     dtype = plain.dtype
@@ -149,7 +149,7 @@ def test_the_values_that_change_are_those_of_the_positions(lm, vector):
         assert torch.equal(steered[:count], want)
 
 
-def test_other_positions_and_vectors_find_no_cached_prefix(lm, vector):
+def test_other_positions_and_vectors_reuse_no_cached_prefix(lm, vector):
     lm = LanguageModel(lm.model, lm.tokenizer)
     text = PROMPT * 20  # several blocks
 
@@ -172,7 +172,7 @@ def test_other_positions_and_vectors_find_no_cached_prefix(lm, vector):
     assert all(cached(**each) == count - 1 for each in options)
 
 
-def test_a_saved_session_continues_with_an_equal_steer_alone(lm, vector, tmp_path):
+def test_a_saved_session_continues_only_with_an_equal_steer(lm, vector, tmp_path):
     folder = demo_adapter(tmp_path / "adapter", seed=3)
     source, other = onward.load("demo", adapters={"a": folder}), onward.load("demo")
     for adapter in (None, "a"):
@@ -193,7 +193,7 @@ def test_a_saved_session_continues_with_an_equal_steer_alone(lm, vector, tmp_pat
         assert unlike.token_ids == source.generate(text, max_new_tokens=4, **options).token_ids
 
 
-def test_prompt_embeds_are_the_embeddings_of_ids_in_batches_chunks_and_engines(lm):
+def test_prompt_embeds_equal_the_embeddings_of_ids(lm):
     ids = lm.encode(PROMPT)
     table = lm.hidden_states(ids, "embedding")
     plain = lm.generate(ids, logprobs=2, **GREEDY)
@@ -223,7 +223,7 @@ def test_prompt_embeds_are_the_embeddings_of_ids_in_batches_chunks_and_engines(l
         assert [handle.result().logprobs for handle in handles] == [each.logprobs for each in alone]
 
 
-def test_prompt_embeds_are_those_of_transformers(tmp_path):
+def test_prompt_embeds_equal_transformers(tmp_path):
     model = random_checkpoint(tmp_path, "qwen3", seed=3)
     module = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager")
     embeds = torch.randn(1, 9, module.config.hidden_size, generator=torch.Generator().manual_seed(1)) * 0.05
@@ -237,7 +237,7 @@ def test_prompt_embeds_are_those_of_transformers(tmp_path):
     torch.testing.assert_close(got, want, rtol=0, atol=1e-4)  # as of all families
 
 
-def test_a_steered_forward_is_a_program_and_leaves_other_rows_as_they_are(lm, vector):
+def test_a_steered_forward_is_a_program_and_changes_no_other_row(lm, vector):
     lm.generate(PROMPT, steer={"layers.2": vector}, max_new_tokens=1)
     adapted, ids = lm._model_run.adapted, lm.encode(PROMPT)
     assert adapted.why_eager == ""

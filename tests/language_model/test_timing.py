@@ -16,7 +16,7 @@ def timed(*steps: tuple[float, int]) -> Timing:
     return Timing.of(sequence.lap_seconds, sequence.waited)
 
 
-def test_each_text_has_its_own_laps_and_tokens_of_a_step_share_it():
+def test_each_text_has_its_own_times_and_tokens_of_a_step_share_one():
     ahead = (0.5, 0)
     first = timed(ahead, (1.0, 1), (3.0, 3), (2.0, 0))
     second = timed(ahead, (1.0, 1), (3.0, 1), (2.0, 1))
@@ -29,7 +29,7 @@ def test_each_text_has_its_own_laps_and_tokens_of_a_step_share_it():
     assert (none.prefill_ms, none.per_token_ms, none.total_ms, none.tokens_per_second) == (0, [], 0, 0)
 
 
-def test_a_step_that_brings_a_text_nothing_counts_to_its_next_token():
+def test_a_step_without_tokens_counts_to_the_next_token():
     assert timed((1.0, 1), (2.0, 0), (0.5, 0), (1.5, 2)).per_token_ms == pytest.approx([2000, 2000])
     assert timed((1.0, 0), (2.0, 0)).prefill_ms == pytest.approx(3000), "no token yet"
 

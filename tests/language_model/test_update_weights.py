@@ -52,7 +52,7 @@ def assert_same(lm, loaded):
 
 
 @pytest.mark.parametrize("family", FAMILIES_BY_NAME)
-def test_an_updated_model_is_the_loaded_one(tmp_path, family):
+def test_an_updated_model_equals_the_loaded_one(tmp_path, family):
     first, second = folders(tmp_path, family, torch.bfloat16)
     lm, other = onward.load(first), onward.load(second)
     before = texts(lm)
@@ -71,7 +71,7 @@ def test_an_updated_model_is_the_loaded_one(tmp_path, family):
     ids=str,
 )  # fmt: skip
 @pytest.mark.parametrize("family", ["qwen3", "mixtral"])
-def test_so_is_one_that_was_loaded_with_options(tmp_path, family, options):
+def test_an_updated_model_with_options_equals_the_loaded_one(tmp_path, family, options):
     first, second = folders(tmp_path, family)
     lm = onward.load(first, **options)
     texts(lm)
@@ -97,7 +97,7 @@ def test_weights_come_from_parameters_and_state_dicts(tmp_path, tied):
             lm.update_weights(weights | {"lm_head.weight": weights["lm_head.weight"] + 1})
 
 
-def test_a_trained_model_gets_the_values_as_parameters(tmp_path):
+def test_updates_of_a_trained_model_change_its_parameters(tmp_path):
     first, second = folders(tmp_path)
     lm = onward.load(first, trainable=True)
     optimizer = torch.optim.AdamW(lm.parameters(), lr=1e-3)
@@ -112,7 +112,7 @@ def test_a_trained_model_gets_the_values_as_parameters(tmp_path):
     assert lm.update_weights(lm.named_parameters()) == version + 1  # its own: nothing has changed
 
 
-def test_prefixes_of_older_weights_are_not_found(tmp_path):
+def test_prefixes_of_older_weights_are_not_reused(tmp_path):
     first, second = folders(tmp_path)
     lm = onward.load(first)
     lm.generate(PROMPT, max_new_tokens=2)
@@ -142,7 +142,7 @@ def test_tokens_have_the_version_of_their_step(tmp_path):
     assert pieces[0] == pieces[0]._replace(weights_version=9)
 
 
-def test_copies_are_updated_by_themselves(tmp_path):
+def test_copies_are_updated_independently(tmp_path):
     first, second = folders(tmp_path)
     lm = onward.load(first)
     lm.update_weights(tensors(first), version=3)
@@ -209,7 +209,7 @@ BAD = [
 
 
 @pytest.mark.parametrize("trained", [False, True])
-def test_bad_weights_change_nothing(tmp_path, trained):
+def test_invalid_weights_change_nothing(tmp_path, trained):
     first, second = folders(tmp_path)
     lm = onward.load(first, dtype="float16", trainable=trained)
     before, weights = bits(lm.model), tensors(second)

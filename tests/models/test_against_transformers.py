@@ -46,31 +46,31 @@ def chunked(request, judged, monkeypatch) -> Judged:
 
 
 @pytest.mark.strength(1)
-def test_prefill_logits_are_those_of_transformers(chunked):
+def test_prefill_logits_equal_transformers(chunked):
     for expected in chunked.expected:
         assert 0.3 < expected.logits.std() < 3, "the tolerance is meant for logits of order 1"
         torch.testing.assert_close(chunked.lm.logits(expected.prompt), expected.logits, rtol=0, atol=TOLERANCE)
 
 
 @pytest.mark.strength(1)
-def test_greedy_tokens_are_those_of_transformers_alone(chunked):
+def test_greedy_tokens_equal_transformers_alone(chunked):
     for expected in chunked.expected:
         assert chunked.greedy(expected.prompt) == expected.greedy
 
 
 @pytest.mark.strength(1)
-def test_greedy_tokens_are_those_of_transformers_in_a_batch_of_different_lengths(chunked):
+def test_greedy_tokens_equal_transformers_in_a_ragged_batch(chunked):
     assert chunked.greedy(chunked.prompts) == [expected.greedy for expected in chunked.expected]
 
 
 @pytest.mark.stride(4)
-def test_greedy_tokens_are_those_of_transformers_when_drafted(judged):
+def test_greedy_tokens_equal_transformers_when_drafted(judged):
     texts = [expected.greedy for expected in judged.expected]
     assert judged.greedy(judged.prompts, draft="lookup") == texts
 
 
 @pytest.mark.stride(4)
-def test_greedy_tokens_are_those_of_transformers_from_a_saved_session(judged, tmp_path):
+def test_greedy_tokens_equal_transformers_from_a_saved_session(judged, tmp_path):
     for expected in judged.expected:
         session = onward.Session(judged.lm)
         options = {"temperature": 0, "ignore_eos": True}
@@ -83,7 +83,7 @@ def test_greedy_tokens_are_those_of_transformers_from_a_saved_session(judged, tm
 
 
 @pytest.mark.stride(4)
-def test_greedy_tokens_are_those_of_transformers_after_preemption(judged):
+def test_greedy_tokens_equal_transformers_after_preemption(judged):
     """Three texts begin in a block each, and there are four blocks for the two that each needs in the end."""
     one = PagedCacheManager(judged.lm.model.new_blocks(1), max_len=256, cached_blocks=0)
     begun, another = one.cost(BLOCK), one.cost(2 * BLOCK) - one.cost(BLOCK)
@@ -98,6 +98,6 @@ def test_greedy_tokens_are_those_of_transformers_after_preemption(judged):
 
 
 @pytest.mark.stride(4)
-def test_nothing_is_read_past_an_offset(judged):
+def test_entries_past_an_offset_are_never_read(judged):
     cache = poison(judged.lm.new_cache(len(judged.prompts)))
     assert judged.greedy(judged.prompts, cache=cache) == [expected.greedy for expected in judged.expected]

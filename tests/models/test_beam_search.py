@@ -92,7 +92,7 @@ def agree(judged, asked, extra=None):
 # Seeds are fixed: two candidates closer than the rounding of a sum would be ordered by chance. Of 1,200 searches tried
 # none was.
 @pytest.mark.parametrize("seed", range(24))
-def test_beams_are_those_of_transformers(judged, seed):
+def test_beams_equal_transformers(judged, seed):
     agree(judged, searched(random.Random(seed), prompts=3))
 
 
@@ -101,7 +101,7 @@ def test_beams_are_those_of_transformers(judged, seed):
     "extra", [{"repetition_penalty": 1.4}, {"no_repeat_ngram_size": 2}, {"min_new_tokens": 4}], ids=lambda one: min(one)
 )
 @pytest.mark.parametrize("seed", [100, 101, 102])
-def test_adjusted_beams_are_those_of_transformers(judged, seed, extra):
+def test_adjusted_beams_equal_transformers(judged, seed, extra):
     agree(judged, searched(random.Random(seed), prompts=1) | {"max_new_tokens": 12}, extra)
 
 
@@ -124,7 +124,7 @@ SEARCH = {"beams": 3, "n": 3, "max_new_tokens": 24, "eos": list(range(0, 90, 7))
 
 @pytest.mark.parametrize("extra", [{}, {"repetition_penalty": 1.2, "length_penalty": 0.0}], ids=str)
 @pytest.mark.parametrize("chunk", [512, 2])
-def test_a_search_is_what_it_is_alone(extra, chunk):
+def test_batched_search_equals_the_search_alone(extra, chunk):
     lm = onward.LanguageModel(tiny_model(seed=3), ByteTokenizer(), prefill_chunk=chunk)
     alone = [lm.generate(prompt, **SEARCH, **extra) for prompt in PROMPTS]
     lengths = {len(one.token_ids) for one in alone}
@@ -138,7 +138,7 @@ def test_a_search_is_what_it_is_alone(extra, chunk):
             assert told(one) == pytest.approx(told(by_itself), abs=24 * 2 * TOLERANCE, rel=0)
 
 
-def test_a_score_is_the_sum_of_the_logprobs_over_the_length():
+def test_a_score_is_the_sum_of_logprobs_over_the_length_penalty():
     lm = onward.LanguageModel(tiny_model(seed=3))
     for penalty in (0.0, 0.6, 2.0):
         completion = lm.generate([5, 6, 7], length_penalty=penalty, **SEARCH)
@@ -153,7 +153,7 @@ def test_a_score_is_the_sum_of_the_logprobs_over_the_length():
             )
 
 
-def test_a_beam_of_one_token_each_is_the_likeliest_tokens():
+def test_single_token_beams_are_the_likeliest_tokens():
     lm = onward.LanguageModel(tiny_model())
     found = lm.generate([5, 6, 7], beams=6, n=6, max_new_tokens=1)
     assert [one.token_ids[0] for one in found.choices] == lm.logits([5, 6, 7])[-1].topk(6).indices.tolist()
@@ -197,7 +197,7 @@ def tiny_table_model(table: torch.Tensor) -> onward.Model:
     return onward.Model(forward, table, new_cache, vocab_size=len(table))
 
 
-def test_where_there_are_fewer_texts_than_beams_there_are_fewer_choices():
+def test_fewer_texts_than_beams_give_fewer_choices():
     model = tiny_table_model(torch.zeros(2, 2))
     found = onward.LanguageModel(model).generate([0], beams=8, n=8, max_new_tokens=2)
     assert sorted(one.token_ids for one in found.choices) == [[0, 0], [0, 1], [1, 0], [1, 1]]
@@ -212,7 +212,7 @@ def lm() -> onward.LanguageModel:
     return onward.LanguageModel(tiny_model(seed=5), ByteTokenizer())
 
 
-def test_a_stop_string_ends_a_beam_as_it_ends_any_text(lm):
+def test_a_stop_string_ends_a_beam_like_any_text(lm):
     free = lm.generate("abc", beams=3, max_new_tokens=12, length_penalty=0.0)
     letter = next(char for char in free.text if char.isascii())
     found = lm.generate("abc", beams=3, n=3, max_new_tokens=12, length_penalty=0.0, stop=letter)
@@ -236,7 +236,7 @@ def test_time_and_cancel_end_a_search_with_the_best_so_far(lm):
     assert [(len(one.token_ids), one.finish_reason) for one in found] == [(1, "time")] * 2
 
 
-def test_beams_of_nothing_are_empty(lm):
+def test_beams_of_zero_tokens_are_empty(lm):
     found = lm.generate(["abc", "d"], beams=3, n=2, max_new_tokens=0)
     assert [(one.text, one.token_ids, one.finish_reason, one.score) for one in found] == [("", [], "length", None)] * 2
 
@@ -264,7 +264,7 @@ def test_contradictions_are_refused(lm, options, message):
         lm.generate("abc", **({"beams": 2} | options))
 
 
-def test_a_checkpoint_that_samples_by_default_searches_all_the_same():
+def test_a_checkpoint_with_sampling_defaults_still_searches():
     defaults = onward.GenerateOptions(temperature=0.7, top_p=0.8, max_new_tokens=4)
     sampling = onward.LanguageModel(tiny_model(seed=5), ByteTokenizer(), defaults=defaults)
     plain = onward.LanguageModel(tiny_model(seed=5), ByteTokenizer())
@@ -309,7 +309,7 @@ PLAIN_CACHES = {
 
 @pytest.mark.parametrize("container", PLAIN_CACHES)
 @pytest.mark.parametrize("options", [{"beams": 3, "n": 3}, {"n": 3, "temperature": 1.0, "seed": 5}], ids=str)
-def test_a_plain_pytree_has_the_beams_and_samples_that_a_cache_of_ours_has(container, options):
+def test_plain_pytree_caches_give_the_same_beams_and_samples(container, options):
     model = tiny_model(seed=5)
     plain = with_plain_cache(model, *PLAIN_CACHES[container])
     prompts = [[5, 6, 7, 8], [9]]
@@ -347,7 +347,7 @@ def test_a_cache_whose_rows_cannot_be_copied_has_no_beams(new_cache):
         lm.generate([1], beams=2)
 
 
-def test_logits_that_are_no_numbers_are_found():
+def test_nonfinite_logits_are_an_error():
     model = tiny_table_model(torch.full((4, 4), float("nan")))
     with pytest.raises(OnwardError, match="NaN or infinite"):
         onward.LanguageModel(model).generate([0], beams=2)

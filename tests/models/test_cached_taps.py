@@ -59,7 +59,7 @@ def test_the_cache_has_the_hidden_states(family, chunk, paged, tmp_path):
     assert torch.equal(some.transpose(0, 1).flatten(1), states["norm"][61:130])
 
 
-def test_a_prefix_hit_and_a_fork_bring_the_values(tmp_path):
+def test_prefix_hits_and_forks_include_the_values(tmp_path):
     lm = onward.load(random_checkpoint(tmp_path, "llama", seed=3))
     model = storing(lm, "norm")
     with SharedCache(1 << 26).lease(model, 2, 256) as slots:
@@ -75,7 +75,7 @@ def test_a_prefix_hit_and_a_fork_bring_the_values(tmp_path):
         again.release(slots)
 
 
-def test_a_cache_in_int8_stores_them_with_a_scale_for_each_part(tmp_path):
+def test_an_int8_cache_stores_them_with_a_scale_per_part(tmp_path):
     lm = onward.load(random_checkpoint(tmp_path, "llama", seed=3), cache_format="int8")
     model = storing(lm, "layers.0", format=format_of(torch.int8))
     sequence = processed(model, slots := slots_for(model, 1, len(IDS) + NEW))

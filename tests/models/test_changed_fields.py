@@ -11,7 +11,7 @@ from onward.models import read_config
 
 @pytest.mark.parametrize("name", FIRST.values())
 @pytest.mark.stride(3)
-def test_a_change_that_a_family_passes_over_changes_nothing_in_transformers(name, tmp_path):
+def test_fields_ignored_by_a_family_change_nothing_in_transformers(name, tmp_path):
     fields = written(name)
     ours, logits = read_config(fields), their_logits(theirs(name, fields, tmp_path))
     assert logits is not None

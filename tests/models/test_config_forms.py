@@ -28,7 +28,7 @@ def rewritten(folder, **fields):
 
 @pytest.mark.parametrize("kind_key", ["rope_type", "type"])
 @pytest.mark.parametrize("rope", [LINEAR, LLAMA3, DYNAMIC, YARN], ids=lambda rope: rope["rope_type"])
-def test_rope_theta_and_rope_scaling_mean_what_rope_parameters_mean(rope, kind_key, tmp_path):
+def test_rope_theta_and_rope_scaling_equal_rope_parameters(rope, kind_key, tmp_path):
     folder = save(build(Case("llama", {"rope_parameters": rope, "max_position_embeddings": 32})), tmp_path)
     new = onward.load(folder, max_seq_len=32).logits(IDS[:32])
     scaling = {name: value for name, value in rope.items() if name not in ("rope_theta", "rope_type")}
@@ -44,7 +44,7 @@ def test_rope_theta_alone_is_the_base_of_the_default_schedule(tmp_path):
     assert torch.equal(onward.load(old_style).logits(IDS), new)
 
 
-def test_layer_types_mean_what_max_window_layers_mean(tmp_path):
+def test_layer_types_equal_max_window_layers(tmp_path):
     folder = save(build(CASES["qwen3 window from layer 1"]), tmp_path)
     by_layer = onward.load(folder).logits(IDS)
     old_style = rewritten(folder, layer_types=None)
@@ -52,13 +52,13 @@ def test_layer_types_mean_what_max_window_layers_mean(tmp_path):
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
-def test_a_window_that_is_not_used_is_none(family):
+def test_a_disabled_window_is_none(family):
     config = tiny_config(family, use_sliding_window=False, sliding_window=3, max_window_layers=0)
     assert windows(read_config(config)) == (None, None)
 
 
 @pytest.mark.parametrize("family", ["mistral", "qwen2", "qwen3"])
-def test_a_config_that_does_not_name_its_window_means_that_of_transformers(family):
+def test_the_default_window_is_that_of_transformers(family):
     config = tiny_config(family, use_sliding_window=True, max_window_layers=0)
     del config["sliding_window"]
     theirs = CONFIGS[family](use_sliding_window=True).sliding_window
@@ -79,7 +79,7 @@ def test_a_config_without_head_dim_means_hidden_size_over_heads(family):
     assert read_config(config).layers[0].mixer.head_dim == 8
 
 
-def test_dynamic_angles_do_not_depend_on_how_the_prompt_is_cut():
+def test_dynamic_angles_do_not_depend_on_the_chunks():
     rope = {"rope_type": "dynamic", "factor": 3.0, "rope_theta": 10000.0}
     model = replace(tiny_model("llama", rope_parameters=rope, max_position_embeddings=8), max_seq_len=64)
     lm = onward.LanguageModel(model)

@@ -24,7 +24,7 @@ def texts(lm, **options):
 
 
 @pytest.mark.parametrize("format", [None, "int8", "int4", "iq4_nl"])
-def test_a_row_is_what_it_is_alone(format, tmp_path):
+def test_batched_row_equals_the_row_alone(format, tmp_path):
     lm = onward.load(checkpoint(tmp_path), quantize=format)
     together = texts(lm)
     assert together == [lm.generate(p, max_new_tokens=12, temperature=0).token_ids for p in PROMPTS]
@@ -49,7 +49,7 @@ def test_experts_are_quantized_and_routers_are_not(format, tmp_path):
 
 
 @pytest.mark.parametrize("format", ["int8", "int4", "iq4_nl"])
-def test_a_quantized_folder_has_each_expert_and_is_the_same_model(format, tmp_path):
+def test_a_quantized_folder_has_each_expert_and_equals_the_model(format, tmp_path):
     source = checkpoint(tmp_path / "source")
     reports = quantize_folder(source, tmp_path / "small", format)
     stored = load_file(tmp_path / "small" / "model.safetensors")
@@ -61,7 +61,7 @@ def test_a_quantized_folder_has_each_expert_and_is_the_same_model(format, tmp_pa
 
 
 @pytest.mark.parametrize("family", ["qwen3moe", "qwen3_5moe", "gptoss"])
-def test_programs_have_no_operators_of_torch(family, tmp_path):
+def test_programs_have_no_torch_operators(family, tmp_path):
     lm = onward.load(random_checkpoint(tmp_path, family, **(SIZES if family == "qwen3moe" else {})))
     assert lm.explain().backend == "native"
     assert "(torch)" not in str(lm.explain())
@@ -72,7 +72,7 @@ def test_two_names_of_one_number_must_agree():
         read_config(tiny_config("gptoss", experts_per_token=3))
 
 
-def test_a_config_of_gpt_oss_on_the_hub_is_read():
+def test_the_gpt_oss_config_on_the_hub_is_read():
     """OpenAI's own fields, and RoPE as files before transformers 5 have it."""
     rope = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
     config = tiny_config(
@@ -85,7 +85,7 @@ def test_a_config_of_gpt_oss_on_the_hub_is_read():
     assert read_config(bare) == decoder
 
 
-def test_a_session_goes_on_with_the_same_tokens(tmp_path):
+def test_a_session_continues_with_the_same_tokens(tmp_path):
     lm = onward.load(checkpoint(tmp_path))
     whole = lm.generate(PROMPTS[0], max_new_tokens=12, temperature=0).token_ids
     session = onward.Session(lm)
@@ -115,7 +115,7 @@ def test_a_router_of_another_width_is_named(tmp_path):
         onward.load(folder)
 
 
-def test_an_expert_too_many_is_named(tmp_path):
+def test_a_surplus_expert_is_named(tmp_path):
     name = "model.layers.0.mlp.experts.4.gate_proj.weight"
     folder = damaged(checkpoint(tmp_path), lambda tensors: tensors.update({name: torch.zeros(40, 32)}))
     with pytest.raises(CheckpointError, match=r"experts\.4\.gate_proj"):
@@ -125,14 +125,14 @@ def test_an_expert_too_many_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("field", "value"), [("n_group", 3), ("n_group", 4), ("topk_group", 3), ("num_experts_per_tok", 3)]
 )
-def test_groups_that_do_not_fit_are_named(field, value):
+def test_invalid_groups_are_named(field, value):
     fields = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1}
     read_config(tiny_config("glm4moe", **fields))
     with pytest.raises(ConfigError, match=field):
         read_config(tiny_config("glm4moe", **(fields | {field: value})))
 
 
-def test_what_a_router_of_glm_learns_stays_float32_in_a_bfloat16_model(tmp_path):
+def test_glms_router_bias_stays_float32_in_a_bfloat16_model(tmp_path):
     folder = random_checkpoint(
         tmp_path, "glm4moe", dtype=torch.bfloat16, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=20
     )
@@ -149,12 +149,12 @@ def test_what_a_router_of_glm_learns_stays_float32_in_a_bfloat16_model(tmp_path)
     ("field", "value"),
     [("num_experts_per_tok", 5), ("num_experts", 0), ("decoder_sparse_step", -1), ("mlp_only_layers", "0")],
 )
-def test_a_field_that_does_not_fit_is_named(field, value):
+def test_invalid_fields_are_named(field, value):
     with pytest.raises(ConfigError, match=field):
         read_config(tiny_config("qwen3moe", **(SIZES | {field: value})))
 
 
-def test_the_count_of_experts_may_stand_twice_but_not_with_two_values():
+def test_duplicate_expert_counts_must_agree():
     twice = tiny_config("qwen3moe", **SIZES, num_local_experts=SIZES["num_experts"])
     assert read_config(twice) == read_config(tiny_config("qwen3moe", **SIZES))
     with pytest.raises(ConfigError, match="num_experts is 4 and num_local_experts 5: keep one"):

@@ -28,7 +28,7 @@ def without(config, *names):
 
 
 @pytest.mark.parametrize("family", DENSE)
-def test_a_config_that_says_nothing_means_what_it_means_in_transformers(family):
+def test_empty_config_has_the_defaults_of_transformers(family):
     """All that a library's own default config says may be left out, but the sizes that every file has."""
     theirs = CONFIGS[family]()
     architecture = tiny_config(family)["architectures"]
@@ -47,12 +47,12 @@ def test_layer_types_of_another_length_are_refused(family):
 
 
 @pytest.mark.parametrize("family", DENSE)
-def test_a_field_that_would_change_the_result_is_named(family):
+def test_unsupported_fields_that_change_results_are_named(family):
     with pytest.raises(ConfigError, match="'use_bidirectional_attention' is True"):
         read_config(tiny_config(family, use_bidirectional_attention=True))
 
 
-def test_fields_that_contradict_each_other_are_named():
+def test_contradictory_fields_are_named():
     ropes = {"full_attention": {"rope_theta": 5.0}, "sliding_attention": {"rope_theta": 7.0}}
     with pytest.raises(ConfigError, match=r"rope_theta is .* in .* and .* in"):
         read_config(tiny_config("gemma3", rope_parameters=ropes))
@@ -70,7 +70,7 @@ def test_fields_that_contradict_each_other_are_named():
         read_config(tiny_config("glm", partial_rotary_factor=0.2))
 
 
-def test_what_transformers_reads_otherwise_than_the_field_says_is_refused():
+def test_fields_that_transformers_misreads_are_refused():
     """Half of a head, YaRN's steps that are not whole for one type of layer, and growing queries: it ignores these."""
     half = {"rope_type": "default", "rope_theta": 777.0, "partial_rotary_factor": 0.5}
     with pytest.raises(ConfigError, match="partial_rotary_factor is not supported"):
@@ -83,7 +83,7 @@ def test_what_transformers_reads_otherwise_than_the_field_says_is_refused():
         read_config(tiny_config("ministral", rope_parameters=grown))
 
 
-def test_a_flag_that_is_true_by_default_is_not_null():
+def test_a_flag_that_defaults_to_true_is_not_null():
     """transformers takes null for false."""
     for family, name in (
         ("deepseekv3", "norm_topk_prob"),
@@ -96,7 +96,7 @@ def test_a_flag_that_is_true_by_default_is_not_null():
         read_config(tiny_config("gptoss", rope_parameters={"rope_type": "yarn", "factor": 4.0, "truncate": None}))
 
 
-def test_older_gemma3_files_say_the_same(tmp_path):
+def test_older_gemma3_configs_give_the_same_model(tmp_path):
     """rope_theta, rope_local_base_freq and rope_scaling before transformers 5, and a pattern in place of types."""
     new = tiny_config(
         "gemma3",
@@ -112,7 +112,7 @@ def test_older_gemma3_files_say_the_same(tmp_path):
     assert read_config(old) == read_config(without(new, "sliding_window_pattern"))
 
 
-def test_letters_of_exaone_are_its_layer_types():
+def test_exaones_pattern_letters_are_its_layer_types():
     config = without(tiny_config("exaone4", num_hidden_layers=6, sliding_window_pattern="LLG"), "head_dim")
     windows = [layer.mixer.window for layer in read_config(config).layers]
     assert windows == [24, 24, None, 24, 24, None]
@@ -120,7 +120,7 @@ def test_letters_of_exaone_are_its_layer_types():
     assert turning == [True, True, False, True, True, False]
 
 
-def test_embedding_factors_are_rounded_as_torch_rounds():
+def test_embedding_factors_are_rounded_as_by_torch():
     for number in (3072**0.5, 33.94112549695428, 1.00390625, 48.0):
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
             assert rounded(number, dtype) == torch.tensor(number).to(dtype).item()
@@ -179,7 +179,7 @@ NAMES = {
 
 
 @pytest.mark.parametrize("names", [NAMES, {old: new for new, old in NAMES.items()}], ids=["older", "newer"])
-def test_of_a_multimodal_checkpoint_the_text_part_is_loaded_and_said(multimodal, names, monkeypatch):
+def test_the_text_part_of_a_multimodal_checkpoint_loads_with_a_warning(multimodal, names, monkeypatch):
     folder, alone = multimodal
     tensors = load_file(folder / "model.safetensors")
     for start, other in names.items():
@@ -202,7 +202,7 @@ def test_of_a_multimodal_checkpoint_the_text_part_is_loaded_and_said(multimodal,
 
 
 @pytest.mark.parametrize("case", ["mistral", "ministral3", "mistral4"])
-def test_the_text_part_of_mistrals_models_that_read_images(case, tmp_path, monkeypatch):
+def test_the_text_part_of_mistrals_vision_models(case, tmp_path, monkeypatch):
     alone = build(CASES[case])
     vision = transformers.PixtralVisionConfig(
         hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, head_dim=8, image_size=28,
@@ -228,12 +228,12 @@ def test_mistrals_text_part_of_another_kind_is_refused():
         read_config(whole)
 
 
-def test_a_multimodal_config_without_text_says_so():
+def test_a_multimodal_config_without_a_text_part_is_refused():
     with pytest.raises(ConfigError, match="Gemma3ForConditionalGeneration needs a 'text_config'"):
         read_config({"architectures": ["Gemma3ForConditionalGeneration"], "vision_config": {"hidden_size": 8}})
 
 
-def test_a_field_of_the_text_part_that_nobody_knows_is_named():
+def test_unknown_fields_of_the_text_part_are_named():
     text = without(tiny_config("gemma3"), "architectures") | {"attn_logit_softcapping": 50.0}
     with pytest.raises(ConfigError, match=r"'attn_logit_softcapping' is 50.0"):
         read_config({"architectures": ["Gemma3ForConditionalGeneration"], "text_config": text})
@@ -248,7 +248,7 @@ def test_a_vision_model_is_refused_by_its_name(tmp_path):
         onward.load(tmp_path)
 
 
-def test_a_folder_with_an_adapter_alone_names_the_model_that_it_wants(tmp_path):
+def test_an_adapter_folder_names_its_base_model(tmp_path):
     (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "google/gemma-3-1b-it", "r": 8}')
     with pytest.raises(ConfigError, match=r"no config.json.*adapter.*google/gemma-3-1b-it"):
         onward.load(tmp_path)

@@ -22,7 +22,7 @@ SHARED = {
 MOE = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 24}
 
 
-def test_heads_of_full_layers_are_those_of_either_form():
+def test_both_forms_of_full_layer_heads_are_read():
     fields = SHARED | {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "global_head_dim": 24}
     old = tiny_config("gemma4", **fields)
     own = {"head_dim": 24, "num_key_value_heads": 1}
@@ -32,7 +32,7 @@ def test_heads_of_full_layers_are_those_of_either_form():
     assert read_config(old | {"attention_k_eq_v": False}).layers[0].mixer.num_kv_heads == 2
 
 
-def test_the_last_layers_keep_no_keys():
+def test_the_last_layers_cache_no_keys():
     decoder = read_config(tiny_config("gemma4", **SHARED))
     assert [layer.mixer.kv_source_layer for layer in decoder.layers] == [None, None, None, 2, 0]
     assert len(decoder.cached) == 3
@@ -62,14 +62,14 @@ def test_the_last_layers_keep_no_keys():
         ({"use_bidirectional_attention": "all"}, r"'use_bidirectional_attention' is 'all'"),
     ],
 )
-def test_what_cannot_be_is_named(fields, message):
+def test_invalid_fields_are_named(fields, message):
     with pytest.raises(ConfigError, match=message):
         read_config(tiny_config("gemma4", **(SHARED | fields)))
 
 
 @pytest.mark.parametrize("fields", [SHARED, MOE | {"hidden_size_per_layer_input": 0}], ids=["shared", "experts"])
 @pytest.mark.parametrize("format", [None, "int8", "int4"])
-def test_a_row_is_what_it_is_alone(fields, format, tmp_path):
+def test_batched_row_equals_the_row_alone(fields, format, tmp_path):
     lm = onward.load(random_checkpoint(tmp_path, "gemma4", **fields), quantize=format)
     prompts = [IDS[:30], IDS[30:31], IDS[31:40]]
     together = [one.token_ids for one in lm.generate(prompts, max_new_tokens=40, temperature=0)]
@@ -82,13 +82,13 @@ def test_a_row_is_what_it_is_alone(fields, format, tmp_path):
 
 
 @pytest.mark.parametrize("fields", [SHARED, MOE], ids=["shared", "experts"])
-def test_programs_have_no_operators_of_torch(fields, tmp_path):
+def test_programs_have_no_torch_operators(fields, tmp_path):
     lm = onward.load(random_checkpoint(tmp_path, "gemma4", **fields))
     assert lm.explain().backend == "native"
     assert "(torch)" not in str(lm.explain())
 
 
-def test_keys_that_a_file_has_of_layers_that_share_are_not_read(tmp_path):
+def test_stored_keys_of_sharing_layers_are_ignored(tmp_path):
     folder = random_checkpoint(tmp_path, "gemma4", **SHARED)
     before = onward.load(folder).logits(IDS)
     tensors = load_file(folder / "model.safetensors")
@@ -97,7 +97,7 @@ def test_keys_that_a_file_has_of_layers_that_share_are_not_read(tmp_path):
     assert torch.equal(onward.load(folder).logits(IDS), before)
 
 
-def test_of_a_multimodal_checkpoint_the_text_part_is_loaded(tmp_path, monkeypatch):
+def test_the_text_part_of_a_multimodal_checkpoint_is_loaded(tmp_path, monkeypatch):
     case = CASES["gemma4 shared keys, embeddings for each layer"]
     vision = {
         "hidden_size": 16,

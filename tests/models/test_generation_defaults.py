@@ -103,7 +103,7 @@ def texts(output: Any, prompt: list[int], eos: tuple[int, ...]) -> list[list[int
 
 # Seeds are fixed: rounding would choose between two nearly equal ids at random.
 @pytest.mark.parametrize("seed", range(40))
-def test_greedy_texts_are_those_of_transformers(judged, seed):
+def test_greedy_texts_equal_transformers(judged, seed):
     rng = random.Random(seed)
     prompt = ids(rng, rng.randint(1, 9))
     lm, config = served(judged.folder, settings(rng, "greedy"))
@@ -113,7 +113,7 @@ def test_greedy_texts_are_those_of_transformers(judged, seed):
 
 @pytest.mark.parametrize("seed", range(1000, 1040))
 @pytest.mark.stride(3)
-def test_beams_and_their_scores_are_those_of_transformers(judged, seed):
+def test_beams_and_their_scores_equal_transformers(judged, seed):
     rng = random.Random(seed)
     prompt = ids(rng, rng.randint(1, 9))
     lm, config = served(judged.folder, settings(rng, "beams"))
@@ -128,7 +128,7 @@ def test_beams_and_their_scores_are_those_of_transformers(judged, seed):
 
 
 @pytest.mark.parametrize("seed", range(2000, 2040))
-def test_samples_are_drawn_from_the_distribution_of_transformers(judged, seed):
+def test_samples_follow_the_distribution_of_transformers(judged, seed):
     """Of the same logits, after every id that transformers drew."""
     rng = random.Random(seed)
     prompt = ids(rng, rng.randint(1, 9))
@@ -145,12 +145,12 @@ def test_samples_are_drawn_from_the_distribution_of_transformers(judged, seed):
         history.append(token)
 
 
-def test_so_many_samples_as_asked_for(judged):
+def test_num_return_sequences_is_the_number_of_samples(judged):
     lm, _ = served(judged.folder, {"do_sample": True, "num_return_sequences": 3, "max_new_tokens": 2})
     assert len(lm.generate([1, 2]).choices) == 3
 
 
-def test_sampled_beams_are_searched_and_warned_of(judged):
+def test_sampled_beams_are_searched_with_a_warning(judged):
     config = {"do_sample": True, "num_beams": 3, "temperature": 0.5, "eos_token_id": 1, "max_new_tokens": 6}
     (judged.folder / "generation_config.json").write_text(json.dumps(config), encoding="utf-8")
     with pytest.warns(OnwardWarning, match="samples with beams, which is not supported"):
@@ -159,7 +159,7 @@ def test_sampled_beams_are_searched_and_warned_of(judged):
     assert lm.generate([5]).token_ids == searched.generate([5]).token_ids
 
 
-def test_a_checkpoint_that_asks_for_beams_streams_and_keeps_sessions(judged):
+def test_a_checkpoint_with_beams_streams_and_has_sessions(judged):
     lm, _ = served(judged.folder, {"num_beams": 3, "num_return_sequences": 2, "length_penalty": 2.0})
     greedy = lm.generate([5], beams=1, max_new_tokens=5).token_ids
     assert [piece.token_id for piece in lm.stream([5], max_new_tokens=5)] == greedy

@@ -36,7 +36,7 @@ def logits(model, architecture, params, format=None):
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("is_packed", [False, True])
-def test_no_score_changes_a_bit(family, dtype, is_packed):
+def test_balancing_changes_no_bit_of_a_score(family, dtype, is_packed):
     stock = tiny_model(family, seed=3, dtype=dtype)
     architecture, params = architecture_of(stock), pack_params(stock.params) if is_packed else stock.params
     balanced = balanced_keys(architecture, params)
@@ -44,7 +44,7 @@ def test_no_score_changes_a_bit(family, dtype, is_packed):
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
-def test_outliers_of_keys_cost_little_in_8_bits(family):
+def test_key_outliers_cost_little_in_8_bits(family):
     """Against floats the error falls to a quarter at least: the step of a row is a hundredth of what it was."""
     stock = with_outliers(family, seed=2, head_dim=16)
     architecture, int8 = architecture_of(stock), FORMATS[torch.int8]

@@ -33,7 +33,7 @@ def changed(folder, tensors, **fields):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_position_is_one_latent_and_one_turned_key(family, tmp_path):
+def test_a_position_caches_one_latent_and_one_rotated_key(family, tmp_path):
     lm = onward.load(random_checkpoint(tmp_path, family))
     shape = lm.new_cache(1).keys[0].shape
     assert (shape[1], shape[3]) == (1, 16 + 8)
@@ -45,13 +45,13 @@ def test_a_position_is_one_latent_and_one_turned_key(family, tmp_path):
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("format", [None, "int8", "int4"])
-def test_bits_depend_on_the_text_alone(family, dtype, format, tmp_path):
+def test_bits_depend_only_on_the_text(family, dtype, format, tmp_path):
     lm = onward.load(random_checkpoint(tmp_path, family, dtype=dtype), quantize=format)
     assert_bits_depend_on_the_text_alone(lm, IDS, new_tokens=12)
 
 
 @pytest.mark.parametrize("format", ["int8", "int4"])
-def test_the_matrix_of_latents_stays_in_floats(format, tmp_path):
+def test_the_latent_projection_stays_in_floats(format, tmp_path):
     source = random_checkpoint(tmp_path / "source", "deepseekv3")
     lm = onward.load(source, quantize=format)
     parts = marked_parts(lm.model.params)
@@ -63,7 +63,7 @@ def test_the_matrix_of_latents_stays_in_floats(format, tmp_path):
     assert torch.equal(onward.quantize(onward.load(source), format).logits(IDS), lm.logits(IDS))
 
 
-def test_a_packed_matrix_of_latents_is_the_stock_one(tmp_path):
+def test_a_packed_latent_projection_has_the_stored_values(tmp_path):
     folder = random_checkpoint(tmp_path, "deepseekv3")
     config = read_config(CheckpointFolder(folder).config)
     params = read_weights(folder, config, dtype=None, device=torch.device("cpu"))
@@ -73,7 +73,7 @@ def test_a_packed_matrix_of_latents_is_the_stock_one(tmp_path):
     assert packed.packed() is packed
 
 
-def test_an_adapter_of_that_matrix_is_merged(tmp_path):
+def test_an_adapter_of_the_latent_projection_is_merged(tmp_path):
     folder = random_checkpoint(tmp_path / "model", "deepseekv3")
     generator = torch.Generator().manual_seed(1)
     rows, rank = stored(folder)[KV_B].shape
@@ -91,7 +91,7 @@ def test_an_adapter_of_that_matrix_is_merged(tmp_path):
 
 
 @pytest.mark.parametrize("family", ["deepseekv3", "glm4moelite", "glm4moe"])
-def test_layers_that_predict_further_ahead_are_not_read(family, tmp_path):
+def test_mtp_layers_are_not_read(family, tmp_path):
     experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
     folder = random_checkpoint(tmp_path, family, **experts)
     before = onward.load(folder).logits(IDS)
@@ -103,7 +103,7 @@ def test_layers_that_predict_further_ahead_are_not_read(family, tmp_path):
         onward.load(folder)
 
 
-def test_experts_in_one_tensor_are_those_of_each(tmp_path):
+def test_stacked_experts_equal_separate_ones(tmp_path):
     folder = random_checkpoint(tmp_path, "mistral4")
     before, tensors = onward.load(folder).logits(IDS), stored(folder)
     for layer in (0, 1):
@@ -149,13 +149,13 @@ def test_experts_in_one_tensor_are_those_of_each(tmp_path):
         ("mistral4", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "mscale": 1.0}}, "no field 'mscale'"),
     ],
 )
-def test_a_field_that_does_not_fit_is_named(family, fields, message):
+def test_invalid_fields_are_named(family, fields, message):
     read_config(tiny_config(family))
     with pytest.raises(ConfigError, match=message):
         read_config(tiny_config(family, **fields))
 
 
-def test_yarn_sharpens_the_products_where_a_config_says_so():
+def test_mscale_all_dim_of_yarn_scales_the_scores():
     rope = {"rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 64, "mscale": 1.0}
     plain = read_config(tiny_config("deepseekv3", rope_scaling=rope)).layers[0].mixer.scale
     sharp = read_config(tiny_config("deepseekv3", rope_scaling=rope | {"mscale_all_dim": 1.0})).layers[0].mixer.scale
@@ -163,7 +163,7 @@ def test_yarn_sharpens_the_products_where_a_config_says_so():
     assert sharp == pytest.approx(plain * (0.1 * 3.6888794541139363 + 1) ** 2)  # ln 40
 
 
-def test_a_mistral_4_without_rope_fields_has_those_of_transformers():
+def test_a_mistral4_config_without_rope_has_transformers_defaults():
     config = {name: value for name, value in tiny_config("mistral4").items() if not name.startswith("rope")}
     mixer = read_config(config).layers[0].mixer
     assert (mixer.rope.scaling.kind, mixer.rope.scaling.factor, mixer.query_growth.beta) == ("yarn", 128.0, 0.1)

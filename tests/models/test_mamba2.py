@@ -27,7 +27,7 @@ MODELS = {
 @pytest.mark.parametrize("family", MODELS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("format", [None, "int8", "int4"])
-def test_bits_depend_on_the_text_alone(family, dtype, format, tmp_path):
+def test_bits_depend_only_on_the_text(family, dtype, format, tmp_path):
     source = random_checkpoint(tmp_path / "source", family, dtype=dtype, **MODELS[family])
     lm = onward.load(source, quantize=format)
     assert_bits_depend_on_the_text_alone(lm, IDS, new_tokens=40)
@@ -36,7 +36,7 @@ def test_bits_depend_on_the_text_alone(family, dtype, format, tmp_path):
         assert torch.equal(onward.load(tmp_path / "small").logits(IDS), lm.logits(IDS))
 
 
-def test_heads_of_a_group_share_what_is_kept_of_keys(tmp_path):
+def test_heads_of_a_group_share_cached_keys(tmp_path):
     lm = onward.load(random_checkpoint(tmp_path, "bamba"))
     inputs, state, held = lm.new_cache(1, max_len=64).states
     assert inputs.shape == (1, 2, 4 - 1 + 16, 64 + 2 * 2 * 12)
@@ -44,7 +44,7 @@ def test_heads_of_a_group_share_what_is_kept_of_keys(tmp_path):
     assert held.shape == (1, 2)
 
 
-def test_a_layer_may_keep_keys_and_a_state():
+def test_a_layer_may_cache_keys_and_a_state():
     decoder = read_config(tiny_config("falconh1"))
     assert isinstance(decoder.layers[0].mixer, ParallelMixer)
     assert [type(kept) for kept in decoder.cached] == [LayerShape] * 2
@@ -53,7 +53,7 @@ def test_a_layer_may_keep_keys_and_a_state():
     assert len(decoder.schedules) == 1
 
 
-def test_layers_of_one_block_have_the_places_of_those_that_keep_something():
+def test_only_layers_with_a_mixer_have_places_in_the_cache():
     decoder = read_config(tiny_config("nemotronh", hybrid_override_pattern="M*-M*E", num_hidden_layers=6))
     assert [layer.mixer is None for layer in decoder.layers] == [False, False, True, False, False, True]
     assert [layer.feed_forward is None for layer in decoder.layers] == [True, True, False, True, True, False]
@@ -61,7 +61,7 @@ def test_layers_of_one_block_have_the_places_of_those_that_keep_something():
     assert [place for place, layer in zip(decoder.places(), decoder.layers, strict=True) if layer.mixer] == [0, 0, 1, 1]
 
 
-def test_configs_of_the_hub_are_read():
+def test_configs_on_the_hub_are_read():
     """Those of granite-4.0-h-tiny, granite-4.0-micro, Falcon-H1-0.5B and Nemotron-H-8B, without what nobody reads."""
     common = {"vocab_size": 1000, "num_attention_heads": 12, "num_key_value_heads": 4, "max_position_embeddings": 4096}
     granite = common | {
@@ -137,6 +137,6 @@ def test_configs_of_the_hub_are_read():
         ("nemotronh", {"n_group": 3}, r"n_group \(3\) must divide 4 experts"),
     ],
 )
-def test_a_field_that_does_not_fit_is_named(family, fields, message):
+def test_invalid_fields_are_named(family, fields, message):
     with pytest.raises(ConfigError, match=message):
         read_config(tiny_config(family, **fields))

@@ -8,5 +8,5 @@ from onward.models.blocks.recurrent import GatedDelta, Mamba2, ParallelMixer, Sh
 
 @pytest.mark.parametrize("mixer", [Attention, GatedDelta, ShortConvMixer, Mamba2, LatentAttention, ParallelMixer])
 @pytest.mark.parametrize("name", ["cached", "rope"])
-def test_every_mixer_declares_what_a_decoder_asks(mixer: type, name: str) -> None:
+def test_every_mixer_declares_the_interface_of_decoders(mixer: type, name: str) -> None:
     assert hasattr(mixer, name) or name in mixer.__dataclass_fields__

@@ -106,7 +106,7 @@ CONFIGS = [
 ]
 
 
-def test_the_modes_see_what_they_are_for():
+def test_the_modes_detect_host_reads():
     x = torch.tensor([1, 0])
     reads = [
         x.tolist,
@@ -155,7 +155,7 @@ def test_a_step_of_every_family_reads_nothing_on_the_host(as_on_a_gpu, family, o
 @pytest.mark.parametrize("with_sinks", [False, True])
 @pytest.mark.parametrize("softcap", [0.0, 0.7])
 @pytest.mark.parametrize("tokens", [1, 4])
-def test_the_definition_over_all_rows_is_that_of_each_alone(tokens, softcap, window, with_sinks):
+def test_the_definition_over_all_rows_equals_each_row_alone(tokens, softcap, window, with_sinks):
     """Whatever lies past the rows' ends. Both sum S <= 24 products in float32, in orders of their own: each is within
     S / 2 * 2^-23 of the exact sum of values below 4, so 24 * 2^-23 * 4 apart at the most; a softmax sums to 1."""
     generator = torch.Generator().manual_seed(4)

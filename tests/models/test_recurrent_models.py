@@ -50,7 +50,7 @@ def test_logits_do_not_depend_on_the_chunks(lm, chunk):
 
 
 @pytest.mark.parametrize("options", [{"temperature": 0}, SAMPLED])
-def test_a_batch_is_its_rows(lm, options):
+def test_batched_equals_alone(lm, options):
     alone = [ids(lm.generate(prompt, **options)) for prompt in PROMPTS]
     assert [ids(one) for one in lm.generate(PROMPTS, **options)] == alone
     assert [ids(one) for one in lm.generate(PROMPTS, cache=lm.new_cache(len(PROMPTS)), **options)] == alone
@@ -77,7 +77,7 @@ class Echo:
 
 
 @pytest.mark.parametrize("longest", [1, 4, 15, 40])
-def test_drafted_is_plain(lm, longest):
+def test_drafted_equals_plain(lm, longest):
     plain = [ids(lm.generate(prompt, **SAMPLED)) for prompt in PROMPTS]
     drafter = Echo({tuple(prompt): text for prompt, text in zip(PROMPTS, plain, strict=True)})
     drafted = lm.generate(PROMPTS, draft=Speculator(drafter, length=longest), **SAMPLED)
@@ -105,7 +105,7 @@ def test_samples_and_beams_of_one_prompt(lm):
     ) == ids(searched)
 
 
-def test_a_session_goes_on_and_is_edited(lm, tmp_path):
+def test_a_session_continues_and_is_edited(lm, tmp_path):
     session = Session(lm)
     first = session.generate(PROMPTS[0], **SAMPLED)
     longer = [*PROMPTS[0], *ids(first), 5, 6]
@@ -127,7 +127,7 @@ def test_a_session_goes_on_and_is_edited(lm, tmp_path):
         assert ids(again) == ids(lm.generate(edited, **SAMPLED))
 
 
-def test_prompts_that_begin_alike_go_on_from_kept_states():
+def test_common_prefixes_continue_from_cached_states():
     lm, empty = language_model(), language_model(prefix_memory=0)
     prompt = PROMPTS[0]
     first = lm.generate(prompt, **SAMPLED)
@@ -146,7 +146,7 @@ def test_prompts_that_begin_alike_go_on_from_kept_states():
 
 
 @pytest.mark.parametrize("running", [False, True], ids=["one after the other", "while the first runs"])
-def test_a_third_prompt_goes_on_from_where_the_second_left_the_first(running):
+def test_a_third_prompt_continues_where_the_second_diverged(running):
     """The states there are kept by the second, whose prompt is cut there; the first could not know of the place."""
     lm, empty = language_model(), language_model(prefix_memory=0)
     chance = random.Random(5)
@@ -195,7 +195,7 @@ def test_quantized(format):
     assert [ids(one) for one in quantized.generate(PROMPTS, draft="lookup", **SAMPLED)] == alone
 
 
-def test_programs_are_eager(lm):
+def test_programs_equal_eager(lm):
     eager = language_model(compile="eager")
     assert [ids(one) for one in eager.generate(PROMPTS, **SAMPLED)] == [
         ids(one) for one in lm.generate(PROMPTS, **SAMPLED)
@@ -203,7 +203,7 @@ def test_programs_are_eager(lm):
     assert "(torch)" not in str(lm.explain())
 
 
-def test_states_come_and_go_with_texts(lm):
+def test_states_are_allocated_and_freed_with_texts(lm):
     blocks = lm.model.new_blocks(8)
     slots = PagedCacheManager(blocks, max_len=256, cached_blocks=8)
     assert not slots.shares_rows
@@ -236,7 +236,7 @@ def test_the_text_part_of_a_checkpoint_with_vision(family, tmp_path, monkeypatch
     assert torch.equal(loaded.logits(PROMPTS[3]), onward.load(text).logits(PROMPTS[3]))
 
 
-def test_a_config_of_qwen3_5_with_experts_on_the_hub_is_read():
+def test_the_qwen3_5_moe_config_on_the_hub_is_read():
     """Fields that transformers' own class does not have, or has for other families."""
     always = {"attn_output_gate": True, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
     plain = tiny_config("qwen3_5moe")
@@ -250,7 +250,7 @@ def test_a_config_of_qwen3_5_with_experts_on_the_hub_is_read():
             read_config(plain | {name: False})
 
 
-def test_configs_that_cannot_be_served_are_refused():
+def test_unsupported_configs_are_refused():
     with pytest.raises(ConfigError, match="num_experts_per_tok"):
         tiny_model("qwen3next", num_experts=4, num_experts_per_tok=5)
     with pytest.raises(ConfigError, match="full_attention"):

@@ -84,5 +84,5 @@ def test_proportional(share, head_dim, factor):
 
 @pytest.mark.parametrize("share", [0.25, 0.5, 1.0])
 @pytest.mark.parametrize("rope", [YARN, LLAMA3, {"rope_type": "linear", "factor": 2.0}], ids=str)
-def test_a_part_of_the_head(rope, share):
+def test_partial_rotation_of_a_head(rope, share):
     check({"rope_theta": 10000.0, "partial_rotary_factor": share} | rope, 24)

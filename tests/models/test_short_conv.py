@@ -18,7 +18,7 @@ IDS = [(13 * i) % 258 for i in range(70)]
 @pytest.mark.parametrize("family", ["lfm2", "lfm2moe"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("format", [None, "int8", "int4"])
-def test_bits_depend_on_the_text_alone(family, dtype, format, tmp_path):
+def test_bits_depend_only_on_the_text(family, dtype, format, tmp_path):
     source = random_checkpoint(tmp_path / "source", family, dtype=dtype, num_hidden_layers=3)
     lm = onward.load(source, quantize=format)
     assert_bits_depend_on_the_text_alone(lm, IDS, new_tokens=40)
@@ -35,7 +35,7 @@ def test_a_state_is_the_last_inputs(tmp_path):
     assert held.shape == (1, 2)
 
 
-def test_a_config_of_the_hub_is_read():
+def test_the_config_on_the_hub_is_read():
     """The config of LFM2-1.2B, in which sizes have several names."""
     hub = {
         "architectures": ["Lfm2ForCausalLM"], "block_auto_adjust_ff_dim": True, "block_dim": 2048,
@@ -67,6 +67,6 @@ def test_a_config_of_the_hub_is_read():
         ({"block_multiple_of": "8"}, "'block_multiple_of' must be a whole number"),
     ],
 )
-def test_a_field_that_does_not_fit_is_named(fields, message):
+def test_invalid_fields_are_named(fields, message):
     with pytest.raises(ConfigError, match=message):
         read_config(tiny_config("lfm2", **fields))

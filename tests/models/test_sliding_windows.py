@@ -93,7 +93,7 @@ def test_ragged_batches(pair, options):
     assert [ids(one) for one in small.generate(PROMPTS, **options)] == alone
 
 
-def test_memory_is_that_of_the_window():
+def test_memory_is_limited_by_the_window():
     """However long the text: a window of 70 positions touches three blocks of 64 at most."""
     lm, length = language_model(model()), 600 if FULL else 200
     longest = 0
@@ -114,7 +114,7 @@ def test_memory_is_that_of_the_window():
 
 
 @pytest.mark.parametrize("length", [1, 15, 60])
-def test_drafts_taken_back_across_the_edge_of_a_window(pair, length):
+def test_drafts_rejected_across_the_edge_of_a_window(pair, length):
     lm, whole = pair
     plain = [ids(whole.generate(prompt, **SAMPLED)) for prompt in PROMPTS]
 
@@ -158,7 +158,7 @@ def test_samples_and_beams_of_one_prompt(pair):
         assert blocks_in_use(check(lm)) == 0
 
 
-def test_a_session_goes_on_and_is_edited(pair, tmp_path):
+def test_a_session_continues_and_is_edited(pair, tmp_path):
     windowed, whole = pair
     lm = language_model(windowed.model)  # with no other texts
     session = Session(lm)
@@ -189,7 +189,7 @@ def test_a_session_goes_on_and_is_edited(pair, tmp_path):
     assert ids(again) == ids(whole.generate([*prompt[:50], 7], **SAMPLED))
 
 
-def test_a_chat_finds_the_end_of_its_last_answer(pair):
+def test_a_chat_reuses_its_past_up_to_the_last_answer(pair):
     lm, whole = pair
     lm = language_model(lm.model)
     text, new = list(PROMPTS[0]), []
@@ -272,7 +272,7 @@ def text_bytes(model, length):
     return blocks * whole + min(blocks, 4) * window
 
 
-def test_programs_are_not_traced_anew_as_texts_grow(monkeypatch):
+def test_programs_are_not_retraced_as_texts_grow(monkeypatch):
     lm = language_model(model())
     lm.generate(PROMPTS[0], max_new_tokens=10, **SAMPLED)
     monkeypatch.setattr("onward.program.compiled.trace", lambda *_, **__: pytest.fail("a program is traced anew"))

@@ -47,7 +47,7 @@ def warnings_of(*lms):
     return [str(warning.message) for warning in caught]
 
 
-def test_a_forward_that_cannot_be_traced_names_its_line_once():
+def test_an_untraceable_forward_names_its_line_once():
     lm = onward.LanguageModel(untraceable())
     (message,) = warnings_of(lm, lm, onward.LanguageModel(untraceable(1)))
     assert "test_slow_for_a_reason.py:" in message
@@ -55,12 +55,12 @@ def test_a_forward_that_cannot_be_traced_names_its_line_once():
     assert 'compile="eager" silences this' in message
 
 
-def test_a_second_forward_is_not_lost_behind_the_first():
+def test_a_second_untraceable_forward_also_warns():
     messages = warnings_of(*map(onward.LanguageModel, (untraceable(), other_untraceable())))
     assert len(set(messages)) == len(messages) == 2
 
 
-def test_a_forward_that_is_wrong_is_not_called_slow():
+def test_an_invalid_forward_is_not_reported_as_slow():
     def bare_logits(tokens, offsets, cache, params):
         return torch.zeros(*tokens.shape, 8)
 
@@ -70,7 +70,7 @@ def test_a_forward_that_is_wrong_is_not_called_slow():
             onward.decode(bare_logits, cache={}, params={}, first_token=3, max_new_tokens=3)
 
 
-def test_who_asks_for_eager_hears_nothing():
+def test_compile_eager_gives_no_warning():
     onward.LanguageModel(untraceable(), compile="eager").generate([1], max_new_tokens=2)
 
 
@@ -92,13 +92,13 @@ def said(compiles, **environment):
     return done.stdout.strip()
 
 
-def test_a_machine_without_kernels_says_what_is_missing_once(tmp_path):
+def test_missing_kernels_are_reported_once(tmp_path):
     (line,) = said(["auto", "auto"], ONWARD_NATIVE_DIR=str(tmp_path)).splitlines()
     assert line.startswith("OnwardWarning no native kernels were built when onward was installed")
     assert str(tmp_path) in line
     assert "Install a C++17 compiler" in line
 
 
-def test_a_machine_without_kernels_is_silent_where_that_was_asked_for(tmp_path):
+def test_missing_kernels_are_not_reported_if_disabled_on_purpose(tmp_path):
     assert said(["eager"], ONWARD_NATIVE_DIR=str(tmp_path)) == ""
     assert said(["auto"], ONWARD_NATIVE_DIR=str(tmp_path), ONWARD_OPS="definition") == ""

@@ -40,7 +40,7 @@ def assert_equal_to(lm: onward.LanguageModel, want: dict[str, torch.Tensor], ids
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_hidden_states_are_those_of_transformers(family, tmp_path):
+def test_hidden_states_equal_transformers(family, tmp_path):
     folder = random_checkpoint(tmp_path, family, seed=3, sliding_window=7)
     module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     assert_equal_to(onward.load(folder), theirs(module, IDS), IDS)
@@ -48,7 +48,7 @@ def test_hidden_states_are_those_of_transformers(family, tmp_path):
 
 @pytest.mark.parametrize("family", ["gpt2", "opt", "stablelm", "gemma2", "phi", "mixtral"])
 @pytest.mark.parametrize("via", ["transformers", "from_module"])
-def test_models_of_transformers_have_the_taps_of_families(family, via, tmp_path):
+def test_transformers_models_have_the_taps_of_families(family, via, tmp_path):
     module, ids = tiny_module(family), [token % 100 for token in IDS]
     want = theirs(module, ids)
     if via == "transformers":
@@ -62,7 +62,7 @@ def test_models_of_transformers_have_the_taps_of_families(family, via, tmp_path)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_tap_changes_no_bit_of_a_program_and_shows_the_bits_of_the_eager_forward(family):
+def test_a_tap_changes_no_bit_and_equals_the_eager_forward(family):
     model = tiny_model(family, dtype=torch.bfloat16 if family == "qwen3" else torch.float32)
     model = replace(model, params=pack_params(model.params))  # eager calls then multiply with the kernels too
     names = tuple(model.taps)
@@ -91,7 +91,7 @@ def test_a_tap_changes_no_bit_of_a_program_and_shows_the_bits_of_the_eager_forwa
         assert all(torch.equal(values[name], want[name]) for name in taps)
 
 
-def test_unused_taps_leave_a_program_byte_for_byte_as_it_is(monkeypatch):
+def test_unused_taps_leave_a_program_unchanged(monkeypatch):
     def image(model: onward.Model, rows: int, tokens: int) -> list[np.ndarray]:
         cache = model.new_cache(rows, 64)
         program = onward.compile(model.forward, params=model.params, cache=cache, tokens=0)
@@ -113,7 +113,7 @@ def own_forward(tokens, offsets, cache, params):
     return onward.tap(y, "more") @ params["head"], cache
 
 
-def test_functions_of_ones_own_have_taps_too():
+def test_custom_functions_have_taps_too():
     generator = torch.Generator().manual_seed(1)
     params = {name: torch.randn(*size, generator=generator) for name, size in (("table", (50, 8)), ("head", (8, 50)))}
     model = onward.Model(own_forward, params, lambda batch, max_len: torch.zeros(batch, 1), vocab_size=50)
@@ -131,7 +131,7 @@ def test_functions_of_ones_own_have_taps_too():
     ],
 )
 @pytest.mark.parametrize("compile", ["auto", "eager"])
-def test_a_wrong_tap_is_an_error_where_it_is_read(tapped, problem, compile):
+def test_an_invalid_tap_is_an_error_where_it_is_read(tapped, problem, compile):
     def forward(tokens, offsets, cache, params):
         x = params[tokens.long()]
         tapped(x)

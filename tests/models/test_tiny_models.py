@@ -20,7 +20,7 @@ IDS = [(11 * i) % 258 for i in range(23)]
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("shards", [1, 3])
-def test_transformers_reads_a_random_checkpoint_as_we_do(family, shards, tmp_path):
+def test_transformers_reads_a_random_checkpoint_like_onward(family, shards, tmp_path):
     folder = random_checkpoint(tmp_path / "new", family, shards=shards, seed=3, sliding_window=7)
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     with torch.no_grad():
@@ -29,14 +29,14 @@ def test_transformers_reads_a_random_checkpoint_as_we_do(family, shards, tmp_pat
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_tiny_model_is_its_random_checkpoint_in_memory(family, tmp_path):
+def test_a_tiny_model_equals_its_random_checkpoint(family, tmp_path):
     shape = {} if family == "nemotronh" else {"num_hidden_layers": 1}  # whose layers are of one block each
     in_memory = onward.LanguageModel(tiny_model(family, seed=5, **shape))
     on_disk = onward.load(random_checkpoint(tmp_path, family, seed=5, **shape))
     torch.testing.assert_close(on_disk.logits(IDS), in_memory.logits(IDS), rtol=0, atol=TOLERANCE)
 
 
-def test_the_seed_decides_the_weights():
+def test_the_seed_determines_the_weights():
     one, same, other = (onward.LanguageModel(tiny_model(seed=seed)).logits(IDS) for seed in (1, 1, 2))
     assert torch.equal(one, same)
     assert not torch.allclose(one, other)
@@ -47,7 +47,7 @@ def test_an_unknown_family_is_refused_by_name():
         tiny_model("gpt9")
 
 
-def test_poison_shows_in_the_logits_of_a_model_that_reads_it():
+def test_reading_poison_makes_logits_nan():
     model = tiny_model()
     cache = poison(model.new_cache(1, 8))
     tokens, offset = torch.zeros(1, 1, dtype=torch.int32), torch.tensor([3], dtype=torch.int32)

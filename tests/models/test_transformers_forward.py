@@ -28,14 +28,14 @@ def llama(tmp_path_factory):
 
 @pytest.mark.skipif(native.library() is None, reason="no native library was built")
 @pytest.mark.parametrize("family", FEW)
-def test_a_family_runs_as_the_page_says(family):
+def test_each_family_runs_as_documented(family):
     page = PAGE.read_text(encoding="utf-8")
     if f"transformers {transformers.__version__}." not in page:
         pytest.skip("the page was written with another version of transformers")
     assert outcome(attempt(family)) == outcomes_of(page)[family]
 
 
-def test_rows_come_and_go(llama):
+def test_rows_join_and_leave(llama):
     model, lm = llama
     cases = prompts_for(model)
     with onward.Engine(lm) as engine:
@@ -46,7 +46,7 @@ def test_rows_come_and_go(llama):
         assert [one.result().token_ids for one in asked] == [text for _, text in (*cases, *cases)]
 
 
-def test_a_prompt_that_begins_as_another_is_not_processed_again(llama):
+def test_a_common_prefix_is_not_processed_again(llama):
     model, lm = llama
     prompt = torch.randint(2, 100, (90,), generator=torch.Generator().manual_seed(5)).tolist()
     expected = greedy(model, prompt)
@@ -57,7 +57,7 @@ def test_a_prompt_that_begins_as_another_is_not_processed_again(llama):
     assert again.cached_tokens > 0
 
 
-def test_a_rows_bits_do_not_depend_on_its_neighbours(llama):
+def test_a_rows_bits_do_not_depend_on_its_neighbors(llama):
     _, lm = llama
     prompts = [list(range(2, 2 + length)) for length in (17, 5, 30)]
     options = {"max_new_tokens": 20, "temperature": 1.0, "seed": 3, "logprobs": 3, "ignore_eos": True}
@@ -80,7 +80,7 @@ def test_weights_may_be_quantized(tmp_path):
     assert lm.model.nbytes < 0.5 * onward.load(tmp_path, via="transformers").model.nbytes
 
 
-def test_a_family_of_ours_comes_first(tmp_path, llama):
+def test_built_in_families_take_precedence(tmp_path, llama):
     llama[0].save_pretrained(tmp_path)
     ours = onward.load(tmp_path)
     assert type(ours.model.forward) is not type(llama[1].model.forward)
@@ -88,7 +88,7 @@ def test_a_family_of_ours_comes_first(tmp_path, llama):
     torch.testing.assert_close(ours.logits(ids), llama[1].logits(ids), rtol=0, atol=TOLERANCE)
 
 
-def test_auto_takes_transformers_where_there_is_no_family(tmp_path):
+def test_auto_uses_transformers_for_other_families(tmp_path):
     tiny_model("gpt_neox").save_pretrained(tmp_path)
     assert onward.load(tmp_path).generate([1, 2, 3], max_new_tokens=2).token_ids
     with pytest.raises(UnsupportedArchitectureError, match="GPTNeoXForCausalLM"):
@@ -103,7 +103,7 @@ def test_bad_arguments(tmp_path, llama):
         onward.load(tmp_path, via="transformers", name_map={})
 
 
-def test_weights_that_do_not_fit_are_said(tmp_path, llama):
+def test_mismatched_weights_are_named(tmp_path, llama):
     from safetensors.torch import load_file, save_file
 
     llama[0].save_pretrained(tmp_path)
@@ -120,13 +120,13 @@ def test_weights_that_do_not_fit_are_said(tmp_path, llama):
         onward.load(tmp_path, via="transformers")
 
 
-def test_what_keeps_a_recurrent_state_is_refused_with_the_reason(tmp_path):
+def test_recurrent_models_are_refused_with_the_reason(tmp_path):
     tiny_model("mamba").save_pretrained(tmp_path)
     with pytest.raises(RequestError, match="MambaForCausalLM cannot be decoded as it is"):
         onward.load(tmp_path, via="transformers")
 
 
-def test_masks_are_read_for_what_they_show():
+def test_masks_are_recognized_by_their_values():
     from transformers import masking_utils as masks
 
     assert _window(masks.causal_mask_function, None) is None

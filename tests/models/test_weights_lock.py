@@ -40,7 +40,7 @@ def test_forwards_run_together_and_an_update_waits_for_them():
     assert events == [0, 1, "update"]
 
 
-def test_forwards_wait_for_an_update_and_one_inside_another_does_not():
+def test_forwards_wait_for_an_update_but_nested_ones_do_not():
     lock, events = WeightsLock(), []
     is_running, may_nest = threading.Event(), threading.Event()
 
@@ -82,7 +82,7 @@ def test_an_update_inside_a_forward_is_refused():
     lock.check_outside()  # a copy is another lock
 
 
-def test_an_update_that_fails_lets_forwards_run():
+def test_a_failed_update_lets_forwards_run():
     lock = WeightsLock()
     with lock.reading():
         pass
@@ -96,7 +96,7 @@ def test_an_update_that_fails_lets_forwards_run():
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_child_does_not_wait_for_threads_that_it_lacks():
+def test_a_forked_child_does_not_wait_for_the_parents_threads():
     lock, is_writing, end = WeightsLock(), threading.Event(), threading.Event()
     with lock.reading():
         pass

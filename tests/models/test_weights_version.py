@@ -88,7 +88,7 @@ def test_a_write_in_inference_mode_to_weights_loaded_in_it(write, tmp_path):
         _is_fresh_after(lm, lambda: write(lm))
 
 
-def test_writes_to_tensors_that_were_made_in_inference_mode_cannot_be_counted_and_so_nothing_is_found():
+def test_inference_mode_tensors_reuse_no_prefix():
     with torch.inference_mode():
         model = tiny_model()
         first = next(leaf for leaf in torch.utils._pytree.tree_leaves(model.params) if isinstance(leaf, torch.Tensor))
@@ -154,7 +154,7 @@ def test_programs_read_new_memory_of_the_weights(write, tmp_path):
 
 
 @pytest.mark.parametrize("prompt", [[7], PROMPT], ids=["one id", "more than a block"])
-def test_a_call_reads_new_memory_of_weights_whose_former_memory_is_kept(prompt, tmp_path):
+def test_a_call_reads_new_memory_while_the_old_one_exists(prompt, tmp_path):
     lm = onward.load(random_checkpoint(tmp_path / "model", "qwen3"))
     tensors = [leaf for leaf in torch.utils._pytree.tree_leaves(lm.model.params) if isinstance(leaf, torch.Tensor)]
     before = _found(lm, prompt)
@@ -169,7 +169,7 @@ def test_a_call_reads_new_memory_of_weights_whose_former_memory_is_kept(prompt, 
 
 
 @pytest.mark.parametrize("is_kept", [True, False])
-def test_weights_that_move_within_a_stream_are_never_read_from_freed_memory(is_kept, tmp_path):
+def test_weights_moved_during_a_stream_are_never_read_from_freed_memory(is_kept, tmp_path):
     lm = onward.load(random_checkpoint(tmp_path / "model", "qwen3"))
     tensors = [leaf for leaf in torch.utils._pytree.tree_leaves(lm.model.params) if isinstance(leaf, torch.Tensor)]
     options = {"max_new_tokens": 12, "temperature": 0.0, "logprobs": 0, "ignore_eos": True}
@@ -200,7 +200,7 @@ def _compiled_product():
 
 @pytest.mark.skipif(usable_library() is None, reason="there are no programs without kernels")
 @pytest.mark.parametrize("change", ["freed", "shape"])
-def test_a_program_whose_params_are_gone_says_so(change):
+def test_a_program_without_its_params_raises(change):
     params, run = _compiled_product()
     before = run()
     if change == "freed":
@@ -240,7 +240,7 @@ def test_a_session_does_not_mix_autocast_with_float32():
     assert [token.chosen for token in continued.logprobs] == [token.chosen for token in fresh.logprobs]
 
 
-def test_without_a_write_snapshots_are_equal_and_a_prefix_is_found():
+def test_unchanged_weights_have_equal_versions_and_reuse_prefixes():
     model = tiny_model()
     version, session = WeightsVersion(model), onward.Session(onward.LanguageModel(model))
     session.generate(PROMPT, max_new_tokens=4)

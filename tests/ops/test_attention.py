@@ -62,7 +62,7 @@ def qkv(queries, keys, heads, dtype=torch.float32, batch=2):
 @pytest.mark.parametrize("which", FORMS)
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 @pytest.mark.parametrize("heads", HEADS, ids=str)
-def test_attention_without_a_mask_is_its_definition(which, lengths, heads):
+def test_attention_without_a_mask_equals_its_definition(which, lengths, heads):
     q, k, v = qkv(*lengths, heads)
     assert_within(FORMS[which](q, k, v), *definition(q, k, v))
     assert_within(FORMS[which](q, k, v, scale=0.7), *definition(q, k, v, scale=0.7))
@@ -72,7 +72,7 @@ def test_attention_without_a_mask_is_its_definition(which, lengths, heads):
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 @pytest.mark.parametrize("window", [None, 1, 5, 40, 150])
-def test_causal_is_aligned_to_the_bottom_right_and_a_window_ends_at_the_query(which, lengths, heads, window):
+def test_causal_is_aligned_bottom_right_and_windows_end_at_the_query(which, lengths, heads, window):
     q, k, v = qkv(*lengths, heads)
     visible = bottom_right(*lengths, window)
     assert_within(FORMS[which](q, k, v, causal=True, window=window), *definition(q, k, v, visible=visible))
@@ -81,7 +81,7 @@ def test_causal_is_aligned_to_the_bottom_right_and_a_window_ends_at_the_query(wh
 @pytest.mark.parametrize("which", FORMS)
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
-def test_short_dtypes_lose_no_more_than_their_rounding(which, dtype, lengths):
+def test_short_dtypes_lose_only_their_rounding(which, dtype, lengths):
     q, k, v = qkv(*lengths, (4, 2, 16), dtype)
     got = FORMS[which](q, k, v, causal=True, window=5)
     assert got.dtype == dtype
@@ -92,7 +92,7 @@ def test_short_dtypes_lose_no_more_than_their_rounding(which, dtype, lengths):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 @pytest.mark.parametrize("softcap", [0.5, 20])
-def test_a_softcap_comes_before_the_mask(which, dtype, lengths, softcap):
+def test_a_softcap_is_applied_before_the_mask(which, dtype, lengths, softcap):
     q, k, v = qkv(*lengths, (4, 2, 16), dtype)
     got = FORMS[which](3 * q, k, v, causal=True, softcap=softcap)
     assert_within(got, *definition(3 * q, k, v, visible=bottom_right(*lengths), softcap=softcap))
@@ -102,7 +102,7 @@ def test_a_softcap_comes_before_the_mask(which, dtype, lengths, softcap):
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 @pytest.mark.parametrize("widths", [(24, 16), (16, 24), (33, 5)], ids=str)
 @pytest.mark.parametrize("causal", [False, True])
-def test_values_may_be_of_another_width(which, lengths, widths, causal):
+def test_values_may_have_another_width(which, lengths, widths, causal):
     q, k, _ = qkv(*lengths, (4, 2, widths[0]))
     _, _, v = qkv(*lengths, (4, 2, widths[1]))
     got = FORMS[which](q, k, v, causal=causal)
@@ -110,7 +110,7 @@ def test_values_may_be_of_another_width(which, lengths, widths, causal):
     assert_within(got, *definition(q, k, v, visible=bottom_right(*lengths) if causal else None))
 
 
-def test_fewer_queries_over_the_same_keys_are_the_last_of_the_whole():
+def test_fewer_queries_equal_the_last_rows_of_the_whole():
     q, k, v = qkv(33, 33, (4, 2, 16))
     whole = ops.scaled_dot_product_attention(q, k, v, causal=True)
     last = ops.scaled_dot_product_attention(q[:, :, -7:], k, v, causal=True)
@@ -125,7 +125,7 @@ ROOM = 40
 @pytest.mark.parametrize("tokens", [1, 3, 10])
 @pytest.mark.parametrize("window", [None, 1, 4, 100])
 @pytest.mark.parametrize("heads", HEADS, ids=str)
-def test_cached_attention_reads_each_row_to_its_own_length_and_no_further(tokens, window, heads):
+def test_cached_attention_reads_each_row_to_its_own_length(tokens, window, heads):
     """Every position that no query of the row may see is NaN: past its last one, and before its window."""
     q, keys, values = qkv(tokens, ROOM, heads, batch=len(OFFSETS))
     want = []
@@ -140,7 +140,7 @@ def test_cached_attention_reads_each_row_to_its_own_length_and_no_further(tokens
     assert_within(got, torch.cat([exact for exact, _ in want]), max(bound for _, bound in want))
 
 
-def test_cached_attention_refuses_positions_that_the_cache_does_not_hold():
+def test_cached_attention_refuses_positions_past_the_cache():
     q, keys, values = qkv(3, 8, (4, 2, 16))
     with pytest.raises(RequestError, match="8 positions has no room for"):
         ops.cached_attention(q, keys, values, torch.tensor([0, 6], dtype=torch.int32))
@@ -148,13 +148,13 @@ def test_cached_attention_refuses_positions_that_the_cache_does_not_hold():
 
 @pytest.mark.parametrize("window", [0, -1])
 @pytest.mark.parametrize("queries", [1, 3])
-def test_a_window_that_a_query_itself_is_not_in_is_refused(queries, window):
+def test_a_window_that_excludes_the_query_is_refused(queries, window):
     with pytest.raises(RequestError, match=f"window must be .* got {window}"):
         ops.scaled_dot_product_attention(*qkv(queries, 5, (2, 1, 4)), causal=True, window=window)
 
 
 @pytest.mark.parametrize("softcap", [0, -1.0, float("inf"), float("nan"), True, "50"])
-def test_a_softcap_that_is_no_finite_number_above_0_is_refused(softcap):
+def test_a_softcap_must_be_finite_and_positive(softcap):
     with pytest.raises(RequestError, match=f"softcap must be .* got {softcap!r}"):
         ops.scaled_dot_product_attention(*qkv(1, 5, (2, 1, 4)), softcap=softcap)
 
@@ -180,6 +180,6 @@ def test_an_unknown_option_raises():
         ((1, 2, 1, 4), (1, 0, 5, 4), (1, 0, 5, 4)),  # no keys for any head
     ],
 )
-def test_shapes_that_do_not_fit_are_refused(shapes):
+def test_mismatched_shapes_are_refused(shapes):
     with pytest.raises(RequestError, match=r"expects k \[B, G, S, D\] and v \[B, G, S, E\]"):
         ops.scaled_dot_product_attention(*(random(*shape) for shape in shapes))

@@ -52,7 +52,7 @@ CASES = {
 @pytest.mark.parametrize("low", LOW)
 @pytest.mark.parametrize("dtypes", ["float32", "low", "x low", "y low"])
 @pytest.mark.parametrize("name", CASES)
-def test_an_op_under_autocast_is_torchs_own(name, dtypes, low, grad):
+def test_an_op_under_autocast_equals_torch(name, dtypes, low, grad):
     ours, torchs = CASES[name]
     x_dtype = low if dtypes in ("low", "x low") else torch.float32
     y_dtype = low if dtypes in ("low", "y low") else torch.float32
@@ -82,7 +82,7 @@ def test_a_cache_of_another_dtype_is_written_and_attended(low):
     assert torch.equal(out, ops.cached_attention(q, keys.to(low), values.to(low), offsets))
 
 
-def test_a_packed_or_quantized_weight_gives_the_autocast_dtype():
+def test_packed_and_quantized_weights_give_the_autocast_dtype():
     from onward.quantization import quantize_int8
 
     weight, x = some(32, 16), some(3, 16, seed=1)

@@ -73,7 +73,7 @@ def test_without_gradients_it_gives_the_loss_of_the_whole_sequence(dtype, paged)
     assert abs(float(whole - cached)) <= 4 * 20 * UNIT[dtype]
 
 
-def test_the_gradient_over_whole_sequences_is_the_difference_of_what_the_kernels_compute():
+def test_the_gradient_equals_finite_differences_of_the_kernels():
     module = Gpt(torch.float32)
     parameters = list(module.parameters())
     gradients = torch.autograd.grad(_loss(module), parameters)

@@ -14,7 +14,7 @@ PLAIN = RotarySchedule(16, 10000.0, Unscaled(CONTEXT))
 
 @pytest.mark.parametrize("size", ODD_SIZES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_rms_norm_is_its_definition(dtype, size):
+def test_rms_norm_equals_its_definition(dtype, size):
     x, weight = random(3, 5, size, dtype=dtype), random(size, dtype=dtype, seed=1)
     x64 = x.to(torch.float64)
     exact = x64 / (x64.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.to(torch.float64)
@@ -47,7 +47,7 @@ def test_rms_norm_squares_in_float32():
 
 @pytest.mark.parametrize("size", ODD_SIZES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_swiglu_is_its_definition(dtype, size):
+def test_swiglu_equals_its_definition(dtype, size):
     gate, up = 4 * random(3, size, dtype=dtype), random(3, size, dtype=dtype, seed=1)
     g64, u64 = gate.to(torch.float64), up.to(torch.float64)
     exact = g64 * g64.sigmoid() * u64
@@ -63,7 +63,7 @@ def radians(batch, tokens, pairs):
 @pytest.mark.parametrize("tokens", [1, 3, 33])
 @pytest.mark.parametrize("pairs", [1, 3, 16])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_rotate_turns_pairs_as_complex_numbers(dtype, pairs, tokens):
+def test_rotate_equals_complex_multiplication(dtype, pairs, tokens):
     x = random(2, 3, tokens, 2 * pairs, dtype=dtype)
     angle = radians(2, tokens, pairs)
     x64 = x.to(torch.float64)
@@ -78,7 +78,7 @@ def test_rotate_turns_pairs_as_complex_numbers(dtype, pairs, tokens):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_interleaved_pairs_are_neighbours(dtype):
+def test_interleaved_pairs_are_adjacent(dtype):
     x, turned = random(2, 3, 5, 17, dtype=dtype), list(range(0, 8, 2)) + list(range(1, 8, 2))
     cos, sin = ops.rotary_angles(radians(2, 5, 4))
     want = x.clone()
@@ -87,7 +87,7 @@ def test_interleaved_pairs_are_neighbours(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_rotate_passes_features_past_the_pairs_through(dtype):
+def test_rotate_leaves_features_past_the_pairs_unchanged(dtype):
     x = random(2, 3, 5, 17, dtype=dtype)
     cos, sin = ops.rotary_angles(radians(2, 5, 4))
     got = ops.rotate(x, cos, sin)
@@ -102,12 +102,12 @@ def test_rotate_gives_each_row_its_own_angles():
     assert torch.equal(ops.rotate(x, cos, sin), torch.cat(alone))
 
 
-def test_position_zero_is_not_turned():
+def test_position_zero_is_not_rotated():
     x = random(1, 2, 1, 16)
     assert torch.equal(ops.rotate(x, *PLAIN.angles(torch.zeros(1, 1, dtype=torch.int32), CONTEXT)), x)
 
 
-def test_products_of_turned_vectors_depend_on_their_distance_alone():
+def test_products_of_rotated_vectors_depend_only_on_their_distance():
     q, k = random(1, 1, 1, 16), random(1, 1, 1, 16, seed=1)
 
     def product(query_at, key_at):
@@ -119,7 +119,7 @@ def test_products_of_turned_vectors_depend_on_their_distance_alone():
     assert product(13, 5) != pytest.approx(product(13, 6), abs=1e-2)
 
 
-def test_linear_scaling_divides_the_whole_position_not_the_index_alone():
+def test_linear_scaling_divides_the_whole_position():
     schedule = RotarySchedule(16, 10000.0, Linear(4.0, CONTEXT))
     offset, index = 40, torch.arange(8).unsqueeze(0)
     quarter = PLAIN.angles((offset + 4 * index) // 4, CONTEXT)

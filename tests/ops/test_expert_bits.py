@@ -26,7 +26,9 @@ few = settings(max_examples=25, suppress_health_check=[HealthCheck.function_scop
     data=st.data(),
 )
 @few
-def test_a_token_stands_alone(format, tokens, experts, chosen, widths, counts, biases, crowded, seed, data):
+def test_batched_token_equals_the_token_alone(
+    format, tokens, experts, chosen, widths, counts, biases, crowded, seed, data
+):
     weights = packed(layer(format, experts, *widths, biases=biases, seed=seed))
     x = random(tokens, widths[1], dtype=DTYPE_OF.get(format, torch.float32), seed=seed)
     ids, shares = routes(tokens, experts, min(chosen, experts), seed)
@@ -43,7 +45,7 @@ def test_a_token_stands_alone(format, tokens, experts, chosen, widths, counts, b
 
 @pytest.mark.parametrize("format", ["float32", "int8", "int4", "iq4_nl"])
 @pytest.mark.parametrize("activation", ["swiglu", "geglu", "geglu_tanh"])
-def test_one_expert_is_a_feed_forward(format, activation):
+def test_one_expert_equals_a_feed_forward(format, activation):
     weights = packed(layer(format, 3, 100, 130, biases=True))
     x = random(40, 130)
     chosen = torch.randint(0, 3, (40, 1), generator=torch.Generator().manual_seed(0)).to(torch.int32)

@@ -38,7 +38,7 @@ def test_the_sum_of_the_chosen_experts(size, format, biases):
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_experts_that_nobody_chose_are_not_read(format):
+def test_unchosen_experts_are_not_read(format):
     weights = packed(layer(format, 6, 40, 70))
     x, ids, shares = random(5, 70, dtype=DTYPE_OF.get(format, torch.float32)), torch.tensor([[1, 4]] * 5), None
     ids, shares = ids.to(torch.int32), random(5, 2)
@@ -52,7 +52,7 @@ def test_experts_that_nobody_chose_are_not_read(format):
 
 @pytest.mark.parametrize("dtype", DTYPE_OF)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_stock_experts_have_the_bits_of_packed_ones_alone_and_among_others(dtype, activation):
+def test_stock_and_packed_experts_have_equal_bits_alone_and_batched(dtype, activation):
     if ops.choice().form == "definition":
         pytest.skip("torch's product rounds a row by how many rows there are")
     weights = for_activation(layer(dtype, 6, 40, 70, biases=True), activation)
@@ -64,7 +64,7 @@ def test_stock_experts_have_the_bits_of_packed_ones_alone_and_among_others(dtype
         assert torch.equal(ops.experts(x[rows], ids[rows], shares[rows], **weights, activation=activation), whole[rows])
 
 
-def test_leading_dimensions_are_kept_and_strides_do_not_matter():
+def test_leading_dimensions_are_preserved_and_strides_do_not_matter():
     weights, x = packed(layer("float32", 4, 16, 32)), random(2, 3, 64)[..., ::2]
     ids, shares = ops.top_experts(random(2, 3, 4), 2)
     got = ops.experts(x, ids, shares, **weights)
@@ -80,7 +80,7 @@ def test_no_tokens_are_no_work():
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_gradients_are_those_of_the_sum(format):
+def test_gradients_equal_those_of_the_sum(format):
     weights = layer(format, 4, 16, 32)
     dtype = DTYPE_OF.get(format, torch.float32)
     x = random(3, 32, dtype=dtype).requires_grad_()
@@ -92,7 +92,7 @@ def test_gradients_are_those_of_the_sum(format):
     assert bool(shares.grad.any())
 
 
-def test_packed_experts_are_the_stock_ones_and_stay_packed():
+def test_packed_experts_equal_the_stock_ones_and_stay_packed():
     for dtype in DTYPE_OF.values():
         stock = random(3, 17, 33, dtype=dtype)
         once = ops.pack_experts(stock)
@@ -111,7 +111,7 @@ def test_quantized_experts_are_a_pytree_of_their_matrices():
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_a_program_computes_what_the_ops_do(format):
+def test_programs_equal_the_ops(format):
     dtype = DTYPE_OF.get(format, torch.float32)
     params = packed(layer(format, 8, 24, 40, biases=True))
     params |= {"table": ops.pack(random(16, 40, dtype=dtype)), "router": ops.pack(random(8, 40, dtype=dtype))}
@@ -151,12 +151,12 @@ BAD = {
 
 
 @pytest.mark.parametrize("message", BAD)
-def test_what_does_not_fit_is_one_clear_error(message):
+def test_wrong_shapes_and_dtypes_raise_one_error(message):
     with pytest.raises(RequestError, match=message):
         call(**BAD[message])
 
 
-def test_a_packed_layer_refuses_an_expert_that_is_none():
+def test_a_packed_layer_refuses_an_expert_out_of_range():
     weights = packed(layer("float32", 4, 16, 32))
     with pytest.raises(RequestError, match="lie in 0 … 3; got -1 … 0"):
         call(**weights, chosen=torch.tensor([[0, -1]] * 3, dtype=torch.int32))

@@ -61,7 +61,7 @@ def _unit(case: Case, dtype: torch.dtype) -> float:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", CASES)
-def test_gradients_are_those_of_the_formula_in_float64(name, dtype):
+def test_gradients_equal_the_formula_in_float64(name, dtype):
     case = CASES[name]
     leaves = _leaves(case, dtype)
     got = _gradients(case.call(leaves), leaves, case)
@@ -69,7 +69,7 @@ def test_gradients_are_those_of_the_formula_in_float64(name, dtype):
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.rounds])
-def test_gradients_are_the_differences_of_what_the_kernels_compute(name):
+def test_gradients_equal_finite_differences_of_the_kernels(name):
     case = CASES[name]
     leaves = _leaves(case, torch.float32)
     gradients = _gradients(case.call(leaves), leaves, case)
@@ -123,7 +123,7 @@ def test_torch_func_and_checkpoints_have_the_same_gradients(name):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", CASES)
-def test_a_result_has_the_same_bits_with_autograd_as_without(name, dtype):
+def test_results_have_the_same_bits_with_and_without_autograd(name, dtype):
     if ops.choice().form == "definition":
         pytest.skip("without kernels, a form without a gradient may read values to do less")
     case = CASES[name]
@@ -133,7 +133,7 @@ def test_a_result_has_the_same_bits_with_autograd_as_without(name, dtype):
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.reverse_only])
-def test_only_the_arguments_that_need_a_gradient_get_one(name):
+def test_only_arguments_that_require_a_gradient_get_one(name):
     case = CASES[name]
     leaves = _leaves(case, torch.float32)
     wanted = _gradients(case.call(leaves), leaves, case)
@@ -146,7 +146,7 @@ def test_only_the_arguments_that_need_a_gradient_get_one(name):
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.reverse_only and not case.rounds])
-def test_a_gradient_has_a_gradient(name):
+def test_gradients_of_gradients(name):
     """That of the sum of squares of the gradient: by the op, and by the formula in float64."""
     case = CASES[name]
 
@@ -269,7 +269,7 @@ def _in_order(name: str, arguments: dict[str, object]) -> list[object]:
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
 @pytest.mark.parametrize(("name", "argument"), FLOATS)
-def test_an_op_that_writes_to_an_argument_raises_where_a_gradient_is_asked_for(name, argument, dtype):
+def test_in_place_ops_raise_if_a_gradient_is_required(name, argument, dtype):
     public, arguments = REFUSED[name]
     if dtype == torch.float64 and not name.startswith("write_cache"):
         pytest.skip("it takes no float64")
@@ -308,7 +308,7 @@ def _with_tangent(call, arguments, argument):
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_write_within_vmap_is_that_of_each_by_itself(name):
+def test_a_write_within_vmap_equals_separate_writes(name):
     public, arguments = REFUSED[name]
     inputs = arguments(torch.float32)
     stacked = {n: torch.stack([v, 2 * v]) for n, v in inputs.items() if isinstance(v, Tensor) and n != "table"}
@@ -324,7 +324,7 @@ def test_a_write_within_vmap_is_that_of_each_by_itself(name):
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_it_runs_without_gradients_and_torch_counts_its_writes(name):
+def test_in_place_ops_run_without_gradients_and_bump_the_version(name):
     public, arguments = REFUSED[name]
     given = {n: v.requires_grad_() if n in ("new", "x", "qkv", "mixed") else v for n, v in arguments(DTYPES[0]).items()}
     written = given["cache" if "cache" in given else "state"]
@@ -338,7 +338,7 @@ def test_it_runs_without_gradients_and_torch_counts_its_writes(name):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_what_is_packed_rounded_or_counted_raises_where_a_gradient_is_asked_for(dtype):
+def test_packing_and_quantizing_raise_if_a_gradient_is_required(dtype):
     weight = random(3, 32).to(dtype).requires_grad_()
     for call in (
         lambda: ops.pack(weight),

@@ -21,7 +21,7 @@ def empty(batch, heads, positions, dim):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", [1, 8, 24, 64, 80, 128, 576])
-def test_rows_are_those_that_the_format_stores(form, dtype, dim):
+def test_rows_equal_those_stored_by_the_format(form, dtype, dim):
     new = random(2, 3, 20, dim).to(dtype)
     new[0, 0, :8] = torch.tensor([0.0, torch.inf, -torch.inf, torch.nan, 1e-38, 1e-5, 6e4, -6e4]).to(dtype)[:, None]
     new[0, 1, 0, 0], new[0, 1, 1, 0], new[0, 1, 2, dim // 2] = torch.nan, torch.inf, 5e4
@@ -36,7 +36,7 @@ def test_rows_are_those_that_the_format_stores(form, dtype, dim):
     assert torch.equal(cache[..., :dim], expected[..., :dim])
 
 
-def test_a_row_loads_within_half_a_step_of_what_was_stored():
+def test_a_row_loads_within_half_a_step_of_its_source():
     new = random(4, 2, 50, 64) * torch.logspace(-20, 20, 50).unsqueeze(1)
     step = new.abs().amax(-1, keepdim=True) / 127
     assert ((INT8.load(INT8.store(new)) - new).abs() <= step * (0.5 + 127 * 2**-22)).all()
@@ -52,7 +52,7 @@ def test_a_row_loads_within_half_a_step_of_what_was_stored():
     latent=st.booleans(), paged=st.booleans(), window=st.sampled_from((None, 1, 70)), with_sinks=st.booleans(),
     softcap=st.sampled_from((None, 1.5)), seed=st.integers(0, 2**31),
 )  # fmt: skip
-def test_attention_is_that_of_the_loaded_rows(
+def test_attention_equals_that_of_the_loaded_rows(
     form, dtype, batch, tokens, past, group, dim, latent, paged, window, with_sinks, softcap, seed
 ):
     """To the rounding of weights, of outputs and of sums of up to 830 products below 4 in magnitude: a weight is
@@ -100,7 +100,7 @@ def test_sums_of_the_largest_features_fit(form, dim, sign):
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 40])
-def test_queries_and_values_that_are_no_numbers_spoil_what_sees_them(form, tokens):
+def test_nonfinite_queries_and_values_reach_only_what_attends_to_them(form, tokens):
     """A query of zeros has the mean of its values, one with a NaN or an infinite feature has NaN, and so has whoever
     sees such a value."""
     heads, dim, past = 4, 64, 100

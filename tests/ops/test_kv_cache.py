@@ -35,7 +35,7 @@ def write(cache, layer, k, v, offsets):
     ops.write_cache(cache.values[layer], v, offsets)
 
 
-def test_each_row_is_written_at_its_own_positions_and_nothing_else_is_touched():
+def test_each_row_is_written_only_at_its_own_positions():
     cache = empty()
     k, v = random(3, 2, 3, 4), random(3, 2, 3, 4, seed=1)
     offsets = [0, 6, 2]
@@ -48,7 +48,7 @@ def test_each_row_is_written_at_its_own_positions_and_nothing_else_is_touched():
     assert cache.values[0].isnan().all()
 
 
-def test_writing_again_replaces():
+def test_writing_again_overwrites():
     cache = empty(batch=1)
     at = torch.tensor([4], dtype=torch.int32)
     write(cache, 0, random(1, 2, 1, 4), random(1, 2, 1, 4), at)
@@ -58,7 +58,7 @@ def test_writing_again_replaces():
     assert torch.equal(cache.values[0][:, :, 4:5], v)
 
 
-def test_a_row_that_would_run_over_the_end_is_refused():
+def test_a_row_past_the_end_is_refused():
     cache = empty()
     at = torch.tensor([0, 7, 0], dtype=torch.int32)
     with pytest.raises(RequestError, match="9 positions has no room for 3 at 7"):
@@ -74,7 +74,7 @@ def test_traced_and_eager_write_the_same():
     assert torch.equal(eager.values[0].nan_to_num(7.0), compiled.values[0].nan_to_num(7.0))
 
 
-def test_a_cache_says_how_large_it_is():
+def test_a_cache_reports_its_size():
     cache = empty(batch=3, max_len=9)
     assert (cache.batch, cache.max_len) == (3, 9)
     assert cache.nbytes == 2 * 2 * (3 * 2 * 9 * 4) * 4

@@ -17,7 +17,7 @@ def operands(tokens, heads, outputs, inputs, dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("tokens", [1, 3, 70])
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_every_form_is_the_product_of_each_head(tokens, sizes, dtype):
+def test_every_form_equals_the_product_of_each_head(tokens, sizes, dtype):
     x, weight = operands(tokens, *sizes, dtype)
     exact = torch.einsum("bthk,hnk->bthn", x.double(), weight.double())
     size = torch.einsum("bthk,hnk->bthn", x.double().abs(), weight.double().abs())
@@ -44,14 +44,14 @@ def test_packed_heads_have_the_bits_of_linear(form, tokens, threads, dtype):
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_a_part_of_wider_features_is_read_where_it_lies(packed):
+def test_a_slice_of_wider_features_is_read_in_place(packed):
     wide, weight = random(2, 3, 4, 20), random(4, 9, 12, seed=1)
     weight = ops.pack_experts(weight) if packed else weight
     for x in (wide[..., :12], wide[..., 8:], wide.transpose(1, 2).contiguous().transpose(1, 2)[..., :12]):
         assert torch.equal(ops.linear_by_head(x, weight), ops.linear_by_head(x.contiguous(), weight))
 
 
-def test_what_does_not_fit_is_said():
+def test_mismatched_shapes_are_refused():
     weight = random(4, 9, 12)
     for x in (random(2, 3, 12), random(2, 4, 11), random(2, 4, 12, dtype=torch.bfloat16)):
         with pytest.raises(RequestError, match=r"expects x \[\.\.\., H, K\] of its dtype; got x"):

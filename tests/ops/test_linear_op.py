@@ -30,7 +30,7 @@ def exact_and_bound(x, weight, bias):
 @pytest.mark.parametrize("tokens", [1, 3, 33])
 @pytest.mark.parametrize("outputs", [1, 17, 127])
 @pytest.mark.parametrize("inputs", ODD_SIZES)
-def test_every_form_is_the_matrix_product(which, dtype, tokens, outputs, inputs):
+def test_every_form_equals_the_matrix_product(which, dtype, tokens, outputs, inputs):
     x, weight = random(2, tokens, inputs, dtype=dtype), random(outputs, inputs, dtype=dtype, seed=1)
     for bias in (None, random(outputs, dtype=dtype, seed=2)):
         got = FORMS[which](x, weight, bias)
@@ -39,12 +39,12 @@ def test_every_form_is_the_matrix_product(which, dtype, tokens, outputs, inputs)
         assert_within(got, *exact_and_bound(x, weight, bias))
 
 
-def test_packing_twice_is_packing_once():
+def test_packing_twice_equals_packing_once():
     packed = ops.pack(random(17, 33))
     assert ops.pack(packed) is packed
 
 
-def test_embedding_looks_rows_up_unchanged():
+def test_embedding_returns_rows_unchanged():
     table = random(31, 17, dtype=torch.bfloat16)
     tokens = torch.tensor([[30, 0, 7], [7, 7, 1]], dtype=torch.int32)
     assert torch.equal(ops.embedding(tokens, table), table[tokens.long()])
@@ -53,7 +53,7 @@ def test_embedding_looks_rows_up_unchanged():
 @pytest.mark.parametrize("looked_up_by", ["native", "definition"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("inputs", ODD_SIZES)
-def test_rows_of_a_packed_table_are_those_of_the_stock_one(looked_up_by, dtype, inputs):
+def test_rows_of_a_packed_table_equal_the_stock_ones(looked_up_by, dtype, inputs):
     table = random(37, inputs, dtype=dtype)
     packed = ops.pack(table)
     if not isinstance(packed, ops.NativeWeight):

@@ -39,7 +39,7 @@ def drawn(rows, tokens, inputs, outputs, rank, count, dtype, seed=0, dora=False)
     st.sampled_from(DTYPES),
     st.booleans(),
 )
-def test_the_op_is_the_definition_in_float64(rows, tokens, inputs, outputs, rank, dtype, dora):
+def test_the_op_equals_the_definition_in_float64(rows, tokens, inputs, outputs, rank, dtype, dora):
     operands, extras = drawn(rows, tokens, inputs, outputs, rank, 4, dtype, seed=rows, dora=dora)
     got = ops.lora(*operands, **extras)
     expected = _lora.definition(
@@ -57,7 +57,7 @@ def test_the_op_is_the_definition_in_float64(rows, tokens, inputs, outputs, rank
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_row_is_the_same_alone(form, dtype):
+def test_batched_row_equals_the_row_alone(form, dtype):
     if form == "definition":
         pytest.skip("the definition's sums are torch's, whose order depends on the shape")
     operands, extras = drawn(8, 7, 50, 700, 5, 3, dtype, dora=True)
@@ -73,7 +73,7 @@ def test_a_row_is_the_same_alone(form, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_updates_in_8_bits_are_those_of_their_factors(dtype):
+def test_updates_in_8_bits_equal_those_of_their_factors(dtype):
     (x, y, _, _, slots, ranks), extras = drawn(5, 3, 37, 150, 6, 4, dtype, dora=True)
     ranks[1:] = 5
     g = torch.Generator().manual_seed(3)
@@ -90,7 +90,7 @@ def test_updates_in_8_bits_are_those_of_their_factors(dtype):
         ops.lora(x, y, a, b, slots, ranks)
 
 
-def test_a_row_without_an_adapter_keeps_its_bits_even_the_sign_of_zero():
+def test_a_row_without_an_adapter_keeps_its_bits_even_negative_zero():
     (x, y, a, b, slots, ranks), extras = drawn(2, 1, 8, 8, 2, 2, torch.float32, dora=True)
     y[:] = -0.0
     a[0], b[0] = float("nan"), float("nan")
@@ -98,7 +98,7 @@ def test_a_row_without_an_adapter_keeps_its_bits_even_the_sign_of_zero():
     assert torch.equal(out.view(torch.int32), y.view(torch.int32))
 
 
-def test_what_lies_past_a_slots_rank_and_a_neutral_scale_change_no_bit(form):
+def test_entries_past_a_slots_rank_and_a_neutral_scale_change_no_bit(form):
     if form == "definition":
         pytest.skip("the definition's sums are torch's, whose order depends on the shape")
     (x, y, a, b, slots, ranks), _ = drawn(3, 2, 30, 40, 6, 4, torch.bfloat16)
@@ -110,7 +110,7 @@ def test_what_lies_past_a_slots_rank_and_a_neutral_scale_change_no_bit(form):
         assert torch.equal(ops.lora(x, y, a, b, slots, ranks, **extras), expected)
 
 
-def test_what_does_not_fit_is_refused():
+def test_mismatched_arguments_are_refused():
     (x, y, a, b, slots, ranks), _ = drawn(2, 1, 8, 6, 2, 3, torch.float32)
     for wrong in [
         (x, y, a, b, slots.long(), ranks),
@@ -126,7 +126,7 @@ def test_what_does_not_fit_is_refused():
         ops.lora(x, y, a, b, slots, ranks, scale=torch.ones(3, 6))
 
 
-def test_a_slot_or_a_rank_that_is_not_there_is_refused_by_the_kernel(form):
+def test_the_kernel_refuses_slots_and_ranks_out_of_range(form):
     if form == "definition":
         pytest.skip("the definition reads no value on the host")
     (x, y, a, b, _, ranks), _ = drawn(2, 1, 8, 6, 2, 3, torch.float32)

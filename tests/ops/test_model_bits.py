@@ -59,7 +59,7 @@ def cut(draw, total: int) -> list[int]:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @given(data=st.data(), tokens=st.integers(1, 600), batch=st.integers(1, 4), seed=st.integers(0, 2**16))
 @few
-def test_a_token_alone_in_a_batch_and_in_a_chunk(dtype, format, data, tokens, batch, seed):
+def test_token_alone_equals_the_token_batched_and_chunked(dtype, format, data, tokens, batch, seed):
     """The row in a batch with rows at other positions, and alone in chunks, with other numbers of threads."""
     subject = model(dtype, format)
     rows = torch.stack([ids(tokens, seed + row) for row in range(batch)])

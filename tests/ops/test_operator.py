@@ -44,7 +44,7 @@ def _x():
 
 @pytest.mark.parametrize("name", OPS)
 @pytest.mark.stride(3)
-def test_compiled_whole_is_eager(name):
+def test_compiled_equals_eager(name):
     torch.compiler.reset()
     compiled = torch.compile(OPS[name], fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(_x()), OPS[name](_x()))
@@ -84,7 +84,7 @@ def test_the_fake_form_has_the_shape_and_layout_of_the_result(name):
 
 
 @pytest.mark.parametrize("name", OPS)
-def test_gradients_are_those_of_the_definition(name, form):
+def test_gradients_equal_those_of_the_definition(name, form):
     def gradient(form_):
         ops.choose(form_)
         x = _x().requires_grad_()
@@ -97,7 +97,7 @@ def test_gradients_are_those_of_the_definition(name, form):
     assert float((gradient(form).double() - exact).norm() / exact.norm()) <= 8 * UNIT[torch.float32]
 
 
-def test_cached_attention_is_one_node_whatever_the_offsets_hold():
+def test_cached_attention_is_one_node_for_all_offsets():
     q, keys, values = random(2, 4, 1, 16), random(2, 2, 64, 16, seed=1), random(2, 2, 64, 16, seed=2)
     run = torch.compile(ops.cached_attention, fullgraph=True, backend="aot_eager")
     for offsets in (torch.tensor([0, 5], dtype=torch.int32), torch.tensor([63, 7], dtype=torch.int32)):
@@ -112,14 +112,14 @@ def test_a_packed_weight_traces():
         assert torch.equal(run(x), ops.linear(x, weight))
 
 
-def test_argmax_is_the_lowest_of_the_largest_and_finds_nan():
+def test_argmax_returns_the_first_maximum_or_the_first_nan():
     assert ops.argmax(torch.tensor([[1.0, 3.0, 3.0], [0.0, -1.0, 0.0]])).tolist() == [1, 0]
     assert ops.argmax(torch.tensor([[1.0, float("nan"), 3.0]])).tolist() == [1]
     x = random(3, 5000, dtype=torch.bfloat16)
     assert torch.equal(ops.argmax(x), x.argmax(-1))
 
 
-def test_the_choice_is_what_was_chosen(form):
+def test_choice_reports_the_chosen_form(form):
     expected = ("definition", "none") if form == "definition" else ("native", form)
     assert ops.choice() == expected
 
@@ -129,7 +129,7 @@ def test_an_unknown_form_is_an_error():
         ops.choose("sse")
 
 
-def test_the_environment_chooses():
+def test_the_environment_variable_chooses_the_form():
     code = "from onward import ops; print(*ops.choice())"
     environment = os.environ | {"ONWARD_OPS": "definition"}
     run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
@@ -177,6 +177,6 @@ def test_wrong_shapes_are_named(call, message):
 
 
 @pytest.mark.skipif(bool(native.available_isas()), reason="there is a native library")
-def test_without_a_library_native_cannot_be_chosen():
+def test_native_needs_a_library():
     with pytest.raises(NativeUnavailableError, match="compiler"):
         ops.choose("native")

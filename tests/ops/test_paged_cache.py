@@ -47,7 +47,7 @@ def dense_copy(cache):
     seed=st.integers(0, 2**31),
     data=st.data(),
 )  # fmt: skip
-def test_attend_gives_what_the_dense_cache_gives(
+def test_paged_attention_equals_the_dense_cache(
     form, batch, blocks_a_row, tokens, window, with_sinks, softcap, seed, data
 ):
     """And it writes the same places. With kernels bit for bit; else to the rounding of sums of up to 256 products below
@@ -80,7 +80,7 @@ def test_attend_gives_what_the_dense_cache_gives(
     assert paged.keys[0].isfinite().sum() == sum(starts) * 2 * 8
 
 
-def test_what_a_compiled_call_writes_and_returns_is_the_same():
+def test_a_compiled_call_writes_and_returns_the_same():
     paged, other = shuffled(2, 2), shuffled(2, 2)
     q, k, v = random(2, 4, 3, 8), random(2, 2, 3, 8, seed=1), random(2, 2, 3, 8, seed=2)
     offsets = torch.tensor([0, 62], dtype=torch.int32)
@@ -124,7 +124,7 @@ def test_under_autocast_only_the_rows_blocks_are_cast():
         ([[0, 1], [2, 3]], r"int32 \[B, M\], over blocks \[N, G, 64, D\], for 1 rows"),
     ],
 )
-def test_a_table_that_does_not_fit_is_refused(table, message):
+def test_a_mismatched_table_is_refused(table, message):
     paged = KVPool(PLAN, 6).view(torch.tensor(table, dtype=torch.int32))
     k, at = random(1, 2, 2, 8), torch.tensor([63], dtype=torch.int32)
     with pytest.raises(RequestError, match=message):
@@ -140,7 +140,7 @@ def test_a_view_needs_a_table_of_int32_rows(table):
         KVPool(PLAN, 6).view(table)
 
 
-def test_dense_blocks_that_are_not_of_64_positions_are_refused():
+def test_dense_blocks_must_have_64_positions():
     cache, new, zero = torch.zeros(4, 2, 32, 8), random(1, 2, 1, 8), torch.zeros(1, dtype=torch.int32)
     with pytest.raises(RequestError, match=r"over blocks \[N, G, 64, D\]"):
         ops.write_cache(cache, new, zero, torch.zeros(1, 1, dtype=torch.int32))
@@ -149,7 +149,7 @@ def test_dense_blocks_that_are_not_of_64_positions_are_refused():
 # ── memory ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_views_share_tensors_and_say_how_large_they_are():
+def test_views_share_tensors_and_report_their_size():
     blocks = KVPool(replace(PLAN, dtype=torch.bfloat16), 5)
     one, other = (blocks.view(torch.zeros(rows, 3, dtype=torch.int32)) for rows in (2, 4))
     assert one.keys is other.keys
@@ -163,7 +163,7 @@ def test_views_share_tensors_and_say_how_large_they_are():
 
 
 @pytest.mark.parametrize("positions", [0, 1, 63, 64])
-def test_a_copy_is_of_the_first_positions_and_all_layers(positions):
+def test_a_copy_covers_the_first_positions_of_all_layers(positions):
     blocks = KVPool(PLAN, 3)
     cache = filled(blocks, 1, 1)
     source, to = cache.table[0, 0].item(), (cache.table[0, 0].item() + 1) % blocks.count
@@ -176,7 +176,7 @@ def test_a_copy_is_of_the_first_positions_and_all_layers(positions):
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-def test_blocks_take_memory_as_they_are_written_and_give_it_back():
+def test_blocks_take_memory_as_they_are_written_and_release_it():
     blocks = KVPool(CachePlan((LayerShape(2, 64, 64),) * 2, torch.bfloat16), 1 << 22)
     assert blocks.count * blocks.block_nbytes == 1 << 38  # more than the machine has
     before = _resident_bytes()
@@ -193,7 +193,7 @@ def test_blocks_take_memory_as_they_are_written_and_give_it_back():
     assert not cache.values[1][262:515].any()
 
 
-def test_giving_back_blocks_without_a_map_of_their_own_does_nothing():
+def test_releasing_blocks_without_their_own_mapping_does_nothing():
     blocks = KVPool(PLAN, 3)
     cache = filled(blocks, 1, 1)
     blocks.give_back(range(3))
@@ -201,7 +201,7 @@ def test_giving_back_blocks_without_a_map_of_their_own_does_nothing():
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="how large a map may be is the system's to say")
-def test_memory_that_the_system_refuses_is_a_clear_error():
+def test_failed_allocations_are_a_clear_error():
     with pytest.raises(RequestError, match=r"cannot allocate .*TB for a cache"):
         KVPool(CachePlan((LayerShape(8, 128, 128),) * 8, torch.float32), 1 << 40)
 
@@ -211,7 +211,7 @@ def _resident_bytes() -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def test_models_of_the_families_make_blocks_also_when_quantized_and_pickled():
+def test_quantized_and_pickled_models_allocate_blocks_too():
     from onward.language_model import quantize
 
     model = tiny_model("qwen3", hidden_size=64, intermediate_size=96)

@@ -121,7 +121,7 @@ def in_chunks(layer, tokens, cuts):
 
 
 @pytest.mark.parametrize("dtype", list(UNIT))
-def test_it_is_the_recurrence(kind, dtype):
+def test_the_op_equals_the_recurrence(kind, dtype):
     layer, tokens = kind(dtype=dtype), kind.tokens(75, dtype=dtype)
     exact = layer.recurrence(tokens)
     # The convolution's output is rounded to the dtype, and so is what comes out. A rounded key, query or value (three
@@ -133,7 +133,7 @@ def test_it_is_the_recurrence(kind, dtype):
     assert_within(layer(tokens, [0])[0], exact, bound)
 
 
-def test_chunks_are_the_whole(kind, form):
+def test_chunked_equals_whole(kind, form):
     tokens = kind.tokens(75)
     whole = kind()(tokens, [0])
     for cuts in ([0, 1, 75], [0, 16, 32, 75], [0, 15, 17, 48, 49, 75], range(76)):
@@ -158,7 +158,7 @@ def assert_same(form, got, want):
 
 @pytest.mark.parametrize("first", [0, 3, 15, 16, 31, 40])
 @pytest.mark.parametrize("taken_back", [1, 7, 15])
-def test_positions_are_taken_back_by_lowering_an_offset(kind, form, first, taken_back):
+def test_lowering_an_offset_truncates_positions(kind, form, first, taken_back):
     tokens, others = kind.tokens(80), kind.tokens(80, seed=50)
     want = in_chunks(kind(), tokens, [0, *([first] if first else []), 80])
     layer = kind()
@@ -182,7 +182,7 @@ def test_a_call_may_be_repeated(kind, form, first):
         assert_same(form, layer(part(tokens, first, 80), [first]), want)
 
 
-def test_rows_are_each_for_themselves(kind, form):
+def test_rows_are_independent(kind, form):
     """Offsets, slots and padding of their own."""
     texts = [kind.tokens(60, seed=seed) for seed in (5, 6, 7)]
     lengths, rows = [33, 1, 16], [2, 0, 3]
@@ -211,7 +211,7 @@ def test_threads_change_nothing(kind):
     assert same_bits(outs[0], outs[2])
 
 
-def test_a_state_that_is_not_there_is_not_a_number(kind):
+def test_a_missing_state_gives_nan(kind):
     tokens = kind.tokens(60)
     layer = kind()
     layer(part(tokens, 0, 40), [0])
@@ -234,7 +234,7 @@ def test_a_convolution_with_bias_and_without_silu():
 
 @KERNELS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_program_is_the_eager_forward(kind, form, dtype):
+def test_programs_equal_the_eager_forward(kind, form, dtype):
     if form == "definition":
         pytest.skip("programs are of kernels")
     layer = kind(dtype=dtype)
@@ -263,7 +263,7 @@ def test_a_program_is_the_eager_forward(kind, form, dtype):
         assert same_bits(got, want)
 
 
-def test_what_does_not_fit_is_refused(kind):
+def test_mismatched_arguments_are_refused(kind):
     layer, (x, *rest) = kind(slots=2), kind.tokens(3, batch=2)
     offsets = torch.zeros(2, dtype=torch.int32)
     with pytest.raises(RequestError, match="a weight"):
@@ -277,7 +277,7 @@ def test_what_does_not_fit_is_refused(kind):
         kind.mix(x.bfloat16(), *rest)
 
 
-def test_a_state_in_any_layout_is_read_and_written(kind):
+def test_states_of_any_layout_are_read_and_written(kind):
     """The kernel reads contiguous states: for others the definition runs, within the rounding of two float32 forms."""
     tokens, layer, other = kind.tokens(75), kind(), kind()
     layer(part(tokens, 0, 20), [0])

@@ -26,7 +26,7 @@ def definition(x, offsets, dims, inverse, scale, interleaved):
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize(("dim", "dims"), [(2, 2), (8, 6), (34, 34), (40, 18)])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_rope_turns_pairs_by_their_position(dtype, dim, dims, interleaved):
+def test_rope_rotates_pairs_by_their_position(dtype, dim, dims, interleaved):
     x = random(2, 3, 3, dim, dtype=dtype)
     inverse = 10000.0 ** (-torch.arange(0, dims, 2, dtype=torch.float64) / dims)
     offsets = [0, 100_000]
@@ -37,20 +37,20 @@ def test_rope_turns_pairs_by_their_position(dtype, dim, dims, interleaved):
     assert_within(got, exact, bound)
 
 
-def test_given_inverse_frequencies_replace_the_schedule():
+def test_explicit_inverse_frequencies_replace_the_schedule():
     x = random(1, 2, 5, 8)
     inverse = torch.tensor([1.0, 0.5, 0.25, 0.1])
     got = ops.rope(x, 7, dims=8, inv_freqs=inverse)
     assert_within(got, definition(x, [7], 8, inverse, 1.0, False), 20 * U32 * x.abs().max().item() * 2)
 
 
-def test_an_int_offset_is_every_rows():
+def test_an_int_offset_applies_to_every_row():
     x = random(3, 2, 4, 8)
     rows = torch.full((3,), 9, dtype=torch.int32)
     assert torch.equal(ops.rope(x, 9, dims=8), ops.rope(x, rows, dims=8))
 
 
-def test_whole_is_chunked():
+def test_chunked_equals_whole():
     x = random(2, 3, 9, 16, dtype=torch.bfloat16)
     chunks = [ops.rope(x[:, :, at : at + 4], at + 5, dims=16) for at in range(0, 9, 4)]
     assert torch.equal(torch.cat(chunks, dim=2), ops.rope(x, 5, dims=16))

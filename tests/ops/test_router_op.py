@@ -35,7 +35,7 @@ def test_softmax_before_and_after_the_choice():
     assert near(ops.top_experts(logits, 2, normalize=True, scale=2.5)[1], 10 / 7, 7.5 / 7)
 
 
-def test_a_bias_chooses_and_does_not_weigh():
+def test_a_bias_affects_the_choice_but_not_the_weights():
     logits = torch.tensor([[0.0, 2.0, -1.0]])
     sigmoids = logits.sigmoid()[0].tolist()
     chosen, weights = ops.top_experts(logits, 2, score="sigmoid", choice_bias=torch.tensor([0.0, -1.0, 0.5]))
@@ -43,14 +43,14 @@ def test_a_bias_chooses_and_does_not_weigh():
     assert near(weights, sigmoids[2], sigmoids[0])
 
 
-def test_groups_are_kept_by_their_two_best():
+def test_groups_are_selected_by_their_two_best():
     # Sums of two: 0.9, 1.0, 0.95; the single best expert is in the group that falls out.
     scores = torch.tensor([[0.85, 0.05, 0.5, 0.5, 0.6, 0.35]])
     chosen, _ = ops.top_experts(scores.logit(), 3, score="sigmoid", groups=3, kept_groups=2)
     assert chosen.tolist() == [[4, 2, 3]]
 
 
-def test_groups_are_kept_by_their_best():
+def test_groups_are_selected_by_their_best():
     scores = torch.tensor([[0.85, 0.05, 0.5, 0.5, 0.6, 0.35]])
     options = {"score": "sigmoid", "groups": 3, "kept_groups": 2, "group_best": 1}
     assert ops.top_experts(scores.logit(), 3, **options)[0].tolist() == [[0, 4, 5]]
@@ -58,7 +58,7 @@ def test_groups_are_kept_by_their_best():
         ops.top_experts(scores.logit(), 3, **options | {"group_best": 3})
 
 
-def test_of_equals_the_lowest_is_first():
+def test_the_first_of_equal_scores_is_chosen():
     chosen, weights = ops.top_experts(torch.zeros(2, 40), 5)
     assert chosen.tolist() == [[0, 1, 2, 3, 4]] * 2
     assert near(weights[:1], *[1 / 40] * 5)
@@ -67,7 +67,7 @@ def test_of_equals_the_lowest_is_first():
     assert ops.top_experts(torch.zeros(1, 8), 4, score="sigmoid", groups=4, kept_groups=2)[0].tolist() == [[0, 1, 2, 3]]
 
 
-def test_a_broken_row_can_be_seen():
+def test_a_row_with_nan_has_nan_weights():
     logits = torch.tensor([[0.0, math.nan, 1.0, 5.0], [1.0, 2.0, 3.0, 4.0]])
     chosen, weights = ops.top_experts(logits, 2)
     assert chosen.tolist() == [[1, 3], [3, 2]]
@@ -86,7 +86,7 @@ def test_a_broken_row_can_be_seen():
     seed=st.integers(0, 2**16),
 )
 @few
-def test_it_is_what_the_families_write(dtype, rows, experts, score, biased, grouped, normalize, seed):
+def test_routing_equals_the_formulas_of_the_families(dtype, rows, experts, score, biased, grouped, normalize, seed):
     """Against torch's own softmax, sigmoid and topk, where no two candidates are so near that roundings decide."""
     logits = (2 * random(rows, experts, seed=seed)).to(dtype)
     plain = score == "softmax_of_chosen"
@@ -130,6 +130,6 @@ BAD = {
 
 
 @pytest.mark.parametrize("message", BAD)
-def test_what_does_not_fit_is_one_clear_error(message):
+def test_wrong_shapes_and_dtypes_raise_one_error(message):
     with pytest.raises(RequestError, match=message):
         ops.top_experts(**({"logits": torch.zeros(2, 4), "count": 2} | BAD[message]))

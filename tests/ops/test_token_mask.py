@@ -21,7 +21,7 @@ def masks(rows, words, seed):
 # Widths round the 16 lanes, the 32 bits of a word and the pieces of 16,384 ids; words that end before the ids do.
 @pytest.mark.parametrize("vocab", [1, 15, 16, 17, 31, 33, 100, 16_384, 16_400, 33_000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_every_form_is_the_definition(form, dtype, vocab):
+def test_every_form_equals_the_definition(form, dtype, vocab):
     for rows, missing in itertools.product((1, 3), (0, 1, 2)):
         logits = torch.randn(rows, vocab + 3, generator=torch.Generator().manual_seed(vocab)).to(dtype)[:, :vocab]
         words = masks(rows, max(0, -(-vocab // 32) - missing), seed=rows)
@@ -30,7 +30,7 @@ def test_every_form_is_the_definition(form, dtype, vocab):
 
 
 @pytest.mark.parametrize("vocab", [5, 16, 40, 20_000])
-def test_what_is_left_is_more_than_minus_infinity_or_no_number(form, vocab):
+def test_rows_with_an_admissible_or_nan_logit_are_reported(form, vocab):
     logits = torch.full((4, vocab), NOTHING)
     logits[1, vocab - 1], logits[2, vocab - 1], logits[3, 0] = -3e38, float("nan"), 1.0
     words = torch.full((4, -(-vocab // 32)), -1, dtype=torch.int32)

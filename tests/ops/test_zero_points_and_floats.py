@@ -48,7 +48,7 @@ def same_bits(a, b):
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize(("rows", "inputs"), [(1, 128), (37, 512), (16, 640)])
-def test_values_are_those_of_the_parts_rounded_once(name, rows, inputs):
+def test_values_equal_their_parts_rounded_once(name, rows, inputs):
     weight, values, parts = drawn(name, rows, inputs)
     expected = values.to(torch.float32)
     assert torch.equal(weight.dequantize(), expected)
@@ -81,7 +81,7 @@ def test_the_product_is_that_of_the_values(name, tokens, inputs):
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_token_alone_has_the_bits_it_has_among_others(form, name):
+def test_token_alone_equals_the_token_in_a_batch(form, name):
     if form == "definition":
         pytest.skip("the definition's sums are torch's, whose order depends on the shape")
     weight, _, _ = drawn(name, 83)
@@ -94,7 +94,7 @@ def test_a_token_alone_has_the_bits_it_has_among_others(form, name):
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_token_with_an_infinity_is_no_number_and_leaves_the_others(name):
+def test_a_token_with_an_infinity_gives_nan_and_affects_no_other(name):
     weight, _, _ = drawn(name, 20)
     x = torch.ones(2, 512)
     x[1, 7] = torch.inf
@@ -103,7 +103,7 @@ def test_a_token_with_an_infinity_is_no_number_and_leaves_the_others(name):
     assert not out[1].isfinite().any()
 
 
-def test_every_number_of_e4m3():
+def test_every_e4m3_number():
     codes = torch.arange(256, dtype=torch.uint8).masked_fill((torch.arange(256) & 127) == 127, 0).repeat(16, 1)
     weight = ops.QuantizedWeight(
         pack_parts(GROUPED_FORMATS["fp8"], Parts(codes, torch.ones(16, 2))), "fp8", (16, 256), torch.float32
@@ -114,7 +114,7 @@ def test_every_number_of_e4m3():
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_one_expert_is_a_feed_forward(form, name):
+def test_one_expert_equals_a_feed_forward(form, name):
     if form == "definition":
         pytest.skip("the definition's sums are torch's, whose order depends on the shape")
     sizes = {"gate": (128, 256), "up": (128, 256), "down": (256, 128)}

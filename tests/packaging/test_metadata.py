@@ -23,7 +23,7 @@ def required() -> set[str]:
     return {canonical(name.group()) for name in names if name}
 
 
-def test_the_version_is_written_once() -> None:
+def test_the_version_is_defined_once() -> None:
     """In src/onward/__init__.py. test_sdist.py compares what the build makes of it."""
     assert PROJECT["dynamic"] == ["version"]
     assert "version" not in PROJECT
@@ -39,7 +39,7 @@ def test_every_dependency_is_pinned() -> None:
     assert required() <= {name for name, _ in named}
 
 
-def test_torch_is_pinned_to_its_build_for_cpus() -> None:
+def test_torch_is_pinned_to_its_cpu_build() -> None:
     """On Linux, where PyPI has gigabytes of CUDA: pip takes those where the index of PyTorch does not answer."""
     pins = re.findall(r"^torch==(.+); sys_platform (.+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
     (linux, on_linux), (elsewhere, not_on_linux) = pins

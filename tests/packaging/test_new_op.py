@@ -131,7 +131,7 @@ def example() -> dict[str, str]:
 
 @pytest.mark.skipif(COMPILER is None, reason="no C++ compiler is on PATH")
 @pytest.mark.skipif(CMAKE is None, reason="CMake is neither in this environment nor on PATH")
-def test_the_example_of_the_readme_is_an_op_everywhere(tmp_path: Path) -> None:
+def test_the_example_in_the_readme_is_a_complete_op(tmp_path: Path) -> None:
     ignored = shutil.ignore_patterns("__pycache__", "demo", "lib")
     shutil.copytree(ROOT / "src" / "onward", tmp_path / "src" / "onward", ignore=ignored)
     shutil.copytree(ROOT / "native", tmp_path / "native", ignore=ignored)

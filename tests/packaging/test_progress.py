@@ -40,7 +40,7 @@ NINJA = "  [12/129] Building CXX object CMakeFiles/onward_avx512.dir/src/linear/
         ("Link requires a different Python (3.11.7 not in: '>=3.12'): https://files.example/x.whl", ""),
     ],
 )
-def test_a_line_gives_the_step(line: str, step: str) -> None:
+def test_a_line_reports_the_step(line: str, step: str) -> None:
     assert progress.step_in(line) == step
 
 
@@ -49,7 +49,7 @@ def run(folder: Path, script: str, **options: object) -> subprocess.CompletedPro
     return subprocess.run(command, cwd=folder, text=True, capture_output=True, **options)  # type: ignore[call-overload]
 
 
-def test_a_silent_command_is_reported_on(tmp_path: Path) -> None:
+def test_a_silent_command_reports_its_progress(tmp_path: Path) -> None:
     """In a log: a command that prints one line and sleeps. The interval is patched, the rest is what make runs."""
     script = f"print({NINJA!r}, flush=True); import time; time.sleep(2)"
     patched = (
@@ -75,14 +75,14 @@ def test_lines_in_a_log_are_less_than_ten_seconds_apart() -> None:
     assert progress.SECONDS_BETWEEN_LINES <= 5
 
 
-def test_a_failure_shows_the_output_and_keeps_the_status(tmp_path: Path) -> None:
+def test_a_failure_shows_the_output_and_its_exit_status(tmp_path: Path) -> None:
     result = run(tmp_path, "print('ERROR: no torch'); raise SystemExit(3)")
     assert result.returncode == 3
     assert result.stdout.splitlines()[2] == "ERROR: no torch"
     assert "build/progress.log" in result.stdout
 
 
-def test_the_absence_of_kernels_is_said(tmp_path: Path) -> None:
+def test_missing_kernels_are_reported(tmp_path: Path) -> None:
     said = "*** onward is installed without native kernels: no C++17 compiler works here"
     assert said in run(tmp_path, f"print('  {said}')").stdout.splitlines()
     assert said in (ROOT / "native" / "backend.py").read_text()

@@ -41,7 +41,7 @@ def sources(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="what a clone has is known from git")
-def test_the_sdist_has_every_file_of_the_clone_but_those_for_the_forge(sources: Path) -> None:
+def test_the_sdist_has_every_file_except_those_for_the_forge(sources: Path) -> None:
     listing = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT,
@@ -53,13 +53,13 @@ def test_the_sdist_has_every_file_of_the_clone_but_those_for_the_forge(sources: 
     assert in_sdist == {name for name in in_clone if not name.startswith(ONLY_IN_A_CLONE)} | {"PKG-INFO"}
 
 
-def test_the_sdist_has_the_license_and_says_so(sources: Path) -> None:
+def test_the_sdist_has_the_license_and_declares_it(sources: Path) -> None:
     assert (sources / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
     lines = (sources / "PKG-INFO").read_text().splitlines()
     assert {"License-Expression: Apache-2.0", "License-File: LICENSE"} <= set(lines)
 
 
-def test_without_a_compiler_the_install_works_all_the_same(sources: Path, tmp_path: Path) -> None:
+def test_installation_works_without_a_compiler(sources: Path, tmp_path: Path) -> None:
     metadata, no_compiler = tmp_path / "metadata", {"CC": "/bin/false", "CXX": "/bin/false"}
     metadata.mkdir()
     run(sys.executable, "-c", BACKEND, "prepare_metadata_for_build_wheel", metadata, folder=sources, **no_compiler)

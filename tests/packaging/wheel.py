@@ -24,7 +24,7 @@ def test_one_wheel_serves_every_python(wheel: Path) -> None:
     assert (name, version, python, abi) == ("onward", onward.__version__, "py3", "none")
 
 
-def test_the_wheel_has_the_package_and_nothing_else(wheel: Path) -> None:
+def test_the_wheel_only_contains_the_package(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if not name.endswith("/")}
     package = {name.removeprefix("onward/") for name in names if name.startswith("onward/")}
@@ -39,7 +39,7 @@ def test_the_wheel_has_the_package_and_nothing_else(wheel: Path) -> None:
     assert all(name.startswith(("onward/", f"onward-{onward.__version__}.dist-info/")) for name in names)
 
 
-def test_the_wheel_does_the_main_job_outside_the_clone_and_without_a_compiler(wheel: Path, tmp_path: Path) -> None:
+def test_the_wheel_works_outside_the_clone_and_without_a_compiler(wheel: Path, tmp_path: Path) -> None:
     """No program is on PATH: neither a compiler nor CMake. It loads kernels all the same."""
     (tmp_path / "no programs").mkdir()
     path = {"PATH": str(tmp_path / "no programs")}

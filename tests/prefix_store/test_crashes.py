@@ -63,7 +63,7 @@ def blocks_found(disk: SimulatedDisk) -> tuple[int, int, int]:
 
 
 @pytest.mark.parametrize("max_bytes", [2**30, 12_000], ids=["all fit", "some are evicted"])
-def test_after_a_power_loss_every_file_is_whole_or_not_there(max_bytes: int) -> None:
+def test_after_a_power_loss_every_file_is_whole_or_missing(max_bytes: int) -> None:
     disk, flushes = disk_after_writes(max_bytes=max_bytes)
     durable = [(0, 0, 0), (2, 2, 9), (2, 2, 10), (6, 2, 11), (6, 4, 11), (6, 4, 11), (6, 4, 11)]
     states = 0
@@ -105,7 +105,7 @@ for number in itertools.count(int(sys.argv[2])):
 """
 
 
-def test_what_is_found_after_kill_is_right(tmp_path: Path) -> None:
+def test_blocks_found_after_kill_are_correct(tmp_path: Path) -> None:
     folder, rng, number, found = tmp_path / "store", random.Random(), 0, 0
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     for _ in range(8):

@@ -47,7 +47,7 @@ def test_any_flipped_byte_is_a_miss(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("part", [0, 1, 7, 8, 100, 4095, 4096, 5000, -1])
-def test_a_file_cut_short_is_a_miss(tmp_path: Path, part: int) -> None:
+def test_a_truncated_file_is_a_miss(tmp_path: Path, part: int) -> None:
     store = opened(tmp_path)
     put(store, "root", TEXT)
     file = the_file(tmp_path)
@@ -171,7 +171,7 @@ class Failing(FileSystem):
         ("rename", errno.ENOENT), ("sync_folder", errno.EIO), ("set_modified", errno.EROFS),
     ],
 )  # fmt: skip
-def test_a_disk_that_cannot_be_written_means_one_warning(tmp_path: Path, call: str, number: int) -> None:
+def test_an_unwritable_disk_means_one_warning(tmp_path: Path, call: str, number: int) -> None:
     put(opened(tmp_path / "store"), "root", TEXT[:8])
     system = Failing(call, number)
     accepted: list[bool] = []
@@ -192,7 +192,7 @@ def test_a_disk_that_cannot_be_written_means_one_warning(tmp_path: Path, call: s
     assert not [file for file in (tmp_path / "store").iterdir() if file.suffix == ".partial"]
 
 
-def test_it_is_written_again_when_there_is_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_writing_resumes_when_there_is_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("onward.prefix_store.writer._RETRY_SECONDS", 0.0)
     system = Failing("write", errno.ENOSPC)
     store = opened(tmp_path, system=system)
@@ -226,7 +226,7 @@ def test_a_folder_that_vanishes_means_one_warning(tmp_path: Path) -> None:
     assert store.find("root", TEXT) == []
 
 
-def test_a_folder_that_is_a_file_means_one_warning(tmp_path: Path) -> None:
+def test_a_file_in_place_of_the_folder_means_one_warning(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("text")
     with pytest.warns(OnwardWarning) as caught:
         store = opened(tmp_path / "file")

@@ -18,7 +18,7 @@ def save(file: Path) -> None:
     save_prefix(file, key="key", root="root", ids=IDS, parts=PARTS, metadata={"notes": '{"a": "ü"}'}, block=4)
 
 
-def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
+def test_saved_equals_loaded(tmp_path: Path) -> None:
     save(tmp_path / "text.safetensors")
     assert stat.S_IMODE((tmp_path / "text.safetensors").stat().st_mode) == 0o600
     (tmp_path / "link").symlink_to("text.safetensors")

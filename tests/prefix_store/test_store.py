@@ -67,9 +67,7 @@ def test_the_longest_stored_path_is_found(tmp_path_factory: pytest.TempPathFacto
 
 
 @given(st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=10), max_size=6))
-def test_a_path_is_found_up_to_its_end_within_a_block(
-    tmp_path_factory: pytest.TempPathFactory, texts: list[list[int]]
-) -> None:
+def test_a_path_may_end_within_a_block(tmp_path_factory: pytest.TempPathFactory, texts: list[list[int]]) -> None:
     store = opened(tmp_path_factory.mktemp("store"), block=3)
     for text in texts:
         blocks = [text[start : start + 3] for start in range(0, len(text), 3)]
@@ -94,7 +92,7 @@ def _header(file: Path) -> Segment | None:
     return read_header(FileSystem(), str(file.parent), file.name)
 
 
-def test_only_what_is_missing_is_written(tmp_path: Path) -> None:
+def test_only_missing_blocks_are_written(tmp_path: Path) -> None:
     store = opened(tmp_path)
     put(store, "root", TEXT[: 3 * BLOCK])
     written = store.stats().written
@@ -201,7 +199,7 @@ def test_parents_are_used_at_least_as_recently_as_children(tmp_path: Path) -> No
     assert min((tmp_path / file).stat().st_mtime_ns for file in path) > now - 10**6
 
 
-def test_files_of_other_processes_are_found_and_missed(tmp_path: Path) -> None:
+def test_files_of_other_processes_are_found_and_deletions_are_misses(tmp_path: Path) -> None:
     first, second = opened(tmp_path), opened(tmp_path)
     assert second.find("root", TEXT) == []
     put(first, "root", TEXT)
@@ -219,7 +217,7 @@ def test_files_of_other_processes_are_found_and_missed(tmp_path: Path) -> None:
     assert read_right(first, "root", TEXT) == 6
 
 
-def test_they_are_found_without_a_flush(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_of_other_processes_are_found_without_a_flush(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("onward.prefix_store.writer._REFRESH_SECONDS", 0.05)
     first, second = opened(tmp_path), opened(tmp_path)
     put(first, "root", TEXT)
@@ -229,7 +227,7 @@ def test_they_are_found_without_a_flush(tmp_path: Path, monkeypatch: pytest.Monk
         time.sleep(0.01)
 
 
-def test_a_file_that_is_deleted_while_it_is_read_is_read_to_its_end(tmp_path: Path) -> None:
+def test_a_file_deleted_during_a_read_is_read_to_its_end(tmp_path: Path) -> None:
     class Deleting(FileSystem):
         def open(self, path: str) -> int:
             handle = super().open(path)
@@ -257,7 +255,7 @@ print(store.stats().damaged)
 """
 
 
-def test_processes_write_the_same_prefixes_and_delete_each_others_files_at_once(tmp_path: Path) -> None:
+def test_processes_may_write_and_delete_the_same_files_concurrently(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-W", "error", "-c", CHURN, str(tmp_path / "store")]
     processes = [
@@ -282,7 +280,7 @@ def _size(entry: "os.DirEntry[str]") -> int:
         return 0
 
 
-def test_what_an_ended_process_left_is_deleted(tmp_path: Path) -> None:
+def test_leftovers_of_an_ended_process_are_deleted(tmp_path: Path) -> None:
     store = opened(tmp_path)
     put(store, "root", TEXT[:BLOCK])
     (file,) = segments(tmp_path)
@@ -324,7 +322,7 @@ def test_a_full_queue_drops(tmp_path: Path) -> None:
     assert store.put("root", TEXT, parts("root", TEXT, range(6))), "one put may be larger than the queue"
 
 
-def test_close_writes_what_is_queued_and_ends_the_thread(tmp_path: Path) -> None:
+def test_close_writes_the_queue_and_ends_the_thread(tmp_path: Path) -> None:
     store = opened(tmp_path)
     thread = store._writer._thread
     store.put("root", TEXT, parts("root", TEXT, range(6)))
@@ -349,7 +347,7 @@ def test_the_thread_ends_with_the_store(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_a_forked_child_has_a_thread_of_its_own(tmp_path: Path) -> None:
+def test_a_forked_child_has_its_own_thread(tmp_path: Path) -> None:
     store = opened(tmp_path)
     put(store, "root", TEXT[: 2 * BLOCK])
     child = os.fork()
@@ -378,7 +376,7 @@ def test_any_changed_byte_changes_the_checksum(content: bytes, data: st.DataObje
     assert checksum([memoryview(content + b"\0")]) != checksum([memoryview(content)])
 
 
-def test_pages_that_change_places_change_the_checksum() -> None:
+def test_swapped_pages_change_the_checksum() -> None:
     first, second, third = os.urandom(4096), os.urandom(4096), os.urandom(512)
     sums = {
         checksum([memoryview(b"".join(pages))])

@@ -84,7 +84,7 @@ def returning(change: Callable[[Any], Any]) -> Callable[..., Any]:
         (lambda cache: cache | {"n": 3}, "2 became 3"),
     ],
 )
-def test_the_cache_comes_back_as_it_was(change: Callable[[Any], Any], message: str) -> None:
+def test_the_cache_must_be_returned_unchanged_in_form(change: Callable[[Any], Any], message: str) -> None:
     cache = {"k": torch.zeros(1, 4), "v": torch.zeros(1, 4), "n": 2}
     with pytest.raises(ProgramError, match=f"must return (a|the) cache .*{message}"):
         onward.compile(returning(change), params=WEIGHT, cache=cache)
@@ -99,7 +99,7 @@ def test_the_cache_comes_back_as_it_was(change: Callable[[Any], Any], message: s
         (lambda t, o, c, p: (None, c), r"must return \(logits, cache\); got tuple of 2"),
     ],
 )
-def test_the_logits_are_what_the_contract_says(forward: Callable[..., Any], message: str) -> None:
+def test_the_logits_must_follow_the_contract(forward: Callable[..., Any], message: str) -> None:
     with pytest.raises(ProgramError, match=message):
         onward.compile(forward, params=WEIGHT, cache=torch.zeros(1, 4))
 
@@ -156,7 +156,7 @@ def test_nothing_is_written_past_the_cache(kind: str, tokens: int, offset: int) 
     assert torch.equal(ours, fresh)
 
 
-def test_the_driver_stops_before_the_end_of_a_cache_that_does_not_say_its_length() -> None:
+def test_the_driver_stops_before_the_end_of_a_cache_of_unknown_length() -> None:
     params, cache = plain_params(), plain_cache(1, 8)
     with pytest.raises(ProgramError, match=r"offsets \[8\].*must lie within the cache"):
         onward.decode(plain, cache=cache, params=params, first_token=1, max_new_tokens=20)
@@ -177,13 +177,13 @@ def test_unknown_options(options: dict[str, Any]) -> None:
         onward.compile(gpt2, params=gpt2_params(), cache=new_cache(1, 8), **options)
 
 
-def test_a_cache_for_other_rows_than_the_tokens() -> None:
+def test_a_cache_for_another_number_of_rows() -> None:
     program = onward.compile(gpt2, params=gpt2_params(), cache=new_cache(1, 8))
     with pytest.raises(OnwardError, match=r"a cache \[B, G, S, D\] expects new .* got cache .*\[2, 3, 8, 8\]"):
         program(torch.zeros(1, 1, dtype=torch.int32), ZERO, new_cache(2, 8))
 
 
-def test_an_error_of_the_forward_keeps_its_place() -> None:
+def test_an_error_of_the_forward_names_its_line() -> None:
     def fails(tokens: Tensor, offsets: Tensor, cache: Any, params: Any) -> Any:
         raise KeyError("layer 3")
 

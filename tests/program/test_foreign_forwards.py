@@ -59,7 +59,7 @@ def test_every_operator_has_a_kernel(foreign: Any) -> None:
 
 
 @pytest.mark.parametrize("batch", [1, 3])
-def test_tokens_are_those_of_eager_calls_in_float32(foreign: Any, batch: int) -> None:
+def test_tokens_equal_those_of_eager_calls_in_float32(foreign: Any, batch: int) -> None:
     forward, params, cache = foreign
     weights = params()
     program = onward.compile(forward, params=weights, cache=cache(1, MAX_LEN))
@@ -106,7 +106,7 @@ def rounding_error(forward: Callable[..., Any], params: Any, cache: Any, tokens:
     return torch.stack(samples).std(0).double()
 
 
-def test_bfloat16_differs_by_rounding_alone(foreign: Any) -> None:
+def test_bfloat16_differs_only_by_rounding(foreign: Any) -> None:
     forward, params, cache = foreign
     weights, tokens = params(dtype=torch.bfloat16), ids(2, 12)
     zeros = torch.zeros(2, dtype=torch.int32)
@@ -145,7 +145,7 @@ def gap_params() -> Tensor:
     return torch.randn(VOCAB, 8, generator=torch.Generator().manual_seed(3))
 
 
-def test_fallback_eager_runs_one_operator_by_torch_and_says_which() -> None:
+def test_fallback_eager_runs_one_operator_in_torch_and_reports_it() -> None:
     params = gap_params()
     program = onward.compile(with_a_gap, params=params, cache=torch.zeros(1, 2), fallback="eager")
     cache, zero = torch.zeros(1, 2), torch.zeros(1, dtype=torch.int32)
@@ -242,7 +242,7 @@ def test_logits_at_some_positions_are_selected_inside_the_program(foreign: Any, 
     assert all(isinstance(call, KernelCall) for each in programs.by_shape.values() for call in each.image.calls)
 
 
-def test_inputs_may_have_any_strides_and_are_read_where_they_are() -> None:
+def test_inputs_of_any_strides_are_read_in_place() -> None:
     def forward(tokens: Tensor, offsets: Tensor, cache: Tensor, params: Tensor) -> tuple[Tensor, Tensor]:
         return params[tokens] + torch.special.i0(tokens).unsqueeze(2) + offsets[:, None, None], cache  # i0: by torch
 

@@ -134,7 +134,7 @@ def test_the_program_gives_the_bits_of_eager_calls(body: Body, dtype: torch.dtyp
 
 
 @pytest.mark.parametrize("body", JOINED)
-def test_they_are_joined(body: Body) -> None:
+def test_sums_are_fused(body: Body) -> None:
     kernels = calls(body)
     assert kernels["rms_norm"] + kernels["layer_norm"] == {two_norms_of_a_sum: 2}.get(body, 1)
     # Of all sums, differences and products of two arrays that the body writes down one is missing.
@@ -152,13 +152,13 @@ def calls(body: Body) -> Counter[str]:
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
-def test_the_built_in_families_have_no_sum_of_its_own(family: str) -> None:
+def test_the_built_in_families_have_no_separate_sum(family: str) -> None:
     lm = onward.LanguageModel(tiny_model(family), onward.testing.ByteTokenizer())
     assert "add" not in {row.kernel for row in lm.explain().rows}
 
 
 @pytest.mark.parametrize("norm", [rms, layer])
-def test_rows_that_lie_apart_are_brought_together_once(norm: Callable[[Tensor, Params], Tensor]) -> None:
+def test_scattered_rows_are_gathered_once(norm: Callable[[Tensor, Params], Tensor]) -> None:
     forward = forward_of(lambda a, b, params: norm(a.transpose(0, 1), params).transpose(0, 1).contiguous())
     program = onward.compile(forward, params=params(torch.float32), cache=torch.zeros(2, 2))
     copies = [row for row in program.explain(torch.zeros(2, 2), batch=2, tokens=3).rows if "norm" in row.op]

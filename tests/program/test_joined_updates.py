@@ -20,7 +20,7 @@ def forward(tokens, offsets, cache, params):
     return x, cache
 
 
-def test_a_program_joins_neighbours_and_keeps_the_bits():
+def test_a_program_fuses_neighbors_and_preserves_the_bits():
     g = torch.Generator().manual_seed(0)
     width, slots, rank = 48, 4, 5
 

@@ -63,7 +63,7 @@ def at(*offsets: int) -> Tensor:
     return torch.tensor(offsets, dtype=torch.int32)
 
 
-def test_a_text_is_one_graph_replayed(model: Model) -> None:
+def test_a_text_replays_one_graph(model: Model) -> None:
     executable, capture = graphs(model)
     cache, other = model.new_cache(2, 32), model.new_cache(2, 32)
     ids = tokens([3], [5])
@@ -89,7 +89,7 @@ def test_each_shape_and_each_cache_has_its_graph(model: Model) -> None:
     assert capture.captured == 4
 
 
-def test_only_the_graphs_that_are_used_are_kept(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_least_recently_used_graphs_are_dropped(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_graph, "_MAX_GRAPHS", 2)
     executable, capture = graphs(model)
     cache = model.new_cache(1, 32)
@@ -131,7 +131,7 @@ def test_a_cache_of_another_layout_at_the_same_address_has_its_graph(model: Mode
     assert capture.captured == 2
 
 
-def test_the_cause_of_a_failed_capture_is_told(model: Model) -> None:
+def test_the_cause_of_a_failed_capture_is_reported(model: Model) -> None:
     def refuse(step: Callable[[], Tensor]) -> Any:
         try:
             raise RuntimeError("aten::_unique2 reads a value")
@@ -143,7 +143,7 @@ def test_the_cause_of_a_failed_capture_is_told(model: Model) -> None:
         executable.step(ForwardBatch(tokens([1]), at(0), model.new_cache(1, 8)))
 
 
-def test_logits_wanted_at_some_places_are_given_anew(model: Model) -> None:
+def test_requested_logits_positions_are_read_at_every_replay(model: Model) -> None:
     executable, capture = graphs(model)
     cache, other = model.new_cache(1, 32), model.new_cache(1, 32)
     for place in (0, 2, 1):
@@ -163,7 +163,7 @@ def test_a_prompt_runs_without_a_graph(model: Model) -> None:
     assert capture.captured == 0
 
 
-def test_results_are_memory_of_their_own(model: Model) -> None:
+def test_results_have_their_own_memory(model: Model) -> None:
     executable, _ = graphs(model)
     cache = model.new_cache(1, 32)
     first = executable.step(ForwardBatch(tokens([1]), at(0), cache)).logits
@@ -183,7 +183,7 @@ def test_a_forward_that_makes_a_new_cache_is_refused(model: Model) -> None:
         )
 
 
-def test_what_cannot_be_captured_runs_eagerly_where_that_is_allowed(model: Model) -> None:
+def test_uncapturable_forwards_run_eagerly_if_allowed(model: Model) -> None:
     def refuse(step: Callable[[], Tensor]) -> Any:
         raise RuntimeError("operation not permitted\nwhen stream is capturing")
 
@@ -200,7 +200,7 @@ def test_what_cannot_be_captured_runs_eagerly_where_that_is_allowed(model: Model
         run.step(ForwardBatch(tokens([1]), at(0), model.new_cache(1, 8)))
 
 
-def test_an_interrupt_while_capturing_leaves_it_usable(model: Model) -> None:
+def test_an_interrupt_during_capture_leaves_the_executable_usable(model: Model) -> None:
     executable, capture = graphs(model)
 
     def interrupted(step: Callable[[], Tensor]) -> Any:
@@ -240,7 +240,7 @@ def test_graphs_give_the_bits_of_eager_calls_on_a_gpu(dtype: torch.dtype, tmp_pa
 
 @pytest.mark.gpu
 @GPU
-def test_threads_may_capture_and_allocate_side_by_side_on_a_gpu(tmp_path: Path) -> None:
+def test_threads_may_capture_and_allocate_concurrently_on_a_gpu(tmp_path: Path) -> None:
     folder = random_checkpoint(tmp_path, "qwen3")
     lms, done = [onward.load(folder, device="cuda") for _ in range(2)], threading.Event()
 
@@ -279,7 +279,7 @@ def test_a_failed_capture_leaves_the_others_alone_on_a_gpu() -> None:
 
 @pytest.mark.gpu
 @GPU
-def test_a_cache_that_the_gpu_cannot_hold_is_refused(tmp_path: Path) -> None:
+def test_a_cache_larger_than_gpu_memory_is_refused(tmp_path: Path) -> None:
     lm = onward.load(random_checkpoint(tmp_path, "qwen3"), device="cuda")
     rows = 2 * torch.cuda.mem_get_info()[1] // lm.new_cache(1, 256).nbytes
     with pytest.raises(
@@ -325,7 +325,7 @@ print("ran")
 @pytest.mark.skipif("ONWARD_TEST_INDUCTOR" not in os.environ, reason="takes 10 s: set ONWARD_TEST_INDUCTOR=1")
 @pytest.mark.skipif(native.library() is None, reason="no native library was built")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
-def test_inductor_runs_what_has_no_kernel() -> None:
+def test_inductor_runs_operators_without_a_kernel() -> None:
     """In a process of its own: torch.compile leaves modules, threads and warnings behind."""
     command = [sys.executable, "-W", "ignore", "-c", INDUCTOR]
     ran = subprocess.run(command, capture_output=True, text=True)

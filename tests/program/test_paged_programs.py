@@ -86,7 +86,7 @@ def watched(program: Any) -> list[Any]:
 @pytest.mark.parametrize("name", MODELS)
 @settings(max_examples=6, deadline=None)
 @given(data=st.data())
-def test_programs_give_the_bits_of_eager_calls_and_of_the_dense_cache(name: str, data: st.DataObject) -> None:
+def test_programs_equal_eager_calls_and_the_dense_cache(name: str, data: st.DataObject) -> None:
     """Chunks of a prompt and single tokens, over rows of the same and of different lengths."""
     model, program = prepared(name)
     batch, seed = data.draw(st.integers(1, 3), "batch"), data.draw(st.integers(0, 99), "seed")
@@ -123,7 +123,7 @@ def test_paging_takes_no_more_kernels() -> None:
 
 
 @pytest.mark.parametrize("batch", [1, 3])
-def test_memory_of_another_size_and_another_table_are_no_new_trace(batch: int) -> None:
+def test_memory_of_another_size_and_another_table_need_no_new_trace(batch: int) -> None:
     model = tiny("qwen3", "bfloat16")
     program = compiled(model)
     traced = watched(program)
@@ -142,7 +142,7 @@ def test_memory_of_another_size_and_another_table_are_no_new_trace(batch: int) -
     assert len(traced) == 2
 
 
-def test_the_number_of_rows_is_not_taken_from_other_sizes() -> None:
+def test_the_number_of_rows_is_not_inferred_from_other_sizes() -> None:
     """A guess would take the first size of 2: that of the layer's heads, or of the blocks."""
     model = tiny("qwen3", "bfloat16", num_key_value_heads=2)
     program = compiled(model)
@@ -157,7 +157,7 @@ def test_the_number_of_rows_is_not_taken_from_other_sizes() -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen3 bfloat16", "llama int8", "mistral windowed"])
-def test_logits_of_the_first_rows_alone(name: str) -> None:
+def test_logits_of_only_the_first_rows(name: str) -> None:
     """They are those of a call for all rows, and the number of rows is no part of the program."""
     model = MODELS[name]()
     program = compiled(model)
@@ -210,7 +210,7 @@ def test_positions_past_the_table_are_refused(offset: int) -> None:
         program(ids_of(model, 1, 1), torch.tensor([offset], dtype=torch.int32), paged(model, 1))
 
 
-def test_explaining_touches_neither_the_rows_nor_much_memory() -> None:
+def test_explain_changes_no_rows_and_takes_little_memory() -> None:
     model = tiny("qwen3", "bfloat16")
     program = compiled(model)
     assert model.new_blocks is not None
@@ -221,7 +221,7 @@ def test_explaining_touches_neither_the_rows_nor_much_memory() -> None:
     assert (cache.keys[0][0] == 3.0).all()
 
 
-def test_caches_in_turns_are_recognised() -> None:
+def test_alternating_caches_are_recognized() -> None:
     """An engine's steps use different rows of the same memory each time: nothing is created again."""
     model = tiny("qwen3", "bfloat16")
     program: Any = compiled(model)
@@ -248,7 +248,7 @@ def test_caches_in_turns_are_recognised() -> None:
     assert not bound
 
 
-def test_a_setting_beside_the_same_tensors_is_part_of_a_cache() -> None:
+def test_settings_next_to_the_same_tensors_are_part_of_a_cache() -> None:
     def forward(tokens: Tensor, offsets: Tensor, cache: Any, params: Tensor) -> tuple[Tensor, Any]:
         return params[tokens.long()] * cache["scale"] + cache["base"], cache
 

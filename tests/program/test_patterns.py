@@ -182,7 +182,7 @@ def with_a_weight_a_row(x: Tensor, p: Params) -> Tensor:
     "body",
     [of_another_axis, of_another_array, of_a_rounded_copy, of_cubes, by_a_square_root, of_what_changes],
 )
-def test_what_is_no_norm_stays(body: Callable[..., Tensor], dtype: torch.dtype) -> None:
+def test_other_expressions_are_not_fused_into_a_norm(body: Callable[..., Tensor], dtype: torch.dtype) -> None:
     ours, names = run(lambda x, _, p: body(x, p), dtype)
     assert not names & {"rms_norm", "aten.rms_norm"}
     assert close(ours, eagerly(lambda x, _, p: body(x, p), dtype))
@@ -196,7 +196,7 @@ def test_a_product_with_a_norm_is_no_weight(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_product_in_float32_is_not_the_ops_which_rounds_before_it(dtype: torch.dtype) -> None:
+def test_a_product_in_float32_is_not_fused(dtype: torch.dtype) -> None:
     def body(x: Tensor, _: Tensor, p: Params) -> Tensor:
         wide = x.float()
         return (p["weight"] * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS))).to(x.dtype)
@@ -304,14 +304,14 @@ def halves_of_another(x: Tensor, positions: Tensor, p: Params) -> Tensor:
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("body", [different_halves, turned_the_other_way, halves_of_another])
-def test_what_is_no_rotation_stays(body: Body, dtype: torch.dtype) -> None:
+def test_other_expressions_are_not_fused_into_a_rotation(body: Body, dtype: torch.dtype) -> None:
     ours, names = run(body, dtype)
     assert "rotate" not in names
     assert close(ours, eagerly(body, dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_rotation_whose_products_are_rounded_stays(dtype: torch.dtype) -> None:
+def test_a_rotation_with_rounded_products_is_not_fused(dtype: torch.dtype) -> None:
     def body(x: Tensor, positions: Tensor, p: Params) -> Tensor:
         q, (cos, sin) = split_heads(x), angles(positions, p, dtype)
         return ((q * cos) + (rotate_half(q) * sin)).transpose(1, 2)
@@ -344,7 +344,7 @@ def test_a_gate(name: str, dtype: torch.dtype) -> None:
     assert names == {"aten.embedding", op_name}
 
 
-def test_a_gate_of_another_shape_stays() -> None:
+def test_a_gate_of_another_shape_is_not_fused() -> None:
     def body(x: Tensor, _: Tensor, p: Params) -> Tensor:
         return F.silu(x) * p["weight"]
 
@@ -390,7 +390,7 @@ def test_programs_for_every_shape_share_the_packed_copies() -> None:
     assert len(run_of._programs.packed._packed) == 1
 
 
-def test_params_that_may_change_are_read_anew() -> None:
+def test_params_that_may_change_are_read_at_every_call() -> None:
     weights, cache = params(torch.float32), torch.zeros(1, 1)
     program = onward.compile(forward_of(linear), params=weights, cache=cache)
     before, _ = program(*inputs(1, 3), cache)

@@ -39,7 +39,7 @@ def sampled(run: Run, sampler: SamplingKernel, seed: int, batch: int) -> tuple[T
 
 @settings(max_examples=60, deadline=None)
 @given(params=st.lists(rows, min_size=1, max_size=5), dtype=st.sampled_from(DTYPES), seed=st.integers(0, 2**32))
-def test_the_ids_are_those_of_the_sampler(params: list[SamplingParams], dtype: torch.dtype, seed: int) -> None:
+def test_ids_equal_those_of_the_sampler(params: list[SamplingParams], dtype: torch.dtype, seed: int) -> None:
     sampler = Sampler(params)
     assert sampler.pick is not None
     for _ in range(2):  # nothing of one call is left for the next
@@ -49,7 +49,7 @@ def test_the_ids_are_those_of_the_sampler(params: list[SamplingParams], dtype: t
 
 
 @pytest.mark.parametrize("batch", [1, 4])
-def test_greedy_ids_are_those_of_argmax(batch: int) -> None:
+def test_greedy_ids_equal_argmax(batch: int) -> None:
     logits, ids, *_ = sampled(RUNS[torch.bfloat16], GREEDY, 1, batch)
     assert ids is not None
     assert torch.equal(ids, logits.argmax(-1))
@@ -58,20 +58,20 @@ def test_greedy_ids_are_those_of_argmax(batch: int) -> None:
 @pytest.mark.parametrize(
     "options", [{"typical_p": 0.9}, {"xtc_probability": 0.5}, {"logit_bias": {3: 1.0}}, {"repetition_penalty": 1.2}]
 )
-def test_options_that_take_more_than_a_kernel_are_left_to_the_sampler(options: dict[str, object]) -> None:
+def test_options_beyond_the_kernel_are_left_to_the_sampler(options: dict[str, object]) -> None:
     assert (
         Sampler([SamplingParams(temperature=1.0, seed=0), SamplingParams(**{"temperature": 1.0} | options)]).pick
         is None
     )
 
 
-def test_other_choices_than_greedy_are_called() -> None:
+def test_custom_select_functions_are_called() -> None:
     device = torch.device("cpu")
     assert chooser_of(greedy, 1, device)[0].kernel([]) is GREEDY.pick
     assert chooser_of(lambda logits: logits.argmin(-1), 1, device)[0].kernel([]) is None
 
 
-def test_where_it_cannot_it_says_so_and_gives_the_logits() -> None:
+def test_unsupported_samplers_get_the_logits() -> None:
     class Narrow:
         kernel, most_ids = "onward_argmax", 3
 
@@ -111,7 +111,7 @@ def test_logits_of_chosen_positions_and_of_prompts_are_left_to_the_sampler() -> 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_ids_with_a_logit_that_is_not_finite_are_left_to_the_sampler(dtype: torch.dtype, bad: float) -> None:
+def test_rows_with_nonfinite_logits_are_left_to_the_sampler(dtype: torch.dtype, bad: float) -> None:
     def forward(tokens: Tensor, offsets: Tensor, cache: Tensor, params: Tensor) -> tuple[Tensor, Tensor]:
         return params[tokens], cache
 
@@ -131,7 +131,7 @@ def test_ids_with_a_logit_that_is_not_finite_are_left_to_the_sampler(dtype: torc
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_after_the_prompt_python_picks_no_token(monkeypatch: pytest.MonkeyPatch, temperature: float) -> None:
+def test_python_samples_no_token_after_the_prompt(monkeypatch: pytest.MonkeyPatch, temperature: float) -> None:
     lm = onward.LanguageModel(tiny_model("qwen3"), ByteTokenizer())
     plain = onward.LanguageModel(tiny_model("qwen3"), ByteTokenizer(), compile="eager")
     calls = []

@@ -48,7 +48,7 @@ def test_every_family_decodes_the_tokens_of_its_eager_forward_in_float32(family:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-def test_many_tokens_take_no_more_memory_than_some() -> None:
+def test_memory_does_not_grow_with_the_number_of_tokens() -> None:
     """Prompts of every length and batches that shrink, over and over."""
     most = 100_000 if FULL else 20_000
     model = small()
@@ -78,7 +78,7 @@ def test_many_tokens_take_no_more_memory_than_some() -> None:
     assert after[3] - before[3] < 800_000
 
 
-def test_a_program_lets_go_of_caches_that_are_over() -> None:
+def test_a_program_frees_unused_caches() -> None:
     for forward, params, make in ((gpt2, gpt2_params(), new_cache), (plain, plain_params(), plain_cache)):
         first = make(1, 16)
         program = onward.compile(forward, params=params, cache=first)
@@ -162,7 +162,7 @@ def test_an_interrupt_within_a_step(inside: str, monkeypatch: pytest.MonkeyPatch
     assert cache.keys[0].any(), "it is this cache that is written"
 
 
-def test_a_stream_that_is_interrupted_or_left_leaves_the_language_model_usable() -> None:
+def test_interrupted_and_abandoned_streams_leave_the_language_model_usable() -> None:
     lm = onward.LanguageModel(small(), compile="native")
     prompt, options = [1, 2, 3], {"max_new_tokens": 20, "temperature": 0}
     expected = lm.generate(prompt, **options)
@@ -250,7 +250,7 @@ lm = onward.LanguageModel(model())
     assert done.stderr == ""
 
 
-def test_logits_are_memory_of_their_own() -> None:
+def test_logits_have_their_own_memory() -> None:
     program = onward.compile(gpt2, params=gpt2_params(), cache=new_cache(1, 16))
     token = torch.ones((1, 1), dtype=torch.int32)
     first, _ = program(token, ZERO, new_cache(1, 16))
@@ -260,7 +260,7 @@ def test_logits_are_memory_of_their_own() -> None:
     assert not torch.equal(first, second)
 
 
-def test_a_forward_that_makes_a_new_cache_has_it_written_back() -> None:
+def test_a_new_cache_from_the_forward_is_written_back() -> None:
     def forward(tokens: Tensor, offsets: Tensor, cache: Tensor, params: Tensor) -> tuple[Tensor, Tensor]:
         return params[tokens.long()], cache + 1
 

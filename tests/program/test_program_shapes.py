@@ -87,7 +87,7 @@ def test_a_thousand_shapes_give_the_bits_of_eager_calls() -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 5])
-def test_a_batch_that_shrinks_is_traced_for_two_sizes_more(tokens: int) -> None:
+def test_a_shrinking_batch_is_traced_for_two_more_sizes(tokens: int) -> None:
     model = qwen3()
     program, traced = compiled(model)
     cache, other = (filled(model.new_cache(8, MAX_LEN), 3) for _ in range(2))
@@ -115,7 +115,7 @@ def test_rows_and_tokens_together() -> None:
     assert traced == [(5, 4), (17, 11), (17, 512), (MAX_ROWS, 11), (MAX_ROWS, 512)]
 
 
-def test_more_rows_or_tokens_than_was_confirmed_are_traced() -> None:
+def test_more_rows_or_tokens_than_confirmed_are_traced() -> None:
     model = qwen3(torch.float32)
     program, traced = compiled(model)
     for batch, tokens in ((2, 1), (3, 1), (MAX_ROWS + 3, 1), (MAX_ROWS + 4, 1), (4, 1)):
@@ -163,7 +163,7 @@ def with_a_branch(tokens: Tensor, offsets: Tensor, cache: Tensor, params: Tensor
 
 
 @pytest.mark.parametrize("forward", [with_a_square, with_a_branch])
-def test_what_is_on_no_line_is_traced_for_each_shape(forward: Callable[..., Any]) -> None:
+def test_shapes_that_do_not_generalize_are_traced_separately(forward: Callable[..., Any]) -> None:
     params = torch.randint(-3, 4, (11, 8), generator=torch.Generator().manual_seed(0)).float()  # sums are exact
     program = onward.compile(forward, params=params, cache=torch.zeros(1), tokens=0)
     for tokens in (3, 8, 2, 5, 6, 31, 4):

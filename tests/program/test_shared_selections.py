@@ -46,7 +46,7 @@ CASES = [  # orders of the weights, the body, selections and products in the pro
 
 
 @pytest.mark.parametrize(("orders", "body", "selections", "products"), CASES)
-def test_equal_selections_are_one_where_nothing_changes(orders, body, selections, products):
+def test_equal_selections_are_shared_if_nothing_changes(orders, body, selections, products):
     params = {"table": torch.randn(11, WIDTH, generator=GENERATOR), "weights": [weight(order) for order in orders]}
 
     def forward(tokens, offsets, cache, params):

@@ -60,12 +60,12 @@ def test_a_field_is_an_option(reader: BodyReader, url: str, field: str, value: A
 
 
 @pytest.mark.parametrize("url", URLS)
-def test_null_is_not_given(reader: BodyReader, url: str) -> None:
+def test_null_means_absent(reader: BodyReader, url: str) -> None:
     nulls = dict.fromkeys(("max_tokens", "temperature", "n", "seed", "stop", "logit_bias", "logprobs", "user", "tools"))
     assert reader.read(url, of(url, **nulls)) == reader.read(url, of(url))
 
 
-def test_logprobs_are_asked_for_in_two_ways(reader: BodyReader) -> None:
+def test_logprobs_are_requested_in_two_ways(reader: BodyReader) -> None:
     def count(url: str, **fields: Any) -> int | None:
         return reader.read(url, of(url, **fields)).requests[0].options.logprobs
 
@@ -76,7 +76,7 @@ def test_logprobs_are_asked_for_in_two_ways(reader: BodyReader) -> None:
     assert count(TEXT, logprobs=5) == 5
 
 
-def test_a_content_of_parts_is_their_text_and_a_developer_the_system(reader: BodyReader) -> None:
+def test_content_parts_are_joined_and_developer_means_system(reader: BodyReader) -> None:
     parts = [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]
     messages = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": parts}]
     plain = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
@@ -104,7 +104,7 @@ def test_prompts_are_texts_or_ids_or_lists_of_them(reader: BodyReader) -> None:
     ],
     ids=lambda fields: next(iter(fields)),
 )
-def test_what_asks_for_nothing_is_served(reader: BodyReader, asks_for_nothing: dict[str, Any]) -> None:
+def test_fields_without_effect_are_accepted(reader: BodyReader, asks_for_nothing: dict[str, Any]) -> None:
     assert reader.read(CHAT, of(CHAT, **asks_for_nothing)) == reader.read(CHAT, of(CHAT))
 
 
@@ -175,14 +175,14 @@ def test_what_asks_for_nothing_is_served(reader: BodyReader, asks_for_nothing: d
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
 )
-def test_what_is_not_served_is_refused_by_name(
+def test_unsupported_fields_are_refused_by_name(
     reader: BodyReader, url: str, fields: dict[str, Any], param: str, code: str
 ) -> None:
     error = refusal(reader, url, of(url, **fields))
     assert (error.param, error.code) == (param, code)
 
 
-def test_a_message_has_the_name_of_the_field_and_not_of_the_option(reader: BodyReader) -> None:
+def test_messages_use_the_name_of_the_field_instead_of_the_option(reader: BodyReader) -> None:
     assert str(refusal(reader, TEXT, of(TEXT, max_tokens=-2))).startswith("max_tokens must be")
     assert str(refusal(reader, CHAT, of(CHAT, logprobs=True, top_logprobs=-1))).startswith("top_logprobs must be")
 
@@ -197,7 +197,7 @@ def test_a_body_is_an_object(reader: BodyReader, body: object) -> None:
     assert refusal(reader, CHAT, body).code == "invalid_type"
 
 
-def test_tools_that_the_model_would_not_see_are_refused(reader: BodyReader) -> None:
+def test_tools_that_the_template_ignores_are_refused(reader: BodyReader) -> None:
     template = ChatTemplate("{% for message in messages %}{{ message.content }}{% endfor %}", {})
     unseeing = BodyReader(onward.LanguageModel(reader.lm.model, reader.lm.tokenizer, template), "unseeing")
     tools = of(CHAT, tools=[{"type": "function", "function": {"name": "f"}}])
@@ -223,7 +223,7 @@ NAMES = st.sampled_from(
 
 @settings(max_examples=300, deadline=None)
 @given(url=st.sampled_from(sorted(URLS)), fields=st.dictionaries(NAMES | st.text(max_size=5), VALUES, max_size=4))
-def test_any_json_is_a_body_or_an_error_of_ours(reader: BodyReader, url: str, fields: dict[str, Any]) -> None:
+def test_any_json_is_a_body_or_an_onward_error(reader: BodyReader, url: str, fields: dict[str, Any]) -> None:
     error: OnwardError | None = None
     try:
         assert reader.read(url, of(url) | fields).requests
@@ -233,7 +233,7 @@ def test_any_json_is_a_body_or_an_error_of_ours(reader: BodyReader, url: str, fi
     assert error is None or error_fields(error)["message"]
 
 
-def test_an_error_has_a_status_that_clients_know() -> None:
+def test_error_statuses_are_those_that_clients_know() -> None:
     known: dict[type[OnwardError], tuple[OnwardError, int, str | None]] = {
         RequestError: (RequestError("x"), 400, None),
         ContextOverflowError: (ContextOverflowError("x"), 400, "context_length_exceeded"),
@@ -285,7 +285,7 @@ def test_an_echo_is_the_prompt_with_its_logprobs(reader: BodyReader) -> None:
         assert choice["text"][at : at + len(token)] == token
 
 
-def test_logprobs_of_the_sampling_stand_beside_the_others(reader: BodyReader) -> None:
+def test_sampling_logprobs_are_reported_next_to_logprobs(reader: BodyReader) -> None:
     asked: dict[str, Any] = {"temperature": 1, "top_p": 0.9, "seed": 3, "sampling_logprobs": True}
     alone = reader.lm.generate("The fox", max_new_tokens=4, logprobs=0, **asked)
     pairs = [(entry.sampling, entry.support) for entry in alone.logprobs or ()]
@@ -302,7 +302,7 @@ def test_logprobs_of_the_sampling_stand_beside_the_others(reader: BodyReader) ->
     assert refusal(reader, CHAT, of(CHAT, sampling_logprobs=True)).param == "sampling_logprobs"
 
 
-def test_an_echo_of_no_tokens_scores_the_prompt(reader: BodyReader) -> None:
+def test_an_echo_without_new_tokens_scores_the_prompt(reader: BodyReader) -> None:
     (choice,) = answered(reader, TEXT, max_tokens=0, logprobs=0, echo=True, prompt="The fox")["choices"]
     score = reader.lm.score("The fox")
     assert choice["text"] == "The fox"
@@ -361,12 +361,12 @@ def test_every_option_of_generate_is_a_field_or_a_documented_exception(reader: B
         assert getattr(chat.options, name) == getattr(request.options, name)
 
 
-def test_the_field_that_is_wrong_is_named_beside_others_that_it_begins_with(reader: BodyReader) -> None:
+def test_the_wrong_field_is_named_among_similar_ones(reader: BodyReader) -> None:
     for fields in ({"n": 1, "no_repeat_ngram_size": -1}, {"min_p": 0.1, "min_new_tokens": -1}):
         assert refusal(reader, TEXT, of(TEXT, **fields)).param == list(fields)[1]
 
 
-def test_prompt_logprobs_are_those_of_generate(reader: BodyReader) -> None:
+def test_prompt_logprobs_equal_those_of_generate(reader: BodyReader) -> None:
     tokenizer = reader.lm.tokenizer
     assert tokenizer is not None
     for fields in ({}, {"n": 2, "temperature": 1, "seed": 1}, {"echo": True, "logprobs": 2}):
@@ -404,7 +404,7 @@ def check_prompt_logprobs(listed: Any, prompt: Any, entries: Any, tokenizer: Any
     assert tokenizer.decode(prompt) == tokenizer.decode(prompt[:1]) + text
 
 
-def test_prompt_logprobs_where_they_are_not_served(reader: BodyReader) -> None:
+def test_unsupported_prompt_logprobs(reader: BodyReader) -> None:
     refused = [
         (TEXT, {"stream": True, "prompt_logprobs": 1}),
         (CHAT, {"stream": True, "prompt_logprobs": 0}),

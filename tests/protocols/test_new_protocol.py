@@ -100,7 +100,7 @@ def client(lm: onward.LanguageModel) -> Iterator[Any]:
         yield post
 
 
-def test_it_is_served(client: Any, lm: onward.LanguageModel) -> None:
+def test_a_new_protocol_is_served(client: Any, lm: onward.LanguageModel) -> None:
     wanted = lm.generate("Once", max_new_tokens=8, seed=1, temperature=1).text.upper()
     body = {"text": "Once", "length": 8, "seed": 1, "temperature": 1}
     assert client(body).json() == {"shouted": wanted}
@@ -109,7 +109,7 @@ def test_it_is_served(client: Any, lm: onward.LanguageModel) -> None:
     assert "".join(data[:-1]) == wanted
 
 
-def test_its_errors_name_its_fields(client: Any) -> None:
+def test_errors_name_the_protocols_fields(client: Any) -> None:
     for body, param in [
         ({}, "text"),
         ({"text": 5}, "text"),
@@ -124,7 +124,7 @@ def test_its_errors_name_its_fields(client: Any) -> None:
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
 
 
-def test_it_is_in_the_document(client: Any) -> None:
+def test_a_new_protocol_is_in_the_openapi_document(client: Any) -> None:
     operation = client.document["paths"]["/v1/shout"]["post"]
     assert operation["requestBody"]["content"]["application/json"]["schema"] == {
         "$ref": "#/components/schemas/ShoutBody"
@@ -133,7 +133,7 @@ def test_it_is_in_the_document(client: Any) -> None:
     assert "Shouted" in client.document["components"]["schemas"]
 
 
-def test_it_is_in_batches(lm: onward.LanguageModel, tmp_path: Path) -> None:
+def test_a_new_protocol_is_available_in_batches(lm: onward.LanguageModel, tmp_path: Path) -> None:
     body = BodyReader(lm, "demo").read("/v1/shout", {"text": "Once", "length": 4, "seed": 1})
     answer = body.protocol.answer(body, [lm.generate(body.requests[0])])
     assert answer["shouted"].isupper()

@@ -21,7 +21,7 @@ IDS = torch.randint(0, 60, (3, 20), generator=torch.Generator().manual_seed(0))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_runs_layer_by_layer_as_its_forward_runs_it(family, monkeypatch):
+def test_every_family_runs_layer_by_layer_like_its_forward(family, monkeypatch):
     """Three texts, two at a time: a layer's state is another batch's before it is its own."""
     monkeypatch.setattr(watch, "MAX_TOKENS", 40)
     model = tiny_model(family)
@@ -52,7 +52,7 @@ def test_the_same_matrices_in_the_same_bytes(family):
 
 
 @pytest.mark.parametrize("format", ["int4", "iq4_nl"])
-def test_a_seed_gives_the_same_bits_and_another_seed_others(format):
+def test_a_seed_determines_the_bits(format):
     lm = onward.LanguageModel(tiny_model(), defaults=GenerateOptions(eos=2, temperature=0.3, repetition_penalty=2.0))
     calibration = Calibration(texts=4, length=30, seed=1)
     first, second = (quantize(lm, format, calibrate=calibration) for _ in range(2))
@@ -62,7 +62,7 @@ def test_a_seed_gives_the_same_bits_and_another_seed_others(format):
     assert not torch.equal(data[0], data[2])
 
 
-def test_texts_begin_where_texts_begin_and_are_drawn_whatever_the_defaults_are():
+def test_texts_start_with_a_bos_and_ignore_the_defaults():
     model, calibration = tiny_model(), Calibration(texts=3, length=20)
     plain = onward.LanguageModel(model, defaults=GenerateOptions(eos=2))
     odd = onward.LanguageModel(model, defaults=GenerateOptions(eos=2, temperature=0.1, top_k=1, n=3))
@@ -74,7 +74,7 @@ def test_texts_begin_where_texts_begin_and_are_drawn_whatever_the_defaults_are()
     assert calibration_ids(plain, Calibration(texts=1, length=10**6)).shape[1] == model.max_seq_len
 
 
-def test_heads_are_rounded_with_feedback_and_tables_of_their_own_to_nearest():
+def test_heads_get_error_feedback_and_separate_embeddings_do_not():
     for tied in (True, False):
         reports = []
         model = tiny_model(tie_word_embeddings=tied)
@@ -84,7 +84,7 @@ def test_heads_are_rounded_with_feedback_and_tables_of_their_own_to_nearest():
         assert fed.get("lm_head.weight") == (None if tied else True)
 
 
-def test_what_cannot_be_calibrated_says_why():
+def test_unsupported_calibrations_raise_a_clear_error():
     with pytest.raises(RequestError, match="neither a BOS nor an EOS id"):
         quantize(tiny_model(), "int4", calibrate=Calibration())
     with pytest.raises(RequestError, match=r"int32 or int64 \[count, length\]; got torch.float32 \[4\]"):
@@ -102,7 +102,7 @@ def test_what_cannot_be_calibrated_says_why():
 
 @pytest.mark.parametrize("format", ["int4", "iq4_nl"])
 @pytest.mark.stride(2)
-def test_the_demo_model_loses_less_than_rounded_to_nearest(format):
+def test_the_demo_model_loses_less_than_with_rounding_to_nearest(format):
     """KL divergence on four held-out documents; benchmarks/calibration.py takes all of them."""
     lm = onward.load("demo")
     texts = HELDOUT.read_text(encoding="utf-8").split("<|endoftext|>\n")

@@ -17,7 +17,7 @@ def correlated(tokens, inputs, rank):
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_outputs_of_correlated_inputs_err_by_half(format):
+def test_outputs_of_correlated_inputs_have_half_the_error(format):
     """Errors in the 96 directions that are nearly empty cost little, so most of the 128 inputs can make up for others.
     0.26 of the error was measured for inputs such as these, a quarter of whose directions are full."""
     weight, x = noise(48, 128), correlated(1000, 128, 32)
@@ -29,7 +29,7 @@ def test_outputs_of_correlated_inputs_err_by_half(format):
 
 @given(shape=SHAPES, rank=st.integers(1, 40), format=st.sampled_from(FORMATS))
 @settings(max_examples=30, deadline=None)
-def test_outputs_never_err_more_than_rounded_to_nearest(shape, rank, format):
+def test_outputs_are_never_worse_than_rounded_to_nearest(shape, rank, format):
     weight, x = noise(*shape), correlated(50, shape[1], rank)
     fed = quantize_with_feedback(weight, x.T @ x, format)
     nearest = relative_output_error(weight, quantize_weight(weight, format), x.T @ x)
@@ -38,7 +38,7 @@ def test_outputs_never_err_more_than_rounded_to_nearest(shape, rank, format):
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_errors_are_those_of_the_outputs(format):
+def test_reported_errors_are_those_of_the_outputs(format):
     weight, x = noise(20, 70), correlated(200, 70, 10)
     fed = quantize_with_feedback(weight, x.T @ x, format)
     exact, got = x @ weight.T, x @ fed.weight.dequantize().T
@@ -49,7 +49,7 @@ def test_errors_are_those_of_the_outputs(format):
 
 
 @pytest.mark.parametrize(("format", "low", "high", "end"), [("int4", -7, 8, -8), ("iq4_nl", 0, 16, 0)])
-def test_weights_that_the_format_holds_stay_as_they_are(format, low, high, end):
+def test_weights_representable_in_the_format_are_unchanged(format, low, high, end):
     q = torch.randint(low, high, (16, 64), generator=torch.Generator().manual_seed(0), dtype=torch.int8)
     q[:, ::32] = end  # so that the scale with which nothing is clipped is found
     exact = QuantizedWeight.pack(format, q, torch.full((16, 2), 0.5, dtype=torch.float16))
@@ -60,7 +60,7 @@ def test_weights_that_the_format_holds_stay_as_they_are(format, low, high, end):
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_inputs_that_were_never_there_are_rounded_to_nearest(format):
+def test_inputs_that_are_always_zero_are_rounded_to_nearest(format):
     weight = noise(20, 70)
     fed = quantize_with_feedback(weight, torch.zeros(70, 70), format)
     assert torch.equal(fed.weight.data, quantize_weight(weight, format).data)

@@ -39,7 +39,7 @@ def between(model):
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3moe", "qwen3next", "phi3"])
 @pytest.mark.stride(2)
-def test_a_budget_is_kept_and_spent(family):
+def test_budget_is_enforced_and_used_up(family):
     model = tiny_model(family, hidden_size=64, intermediate_size=128)
     every = {format: reports_of(model, format) for format in ("iq4_nl", "int8")}
     weights = sum(rows * inputs for rows, inputs in (report.shape for report in every["iq4_nl"]))
@@ -55,7 +55,7 @@ def test_a_budget_is_kept_and_spent(family):
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_what_a_matrix_costs_is_the_divergence_of_the_model_with_it_alone_in_iq4_nl(tied):
+def test_the_cost_of_a_matrix_is_the_divergence_with_it_alone_in_iq4_nl(tied):
     model = tiny_model(tie_word_embeddings=tied)
     choices = choose_formats(model, IDS, between(model))
 
@@ -83,7 +83,7 @@ def test_what_a_matrix_costs_is_the_divergence_of_the_model_with_it_alone_in_iq4
     things=st.lists(st.tuples(st.floats(0, 9), st.integers(-9, 30)), min_size=1, max_size=8), room=st.integers(0, 90)
 )
 @settings(deadline=None)
-def test_the_knapsack_that_fit_are_chosen(things, room):
+def test_the_best_knapsack_that_fits_is_chosen(things, room):
     costs, sizes = zip(*things, strict=True)
     room += sum(min(size, 0) for size in sizes)
     chosen = _knapsack(costs, sizes, room)
@@ -96,7 +96,7 @@ def test_the_knapsack_that_fit_are_chosen(things, room):
     assert math.fsum(costs[index] for index in chosen) == pytest.approx(most)
 
 
-def test_a_large_budget_is_kept_though_its_room_is_divided():
+def test_a_large_budget_is_enforced_though_its_room_is_divided():
     sizes = [10_007 + 13 * index for index in range(100)]
     chosen = _knapsack([1.0] * 100, sizes, 300_000)
     assert sum(sizes[index] for index in chosen) <= 300_000
@@ -112,7 +112,7 @@ def test_the_experts_of_a_layer_have_one_format():
     assert len(experts) == 1
 
 
-def test_matrices_of_few_inputs_take_no_more_bytes_in_int8():
+def test_matrices_with_few_inputs_are_no_larger_in_int8():
     model = tiny_model("nemotronh", hidden_size=16)
     budget = between(model)
     reports = reports_of(model, budget)
@@ -121,7 +121,7 @@ def test_matrices_of_few_inputs_take_no_more_bytes_in_int8():
     assert all(report.format == "int8" for report in reports if report.shape[1] <= 32)
 
 
-def test_a_mixed_folder_loads_as_what_was_written(tmp_path):
+def test_a_mixed_folder_loads_as_written(tmp_path):
     source = random_checkpoint(tmp_path / "source")
     calibration = Calibration(ids=IDS)
     bits = between(onward.load(source).model)

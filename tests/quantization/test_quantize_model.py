@@ -78,7 +78,7 @@ def test_iq4_nl_takes_the_bytes_of_int4(family):
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_packed_model_gives_what_the_stock_model_gives(form, tied):
+def test_quantizing_a_packed_model_equals_quantizing_the_stock_one(form, tied):
     """A tied pair stays one weight when it is packed, and when that is quantized."""
     model = tiny_model(tie_word_embeddings=tied)
     packed = dataclasses.replace(model, params=pack_params(model.params))
@@ -89,7 +89,7 @@ def test_a_packed_model_gives_what_the_stock_model_gives(form, tied):
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_the_forward_is_that_of_the_dequantized_weights_but_for_the_rounding_of_activations(form, format):
+def test_the_forward_equals_dequantized_weights_up_to_activation_rounding(form, format):
     """With weights that are exact in the format, all that is left is 8-bit activations.
 
     A product of K inputs gets noise of a step / sqrt(12), and a step is absmax / 127, in groups up to twice that, with
@@ -123,7 +123,7 @@ def test_reports_name_every_matrix_once_in_order_with_its_error(format):
     assert sum(report.nbytes for report in reports) < onward.Model(**vars(model) | {"params": params}).nbytes
 
 
-def test_a_language_model_comes_back_as_one_and_the_given_one_is_unchanged():
+def test_a_language_model_is_returned_and_the_original_is_unchanged():
     lm = onward.LanguageModel(tiny_model(), ByteTokenizer(), prefill_chunk=7)
     before = logits(lm.model)
     small = quantize(lm, "int8")
@@ -135,7 +135,7 @@ def test_a_language_model_comes_back_as_one_and_the_given_one_is_unchanged():
     assert not torch.equal(logits(small.model), before)
 
 
-def test_text_of_a_row_does_not_depend_on_the_others(form):
+def test_a_rows_text_does_not_depend_on_the_others(form):
     if form == "definition":
         pytest.skip("the definition's sums are torch's, whose order depends on the shape")
     small = onward.LanguageModel(quantize(tiny_model(), "int4"), ByteTokenizer())
@@ -146,7 +146,7 @@ def test_text_of_a_row_does_not_depend_on_the_others(form):
 
 
 @pytest.mark.parametrize("format", [None, True, float("nan"), float("inf"), ["int8"]], ids=repr)
-def test_what_is_no_format_is_refused(format):
+def test_invalid_formats_are_refused(format):
     with pytest.raises(RequestError, match="'int8', 'int4' or 'iq4_nl', or a number of bits per weight; got"):
         quantize(tiny_model(), format)
 
@@ -160,7 +160,7 @@ def test_arguments_of_another_kind_are_refused():
         quantize(tiny_model(), "int8", calibrate=True)
 
 
-def test_what_cannot_be_quantized_says_why():
+def test_unsupported_models_raise_a_clear_error():
     model = tiny_model()
     with pytest.raises(RequestError, match="must be 'int8', 'int4' or 'iq4_nl'; got 'int2'"):
         quantize(model, "int2")
@@ -177,7 +177,7 @@ def test_what_cannot_be_quantized_says_why():
 
 @pytest.mark.parametrize(("format", "most"), [("int8", 0.005), ("int4", 0.04), ("iq4_nl", 0.03)])
 @pytest.mark.stride(3)
-def test_the_demo_model_is_hardly_more_perplexed(form, format, most):
+def test_the_demo_models_perplexity_hardly_rises(form, format, most):
     """On four held-out documents; benchmarks/quantization.py takes all of them."""
     lm = onward.load("demo")
     texts = HELDOUT.read_text(encoding="utf-8").split("<|endoftext|>\n")
@@ -190,7 +190,7 @@ def test_the_demo_model_is_hardly_more_perplexed(form, format, most):
     assert math.exp(loss(quantize(lm, format)) - loss(lm)) < 1 + most
 
 
-def test_adapters_are_loaded_again(tmp_path):
+def test_quantized_models_keep_their_adapters(tmp_path):
     options = {"max_new_tokens": 12, "temperature": 0}
     folder = demo_adapter(tmp_path / "poet", seed=1)
     lm = onward.load("demo", adapters={"poet": folder})

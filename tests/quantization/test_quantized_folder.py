@@ -81,7 +81,7 @@ def change_tensors(folder, **tensors):
     [("qwen3", ODD), ("qwen2", {}), ("llama", ODD | {"tie_word_embeddings": True}), ("mistral", {})],
     ids=["qwen3", "qwen2", "llama", "mistral"],
 )
-def test_a_written_model_is_the_model(tmp_path, form, format, dtype, family, sizes):
+def test_a_written_model_equals_the_model(tmp_path, form, format, dtype, family, sizes):
     source = random_checkpoint(tmp_path / "source", family, dtype=dtype, **sizes)
     quantize_folder(source, tmp_path / "small", format)
     config, params = read(tmp_path / "small")
@@ -91,7 +91,7 @@ def test_a_written_model_is_the_model(tmp_path, form, format, dtype, family, siz
     assert torch.equal(logits(build_model(config, params)), logits(in_memory))
 
 
-def test_a_folder_of_a_recurrent_model_is_the_model_quantized(tmp_path):
+def test_a_folder_of_a_recurrent_model_equals_quantizing_in_memory(tmp_path):
     source = random_checkpoint(tmp_path / "source", "qwen3_5")
     quantize_folder(source, tmp_path / "small", "int8")
     want = quantize(onward.load(source).model, "int8")
@@ -99,7 +99,7 @@ def test_a_folder_of_a_recurrent_model_is_the_model_quantized(tmp_path):
 
 
 @pytest.mark.parametrize("family", ["qwen3moe", "qwen3_5", "lfm2moe", "deepseekv3"])
-def test_what_is_never_quantized_is_written_as_the_checkpoint_has_it(tmp_path, family):
+def test_unquantized_weights_are_written_as_in_the_checkpoint(tmp_path, family):
     """A calibration runs the packed model, of which routers, convolutions and latents are unpacked."""
     source = random_checkpoint(tmp_path / "source", family)
     calibration = Calibration(ids=torch.arange(40, dtype=torch.int32).view(2, 20))
@@ -111,7 +111,7 @@ def test_what_is_never_quantized_is_written_as_the_checkpoint_has_it(tmp_path, f
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_the_weights_are_the_files_own_pages_at_multiples_of_64(tmp_path, format):
+def test_weights_are_mapped_pages_of_the_file_aligned_to_64(tmp_path, format):
     source = random_checkpoint(tmp_path / "source", dtype=torch.bfloat16, **ODD)
     quantize_folder(source, tmp_path / "small", format)
     _, params = read(tmp_path / "small")
@@ -137,7 +137,7 @@ def test_the_dtype_of_activations_can_be_chosen(folder):
         assert build_model(config, params).new_cache(1, 4).keys[0].dtype == dtype
 
 
-def test_config_and_small_files_come_along(tmp_path):
+def test_config_and_small_files_are_copied(tmp_path):
     source = random_checkpoint(tmp_path / "source")
     names = ("generation_config.json", "tokenizer.json", "chat_template.jinja", "LICENSE")
     names += ("additional_chat_templates/tool_use.jinja",)
@@ -168,7 +168,7 @@ def test_a_matrix_may_stay_in_floats(folder):
     logits(build_model(config, params))
 
 
-def test_the_writer_in_the_documentation_writes_a_folder(tmp_path, folder):
+def test_the_documented_writer_writes_a_folder(tmp_path, folder):
     stock = load_file(folder.parent / "source" / "model.safetensors")
     matrices = {name: quantize_weight(tensor, "int4") for name, tensor in stock.items() if tensor.dim() == 2}
     others = {name: tensor for name, tensor in stock.items() if tensor.dim() < 2}
@@ -179,7 +179,7 @@ def test_the_writer_in_the_documentation_writes_a_folder(tmp_path, folder):
     assert all(torch.equal(*pair) for pair in zip(theirs, ours, strict=True))
 
 
-def test_bytes_that_lie_anywhere_are_copied_to_where_kernels_want_them(folder):
+def test_unaligned_bytes_are_copied_to_aligned_memory(folder):
     expected = [leaf.clone() for leaf in leaves(read(folder)[1])]
     change_tensors(folder)  # written by safetensors itself, floats first
     got = leaves(read(folder)[1])
@@ -206,13 +206,13 @@ def test_bytes_that_lie_anywhere_are_copied_to_where_kernels_want_them(folder):
         ({"tensors": {"x": 3}}, "a 'shape' of two sizes; got None"),
     ],
 )
-def test_a_manifest_that_cannot_be_followed_is_refused(folder, fields, complaint):
+def test_an_invalid_manifest_is_refused(folder, fields, complaint):
     change_manifest(folder, **fields)
     with pytest.raises(ConfigError, match=complaint):
         read(folder)
 
 
-def test_a_manifest_that_is_no_object_is_refused(folder):
+def test_a_manifest_must_be_an_object(folder):
     config = json.loads((folder / "config.json").read_text()) | {quantized.MANIFEST: "int4"}
     with pytest.raises(ConfigError, match="must be an object; got 'int4'"):
         read_manifest(folder, config)
@@ -243,21 +243,21 @@ def test_a_manifest_of_another_model_is_refused(folder, entries, complaint):
         ({"model.extra": torch.zeros(3)}, "does not describe, such as 'model.extra'"),
     ],
 )
-def test_weights_that_do_not_fit_the_manifest_are_refused(folder, tensors, complaint):
+def test_weights_that_contradict_the_manifest_are_refused(folder, tensors, complaint):
     change_tensors(folder, **{name.replace(".", "__"): tensor for name, tensor in tensors.items()})
     with pytest.raises(CheckpointError, match=complaint):
         read(folder)
 
 
 @pytest.mark.parametrize("keep", [0, 5, 300, -1])
-def test_a_file_cut_short_is_refused(folder, keep):
+def test_a_truncated_file_is_refused(folder, keep):
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:keep])
     with pytest.raises(CheckpointError, match="damaged or truncated"):
         read(folder)
 
 
-def test_weights_that_are_not_there_are_missed(folder):
+def test_missing_weights_are_named(folder):
     (folder / "model.safetensors").unlink()
     with pytest.raises(OnwardError, match=r"neither model\.safetensors nor"):
         read(folder)
@@ -276,7 +276,7 @@ def test_a_folder_appears_whole_or_not_at_all(tmp_path, monkeypatch):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
 
 
-def test_a_place_that_takes_no_folder_is_refused_before_the_work(tmp_path):
+def test_an_unwritable_destination_is_refused_before_the_work(tmp_path):
     source = random_checkpoint(tmp_path / "source")
     for place in (source / "config.json" / "small", source / "config.json" / "deep" / "small"):
         with pytest.raises(
@@ -294,7 +294,7 @@ def test_only_an_absent_or_empty_folder_is_written(tmp_path):
             quantize_folder(source, taken, "int8")
 
 
-def test_what_is_quantized_or_unknown_is_not_quantized(tmp_path, folder):
+def test_quantized_and_unknown_models_are_not_quantized(tmp_path, folder):
     with pytest.raises(RequestError, match="is already int4: quantize the original checkpoint"):
         quantize_folder(folder, tmp_path / "again", "int8")
     with pytest.raises(RequestError, match="must be 'int8', 'int4' or 'iq4_nl'; got 'q4'"):

@@ -14,7 +14,7 @@ from onward.ops.quantized_layout import data_shape, pack
 
 @pytest.mark.parametrize("format", FORMATS)
 @given(shape=SHAPES)
-def test_unpacking_gives_back_what_was_packed(format, shape):
+def test_unpacking_inverts_packing(format, shape):
     q, scales = integers(format, *shape)
     weight = QuantizedWeight.pack(format, q, scales)
     assert weight.data.shape == data_shape(format, shape)
@@ -22,7 +22,7 @@ def test_unpacking_gives_back_what_was_packed(format, shape):
 
 
 @given(shape=SHAPES)
-def test_int8_bytes_are_where_the_documentation_says(shape):
+def test_int8_bytes_have_the_documented_layout(shape):
     q, scales = integers("int8", *shape)
     data = bytes(pack("int8", q, scales).flatten().tolist())
     block = 64 + -(-shape[1] // 4) * 64
@@ -35,7 +35,7 @@ def test_int8_bytes_are_where_the_documentation_says(shape):
 
 @pytest.mark.parametrize(("format", "offset"), [("int4", 8), ("iq4_nl", 0)])
 @given(shape=SHAPES)
-def test_bits_are_where_the_documentation_says(format, offset, shape):
+def test_bits_have_the_documented_layout(format, offset, shape):
     q, scales = integers(format, *shape)
     data = bytes(pack(format, q, scales).flatten().tolist())
     block = -(-shape[1] // 64) * 576
@@ -49,7 +49,7 @@ def test_bits_are_where_the_documentation_says(format, offset, shape):
 
 @pytest.mark.parametrize("format", FORMATS)
 @given(shape=SHAPES)
-def test_what_fills_up_a_block_counts_for_nothing(format, shape):
+def test_padding_of_a_block_has_no_effect(format, shape):
     rows, inputs = shape
     weight = packed(format, rows, inputs)
     whole = (-(-rows // 16) * 16, -(-inputs // 64) * 64 if format != "int8" else -(-inputs // 4) * 4)
@@ -68,7 +68,7 @@ def random_scales(count):
     return torch.rand(count, generator=torch.Generator().manual_seed(1)).to(torch.float16).tolist()
 
 
-def test_the_converter_in_the_documentation_converts_q4_0():
+def test_the_documented_converter_converts_q4_0():
     """Blocks of Q4_0 as llama.cpp defines them: a float16 d, then 16 bytes, low halves first; value d * (q - 8)."""
     rows, groups = 17, 3
     scales, raw = random_scales(rows * groups), random_bytes(rows * groups * 16)
@@ -79,7 +79,7 @@ def test_the_converter_in_the_documentation_converts_q4_0():
     assert weight.dequantize().flatten().tolist() == expected
 
 
-def test_the_converter_in_the_documentation_converts_q8_0():
+def test_the_documented_converter_converts_q8_0():
     """Blocks of Q8_0: a float16 d, then 32 signed bytes. int8 rounds them again, by half a step at most."""
     rows, groups = 17, 3
     scales, raw = random_scales(rows * groups), random_bytes(rows * groups * 32)
@@ -107,6 +107,6 @@ def test_the_converter_in_the_documentation_converts_q8_0():
         ("int4", torch.zeros(2, 33, dtype=torch.int8), torch.zeros(2, 1).half(), r"float16 \[2, 2\]; got .*\[2, 1\]"),
     ],
 )
-def test_what_fits_no_format_is_refused(format, q, scales, complaint):
+def test_arrays_that_fit_no_format_are_refused(format, q, scales, complaint):
     with pytest.raises(RequestError, match=complaint):
         QuantizedWeight.pack(format, q, scales)

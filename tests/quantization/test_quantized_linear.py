@@ -48,7 +48,7 @@ def exact_and_bound(x, weight, bias):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("tokens", [1, 3, 33])
 @pytest.mark.parametrize(("rows", "inputs"), [*zip(ODD_SIZES, reversed(ODD_SIZES), strict=True), (127, 64), (16, 96)])
-def test_every_form_is_the_product_of_integers(format, dtype, tokens, rows, inputs):
+def test_every_form_equals_the_integer_product(format, dtype, tokens, rows, inputs):
     weight = packed(format, rows, inputs)
     x = noise(2, tokens, inputs, seed=1).to(dtype)
     for bias in (None, noise(rows, seed=2).to(dtype)):
@@ -72,7 +72,7 @@ def test_rounding_x_explains_the_distance_to_the_float_product(format):
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_a_token_alone_has_the_bits_it_has_among_others(form, format):
+def test_token_alone_equals_the_token_in_a_batch(form, format):
     if form == "definition":
         pytest.skip("the definition's sums are torch's, whose order depends on the shape")
     weight, x = packed(format, 50, 333), noise(19, 333)
@@ -81,7 +81,7 @@ def test_a_token_alone_has_the_bits_it_has_among_others(form, format):
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_x_may_lie_anywhere(format):
+def test_x_may_have_any_layout(format):
     weight, x = packed(format, 17, 40), noise(3, 40, 5)
     for strange in (x.transpose(1, 2), x.transpose(1, 2)[:, ::2], x[0].T.expand(4, 5, 40)):
         assert torch.equal(ops.linear(strange, weight), ops.linear(strange.contiguous(), weight))
@@ -96,7 +96,7 @@ def test_no_tokens_give_no_outputs(format):
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
-def test_a_token_that_is_not_finite_comes_out_as_nan_and_no_other_does(format, bad):
+def test_only_a_nonfinite_token_gives_nan(format, bad):
     weight, x = packed(format, 17, 70), noise(4, 70)
     expected = ops.linear(x, weight)
     x[2, 69] = bad
@@ -106,7 +106,7 @@ def test_a_token_that_is_not_finite_comes_out_as_nan_and_no_other_does(format, b
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_tokens_of_zeros_and_of_next_to_nothing_give_the_bias(format):
+def test_zero_and_tiny_tokens_give_the_bias(format):
     weight, bias = packed(format, 17, 33), noise(17)
     for x in (torch.zeros(2, 33), torch.full((2, 33), 1e-40)):
         assert torch.equal(ops.linear(x, weight, bias), bias.expand(2, 17))
@@ -115,14 +115,14 @@ def test_tokens_of_zeros_and_of_next_to_nothing_give_the_bias(format):
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("ids", [torch.tensor([[30, 0, 7], [7, 16, 15]]).int(), torch.arange(31), torch.tensor(3)])
-def test_rows_are_those_of_the_dequantized_weight(format, dtype, ids):
+def test_rows_equal_those_of_the_dequantized_weight(format, dtype, ids):
     weight = packed(format, 31, 77, dtype=dtype)
     assert torch.equal(ops.embedding(ids, weight), weight.dequantize()[ids.long()])
     assert weight.rows(ids[..., None][..., :0]).shape == (*ids.shape, 0, 77)
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_dequantizing_is_numbers_times_scales(format):
+def test_dequantizing_multiplies_numbers_by_scales(format):
     weight = packed(format, 1000, 300)  # more rows than are taken at once
     q, scales = weight.unpack()
     assert torch.equal(weight.dequantize(), (numbers(format, q) * spread(scales, 300).to(torch.float32)))
@@ -131,7 +131,7 @@ def test_dequantizing_is_numbers_times_scales(format):
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("rows", "inputs"), [(17, 70), (1100, 1000)])  # the second is more than is taken at once
-def test_gradients_are_those_of_the_unrounded_product(format, dtype, rows, inputs):
+def test_gradients_equal_those_of_the_unrounded_product(format, dtype, rows, inputs):
     weight = packed(format, rows, inputs)
     x, bias = noise(3, 2, inputs).to(dtype).requires_grad_(), noise(rows).to(dtype).requires_grad_()
     upstream = noise(3, 2, rows).to(dtype)
@@ -146,7 +146,7 @@ def test_gradients_are_those_of_the_unrounded_product(format, dtype, rows, input
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_compiled_whole_gives_the_same_bits(format):
+def test_compiled_gives_the_same_bits(format):
     weight, bias = packed(format, 33, 70), noise(33)
 
     def forward(ids, weight):
@@ -158,7 +158,7 @@ def test_compiled_whole_gives_the_same_bits(format):
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_the_operators_keep_their_contracts_with_torch(format):
+def test_the_operators_pass_torchs_opcheck(format):
     weight, bias = packed(format, 33, 70), noise(33)
     checks = ("test_schema", "test_faketensor")
     linear = (noise(2, 3, 70), weight.data, bias, format, 33)
@@ -179,7 +179,7 @@ def test_a_weight_is_a_pytree_of_its_bytes():
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_what_does_not_fit_the_weight_is_refused(format):
+def test_mismatched_arguments_are_refused(format):
     weight = packed(format, 17, 33)
     for x, complaint in [
         (noise(2, 34), r"expects float x \[..., 33\]; got x torch.float32 \[2, 34\]"),

@@ -17,7 +17,7 @@ GETS = {0: range(35), 1: (*range(25), *range(35, 40)), 2: range(25, 35), 3: rang
 
 
 @pytest.mark.parametrize("activation", ["swiglu", "relu2"])
-def test_each_expert_has_the_hessians_of_what_it_gets(activation):
+def test_each_expert_has_the_hessian_of_its_tokens(activation):
     generator = torch.Generator().manual_seed(0)
 
     def layers(rows, inputs):
@@ -57,7 +57,7 @@ def test_each_expert_has_the_hessians_of_what_it_gets(activation):
         torch.testing.assert_close(hessians[path], hessian, rtol=1e-5, atol=1e-4)
 
 
-def test_experts_with_enough_tokens_are_rounded_for_their_outputs_and_the_others_to_nearest():
+def test_only_experts_with_enough_tokens_are_calibrated():
     model, nearest, fed, starved = tiny_model("qwen3moe"), [], [], []
     ids = torch.randint(0, 60, (8, 60), generator=torch.Generator().manual_seed(0))
     quantize(model, "int4", progress=nearest.append)

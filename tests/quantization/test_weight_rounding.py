@@ -77,7 +77,7 @@ def test_int8_moves_a_weight_by_half_a_step_at_most(shape):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("format", ["int4", "iq4_nl"])
 @given(shape=SHAPES)
-def test_no_group_is_worse_than_plain_rules_make_it(kind, format, shape):
+def test_no_group_is_worse_than_with_plain_rules(kind, format, shape):
     weight = KINDS[kind](*shape)
     if format == "iq4_nl":  # fills up the last group with zeros, and 0 is not in its table
         weight = torch.nn.functional.pad(weight, (0, -shape[1] % GROUP))
@@ -101,7 +101,7 @@ def test_int4_errs_less_than_q4_0_and_much_less_than_absmax(kind):
 
 
 @given(rows=st.integers(1, 20), groups=st.integers(1, 4), kind=st.sampled_from(("normal", "uniform", "one-sided")))
-def test_a_group_of_iq4_nl_errs_by_12_of_113_of_its_largest_weight_at_most(rows, groups, kind):
+def test_an_iq4_nl_group_errs_by_12_of_113_of_its_maximum_at_most(rows, groups, kind):
     """With the extreme at 113 all lie in -113 … 113 steps, and there half the widest gap, 89 to 113, is 12 steps. Where
     the scale was rounded down in float16, the extreme itself lies 113 / 2^11 steps beyond the table."""
     weight = KINDS[kind](rows, groups * GROUP)
@@ -112,7 +112,7 @@ def test_a_group_of_iq4_nl_errs_by_12_of_113_of_its_largest_weight_at_most(rows,
 
 
 @pytest.mark.parametrize("kind", ["normal", "heavy-tailed", "small"])
-def test_iq4_nl_errs_less_than_int4_where_small_weights_are_many(kind):
+def test_iq4_nl_errs_less_than_int4_for_many_small_weights(kind):
     """(7.3 / 8.1)² of the squared error was measured for normal weights, and less for heavier tails."""
     weight = KINDS[kind](64, 1024)
     ours = squared_error_by_group(weight, quantize_iq4_nl(weight).dequantize()).sum()
@@ -121,7 +121,7 @@ def test_iq4_nl_errs_less_than_int4_where_small_weights_are_many(kind):
 
 @pytest.mark.parametrize("format", ["int4", "iq4_nl"])
 @pytest.mark.parametrize("kind", ["normal", "heavy-tailed", "uniform"])
-def test_a_scale_is_near_the_best_that_any_can_be(kind, format):
+def test_scales_are_nearly_optimal(kind, format):
     """Against 1,500 scales a group, the search loses less than 1 % of the squared error."""
     unit = 1 if format == "int4" else 127 / 8
     nearest = (lambda x: x.round().clamp(-8, 7)) if format == "int4" else nearest_in_table
@@ -138,7 +138,7 @@ def test_a_scale_is_near_the_best_that_any_can_be(kind, format):
 
 @pytest.mark.parametrize("end", [-8, 7, -7])
 @given(rows=st.integers(1, 20), inputs=st.integers(1, 100), seed=st.integers(0, 99))
-def test_int4_gives_back_a_weight_of_four_bits_unchanged(end, rows, inputs, seed):
+def test_int4_reproduces_a_weight_of_four_bits(end, rows, inputs, seed):
     """Where a group uses the range to either end, its scale is found again."""
     generator = torch.Generator().manual_seed(seed)
     q = torch.randint(-7, 8, (rows, inputs), generator=generator)
@@ -150,7 +150,7 @@ def test_int4_gives_back_a_weight_of_four_bits_unchanged(end, rows, inputs, seed
 
 @pytest.mark.parametrize("end", [0, 15])
 @given(rows=st.integers(1, 20), groups=st.integers(1, 3), seed=st.integers(0, 99))
-def test_iq4_nl_gives_back_a_weight_of_its_table_unchanged(end, rows, groups, seed):
+def test_iq4_nl_reproduces_a_weight_of_its_table(end, rows, groups, seed):
     generator = torch.Generator().manual_seed(seed)
     q = torch.randint(0, 16, (rows, groups * GROUP), generator=generator, dtype=torch.int8)
     q[:, ::GROUP] = end
@@ -160,7 +160,7 @@ def test_iq4_nl_gives_back_a_weight_of_its_table_unchanged(end, rows, groups, se
 
 
 @given(rows=st.integers(1, 20), inputs=st.integers(1, 100), seed=st.integers(0, 99))
-def test_int8_gives_back_a_weight_of_eight_bits_within_rounding(rows, inputs, seed):
+def test_int8_reproduces_a_weight_of_eight_bits_within_rounding(rows, inputs, seed):
     q = torch.randint(-127, 128, (rows, inputs), generator=torch.Generator().manual_seed(seed))
     q[:, 0] = 127
     weight = q * noise(rows, 1).abs()
@@ -168,7 +168,7 @@ def test_int8_gives_back_a_weight_of_eight_bits_within_rounding(rows, inputs, se
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_rows_do_not_see_each_other(format):
+def test_rows_are_quantized_independently(format):
     weight = noise(600, 500)  # more than is taken at once
     whole = quantize_weight(weight, format).dequantize()
     for rows in (slice(0, 1), slice(599, 600), slice(250, 283)):
@@ -176,7 +176,7 @@ def test_rows_do_not_see_each_other(format):
 
 
 @pytest.mark.parametrize("format", ["int4", "iq4_nl"])
-def test_the_last_group_is_as_if_filled_with_zeros(format):
+def test_the_last_group_is_padded_with_zeros(format):
     weight = noise(5, 70)
     filled = torch.nn.functional.pad(weight, (0, 26))
     whole, filled = (quantize_weight(each, format).dequantize() for each in (weight, filled))
@@ -185,7 +185,7 @@ def test_the_last_group_is_as_if_filled_with_zeros(format):
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_any_float_is_taken_and_given_back(format, dtype):
+def test_any_float_dtype_and_layout_is_accepted_and_restored(format, dtype):
     weight = noise(33, 64).to(dtype)
     quantized = quantize_weight(weight.T.contiguous().T, format)
     assert quantized.dtype == dtype
@@ -194,7 +194,7 @@ def test_any_float_is_taken_and_given_back(format, dtype):
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("size", [0.0, 1e-45, 190 * 2.0**-149, 1e-38, 1e-12, 1e-7])
-def test_zeros_and_what_is_nearly_so_stay_small_and_numbers(format, size):
+def test_zeros_and_tiny_weights_stay_small_and_finite(format, size):
     weight = torch.full((3, 40), size)
     weight[1] *= -1
     weight[2] = noise(40)
@@ -210,7 +210,7 @@ def test_int8_takes_the_largest_floats():
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_the_relative_error_is_root_of_squares_over_squares(format):
+def test_the_relative_error_is_the_root_of_squares_over_squares(format):
     weight = noise(700, 400)
     quantized = quantize_weight(weight, format)
     w64, q64 = weight.double(), quantized.dequantize().double()
@@ -238,12 +238,12 @@ def test_the_relative_error_is_root_of_squares_over_squares(format):
         (torch.tensor([[1.0], [-torch.inf]]), "contains an infinity or a NaN"),
     ],
 )
-def test_what_is_no_weight_is_refused(format, weight, complaint):
+def test_invalid_weights_are_refused(format, weight, complaint):
     with pytest.raises(RequestError, match=complaint):
         quantize_weight(weight, format)
 
 
-def test_weights_too_large_for_a_float16_scale_and_unknown_formats_are_refused():
+def test_weights_too_large_for_float16_scales_and_unknown_formats_are_refused():
     quantize_int4(torch.full((1, 32), 458528.0))
     with pytest.raises(RequestError, match="up to 458528; got one of 500000: use int8"):
         quantize_int4(torch.full((1, 32), 500000.0))

@@ -30,7 +30,7 @@ def test_a_model_generates_the_same_text() -> None:
     assert elsewhere == run(GENERATE)
 
 
-def test_a_grammar_is_tried_without_a_limit_of_memory() -> None:
+def test_a_grammar_is_tried_without_a_memory_limit() -> None:
     vocabulary = {"tokens": [chr(byte) for byte in range(256)] + ["<end>"], "special": [256], "end": 256}
     grammar = {"seconds": 10, "wall_seconds": 60, "source": 'start: "a" | "b"'}
     code = f"import tests.other_system, runpy; runpy.run_path({str(trial._PROGRAM)!r}, run_name='__main__')"

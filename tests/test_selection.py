@@ -23,7 +23,7 @@ def test_every_pair_that_occurs_is_covered(sizes, every_second):
     assert len(taken) <= len(cases)
 
 
-def test_pairs_of_many_axes_are_few():
+def test_pairs_of_many_axes_need_few_cases():
     cases = [dict(zip("abcdef", values, strict=True)) for values in product(range(4), repeat=6)]
     assert len(covering(cases)) < 40 < len(cases) == 4096
 
@@ -34,7 +34,7 @@ def test_a_short_axis_is_spread_over_a_long_one():
     assert sorted(taken) == sorted([0, 1, 2, 3] * 3)
 
 
-def test_values_that_cannot_be_hashed_are_told_apart():
+def test_unhashable_values_are_distinguished():
     one, other = [1], [1]
     cases = [{"a": one, "b": 1}, {"a": other, "b": 1}, {"a": one, "b": 1}]
     assert covering(cases) == [0, 1]

@@ -115,17 +115,17 @@ def _leaves(value: Any) -> list[Any]:
     return [value]
 
 
-def test_the_corpus_depends_on_its_seed_alone() -> None:
+def test_the_corpus_depends_only_on_its_seed() -> None:
     assert list(documents(7, 50)) == list(documents(7, 50))
     assert list(documents(7, 50)) != list(documents(8, 50))
 
 
-def test_held_out_text_is_not_in_the_training_text() -> None:
+def test_validation_text_is_not_in_the_training_text() -> None:
     train = frozenset(document.text for document in documents(7, 300))
     assert not train & {document.text for document in documents(7, 300, exclude=train)}
 
 
-def test_a_text_that_questions_follow_is_never_learned_as_the_beginning_of_one() -> None:
+def test_texts_followed_by_questions_are_not_trained_as_story_openings() -> None:
     """Without a mark at its start a document is a story, or a prompt up to its first answer."""
     kinds = set()
     for document in documents(7, 400):
@@ -143,7 +143,7 @@ def test_a_text_that_questions_follow_is_never_learned_as_the_beginning_of_one()
     assert kinds == {"story", "qa", "json", "chat", "tools"}
 
 
-def test_a_story_follows_whatever_somebody_types() -> None:
+def test_a_story_follows_any_user_message() -> None:
     rng = random.Random(8)
     prompts = [make_opened_story(rng) for _ in range(500)]
     assert all(prompt and is_story(story) for prompt, story in prompts)
@@ -159,7 +159,7 @@ def test_conversations_alternate_and_end_with_an_answer() -> None:
         assert turns == ["user", "assistant"] * (len(turns) // 2)
 
 
-def test_tools_are_called_with_words_of_the_user_and_their_results_are_told() -> None:
+def test_tool_arguments_are_the_users_words_and_results_are_repeated() -> None:
     rng = random.Random(6)
     for topic in TOPICS * 40:
         tool = OfferedTool(rng, topic)
@@ -179,7 +179,7 @@ def test_tools_are_called_with_words_of_the_user_and_their_results_are_told() ->
             assert any(str(value) in use.answer for value in values), (use.result, use.answer)
 
 
-def test_conversations_with_tools_are_what_the_template_writes() -> None:
+def test_conversations_with_tools_equal_the_rendered_template() -> None:
     peer = AutoTokenizer.from_pretrained(DEMO / "target")
     turn = re.compile(r"<\|im_start\|>(\w+)\n(.*?)<\|im_end\|>\n", re.DOTALL)
     kinds = set()
@@ -335,7 +335,7 @@ def test_any_text_makes_the_round_trip(text: str) -> None:
         assert tokenizer.decode(ids, skip_special_tokens=False) == text
 
 
-def test_the_chat_template_renders_what_the_model_was_trained_on() -> None:
+def test_the_chat_template_renders_the_training_format() -> None:
     peer = AutoTokenizer.from_pretrained(DEMO / "target")
     conversation = Conversation(random.Random(0))
     conversation.say("Hello!", "Hi! Shall I tell you a story?")
@@ -356,7 +356,7 @@ def test_the_training_model_equals_transformers(name: str, tokenizer: Tokenizer)
     assert difference < 1e-3
 
 
-def test_held_out_loss_is_what_the_card_says(tokenizer: Tokenizer) -> None:
+def test_validation_loss_equals_the_model_card(tokenizer: Tokenizer) -> None:
     """On every fourth document, within a tenth: a damaged file or tokenizer is off by far more."""
     target, draft = (load_exported(DEMO / name) for name in ("target", "draft"))
     found = evaluate(target, draft, tokenizer, read_heldout(HELDOUT)[::4])
@@ -368,13 +368,13 @@ def test_held_out_loss_is_what_the_card_says(tokenizer: Tokenizer) -> None:
     assert found.agreement["all"] == pytest.approx(float(agreement.rstrip("%")) / 100, abs=0.03)
 
 
-def test_held_out_text_has_every_kind() -> None:
+def test_validation_text_has_every_kind() -> None:
     kinds = [kind for kind, _ in read_heldout(HELDOUT)]
     assert all(kinds.count(kind) >= 10 for kind in KINDS)
     assert kind_of("Once upon a time") == "story"
 
 
-def test_the_model_copies_a_name_it_has_never_seen(tokenizer: Tokenizer) -> None:
+def test_the_model_copies_an_unseen_name(tokenizer: Tokenizer) -> None:
     text = "Rikala bought 37 pears at the market on Friday.\n\nExtract name, count, item and day as JSON.\n"
     ids = generate(DEMO / "target", tokenizer.encode(text).ids, eos=(0,), temperature=0.0, top_p=1.0, seed=0, most=60)
     answer = tokenizer.decode(ids).split("\n")[0]
@@ -385,7 +385,7 @@ def test_the_model_copies_a_name_it_has_never_seen(tokenizer: Tokenizer) -> None
     ("temperature", "openings", "seeds", "share"),
     [(0.0, OPENINGS, 1, 1.0), (0.8, LIKELY, 8, 1.0), (1.0, LIKELY, 8, 0.95)],
 )
-def test_the_first_thing_somebody_types_gives_a_story(
+def test_the_first_user_message_gives_a_story(
     tokenizer: Tokenizer, temperature: float, openings: tuple[str, ...], seeds: int, share: float
 ) -> None:
     """At temperature 1 a fiftieth of the continuations has a token that no story has; the card counts them."""

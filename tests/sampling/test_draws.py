@@ -93,7 +93,7 @@ def test_draws_under_many_seeds_follow_the_softmax():
     assert p_value(counts, allowed()) > LEVEL
 
 
-def test_draws_at_neighbouring_positions_are_independent():
+def test_draws_at_neighboring_positions_are_independent():
     ids = sample(LOGITS.expand(DRAWS, -1), seed=6, positions=torch.arange(DRAWS)).view(-1, 2)
     common = (ids < 8).all(-1)  # pairs of rare ids are too few to count
     counts = torch.bincount(ids[common, 0] * 8 + ids[common, 1], minlength=64)
@@ -101,7 +101,7 @@ def test_draws_at_neighbouring_positions_are_independent():
     assert p_value(counts, torch.outer(probs, probs).flatten()) > LEVEL
 
 
-def test_the_test_would_notice_a_wrong_temperature():
+def test_the_test_detects_a_wrong_temperature():
     ids = sample(LOGITS.expand(DRAWS, -1), temperature=1.05, seed=5, positions=torch.arange(DRAWS))
     assert p_value(torch.bincount(ids, minlength=len(LOGITS)), allowed()) < LEVEL
 
@@ -125,7 +125,7 @@ def logits(request) -> torch.Tensor:
     return torch.randn(len(ROWS), request.param, generator=torch.Generator().manual_seed(1)) * scale
 
 
-def test_rows_with_different_parameters_draw_in_a_batch_what_they_draw_alone(logits):
+def test_batched_draws_with_different_parameters_equal_each_alone(logits):
     for first in range(0, 400, 8):
         positions = torch.arange(first, first + 8, dtype=torch.int32)
         batch = Sampler(ROWS)(logits, positions)
@@ -133,7 +133,7 @@ def test_rows_with_different_parameters_draw_in_a_batch_what_they_draw_alone(log
         assert batch.tolist() == [int(token) for token in alone]
 
 
-def test_a_row_does_not_see_the_logits_of_its_neighbours(logits):
+def test_a_row_does_not_depend_on_the_logits_of_its_neighbors(logits):
     positions = torch.arange(len(ROWS))
     before = Sampler(ROWS)(logits, positions)
     for changed in range(len(ROWS)):
@@ -143,20 +143,20 @@ def test_a_row_does_not_see_the_logits_of_its_neighbours(logits):
         assert [i for i in range(len(ROWS)) if after[i] != before[i]] in ([], [changed])
 
 
-def test_greedy_rows_take_the_most_likely_id_whatever_their_filters(logits):
+def test_greedy_rows_take_the_most_likely_id_despite_filters(logits):
     ids = Sampler(ROWS)(logits, torch.arange(len(ROWS)))
     assert ids[0] == logits[0].argmax()
     assert ids[7] == logits[7].argmax()
 
 
-def test_greedy_takes_the_lowest_of_equal_ids():
+def test_greedy_takes_the_lowest_of_tied_ids():
     logits = torch.zeros(2, 5000)
     logits[0, [4000, 17, 350]] = 1.0
     assert greedy(logits).tolist() == [17, 0]
     assert sample(logits, temperature=0).tolist() == [17, 0]
 
 
-def test_a_tiny_top_p_admits_the_most_likely_id_alone():
+def test_a_tiny_top_p_admits_only_the_most_likely_id():
     logits = torch.randn(1000, 50, generator=torch.Generator().manual_seed(2))
     assert torch.equal(sample(logits, temperature=3.0, top_p=1e-9, seed=1), logits.argmax(-1))
     assert torch.equal(sample(logits, temperature=3.0, top_p=0.0, seed=1), logits.argmax(-1))
@@ -171,13 +171,13 @@ def test_a_temperature_near_zero_is_greedy(temperature):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_logits_of_a_short_dtype_are_drawn_from_in_float32(dtype):
+def test_short_dtypes_are_sampled_in_float32(dtype):
     logits = torch.randn(5000, 97, generator=torch.Generator().manual_seed(4)).to(dtype)
     options = {"temperature": 0.8, "top_k": 50, "top_p": 0.9, "min_p": 0.01, "seed": 3, "positions": torch.arange(5000)}
     assert torch.equal(sample(logits, **options), sample(logits.to(torch.float32), **options))
 
 
-def test_a_seed_and_a_position_decide_the_draw():
+def test_a_seed_and_a_position_determine_the_draw():
     logits = torch.zeros(1, 1000)
     first = sample(logits, seed=1, positions=3)
     assert torch.equal(sample(logits, seed=1, positions=3), first)
@@ -191,7 +191,7 @@ def test_all_64_bits_of_a_seed_matter():
     assert len({int(sample(logits, seed=seed)) for seed in seeds}) == len(seeds)
 
 
-def test_torch_manual_seed_governs_what_has_no_seed():
+def test_torch_manual_seed_determines_unseeded_draws():
     logits = torch.zeros(50, 1000)
     torch.manual_seed(1)
     first, second = sample(logits), sample(logits)
@@ -201,7 +201,7 @@ def test_torch_manual_seed_governs_what_has_no_seed():
     assert first.unique().numel() > 40, "each row without a seed draws one of its own"
 
 
-def test_a_given_seed_leaves_torchs_generator_alone():
+def test_explicit_seed_leaves_the_torch_generator_alone():
     torch.manual_seed(1)
     want = torch.rand(3)
     torch.manual_seed(1)
@@ -210,7 +210,7 @@ def test_a_given_seed_leaves_torchs_generator_alone():
     assert torch.equal(torch.rand(3), want)
 
 
-def test_a_samplers_seeds_give_its_draws_again():
+def test_a_samplers_seeds_reproduce_its_draws():
     unseeded = Sampler([SamplingParams(temperature=1.0)] * 3)
     again = Sampler([SamplingParams(temperature=1.0, seed=seed) for seed in unseeded.seeds])
     logits, positions = torch.zeros(3, 1000), torch.arange(3)

@@ -27,7 +27,7 @@ def check(history: History, prompt: list[int], output: list[int]) -> None:
 
 
 @given(prompt=tokens, changes=st.lists(st.one_of(tokens, st.floats(0, 1)), max_size=8), draft=tokens)
-def test_a_history_agrees_with_a_recount(prompt, changes, draft):
+def test_a_history_equals_a_recount(prompt, changes, draft):
     history, output = History(prompt), []
     for change in changes:
         if isinstance(change, float):
@@ -42,7 +42,7 @@ def test_a_history_agrees_with_a_recount(prompt, changes, draft):
         check(history, prompt, output)
 
 
-def test_a_history_grows_beyond_its_first_room():
+def test_a_history_grows_beyond_its_initial_size():
     history = History(range(1000), range(500, 1500))
     check(history, list(range(1000)), list(range(500, 1500)))
     history.truncate(3)

@@ -24,7 +24,7 @@ def test_literal_probabilities():
 
 @pytest.mark.parametrize("scale", [0.0, 1.0, 5.0, 50.0])
 @pytest.mark.parametrize("vocab", [3, 1000, 151_936])
-def test_they_are_those_of_a_log_softmax_in_float64(scale, vocab):
+def test_logprobs_equal_a_log_softmax_in_float64(scale, vocab):
     logits = scale * torch.randn(2, 3, vocab, generator=torch.Generator().manual_seed(1))
     chosen = torch.tensor([[0, 1, 2], [vocab - 1, 0, 1]])
     got = logprobs(logits, chosen, top_k=3)
@@ -37,7 +37,7 @@ def test_they_are_those_of_a_log_softmax_in_float64(scale, vocab):
         assert torch.equal(got.top_ids, logits.sort(-1, descending=True).indices[..., :3])
 
 
-def test_of_equals_the_lowest_ids_come_first():
+def test_ties_are_ordered_by_id():
     logits = torch.zeros(2, 5000)
     logits[0, [4000, 17]] = 1.0
     assert logprobs(logits, torch.tensor([0, 0]), top_k=4).top_ids.tolist() == [[17, 4000, 0, 1], [0, 1, 2, 3]]
@@ -76,7 +76,7 @@ def test_any_number_of_rows_at_once_gives_the_same_bits(leading, vocab, most, dt
 
 @pytest.mark.parametrize("vocab", [1024, 16_384, 151_936])
 @pytest.mark.parametrize("more", [-1, 0, 1])
-def test_around_the_limit_a_row_has_the_same_bits_as_alone(vocab, more):
+def test_rows_near_the_chunk_limit_equal_rows_alone(vocab, more):
     most = noise._MOST_AT_ONCE // vocab
     rows = most + more
     logits = 4 * torch.randn(rows, vocab, generator=torch.Generator().manual_seed(3))
@@ -88,7 +88,7 @@ def test_around_the_limit_a_row_has_the_same_bits_as_alone(vocab, more):
 
 
 @pytest.mark.parametrize(("rows", "vocab"), [(0, 3), (1, 3), (7, 1000), (1050, 1000), (3, 2**18 + 1), (5, 0)])
-def test_no_more_than_the_limit_is_computed_at_once(rows, vocab):
+def test_chunks_do_not_exceed_the_limit(rows, vocab):
     sizes = []
 
     def compute(logits, column):
@@ -102,7 +102,7 @@ def test_no_more_than_the_limit_is_computed_at_once(rows, vocab):
     assert sum(sizes) == rows * vocab
 
 
-def test_after_the_filters_they_are_those_of_what_was_drawn_from():
+def test_filtered_logprobs_equal_the_sampling_distribution():
     sampler = Sampler([SamplingParams(temperature=1.0, top_k=2, seed=1)])
     scores = sampler.scores(torch.tensor([[0.1, 0.4, 0.2, 0.3]]).log())
     got = logprobs(scores, torch.tensor([1]), top_k=4)
@@ -112,7 +112,7 @@ def test_after_the_filters_they_are_those_of_what_was_drawn_from():
 
 
 @pytest.mark.parametrize("mark", [NAN, INF])
-def test_a_row_that_is_no_distribution_has_none(mark):
+def test_an_invalid_distribution_has_no_logprobs(mark):
     got = logprobs(torch.tensor([[0.0, mark, 1.0]]), torch.tensor([0]), top_k=2)
     assert got.chosen.isnan().all()
     assert got.top.isnan().all()
@@ -132,6 +132,6 @@ def test_a_row_that_is_no_distribution_has_none(mark):
         (torch.tensor([0]), True, "from 0 to 3"),
     ],
 )
-def test_what_does_not_fit_is_refused(chosen, top_k, says):
+def test_mismatched_arguments_are_refused(chosen, top_k, says):
     with pytest.raises(RequestError, match=says):
         logprobs(torch.zeros(1, 3), chosen, top_k)

@@ -48,7 +48,7 @@ def test_the_noise_of_an_id_does_not_depend_on_the_size_of_the_vocabulary():
     assert torch.equal(gumbel_noise(seeds, positions, 5), gumbel_noise(seeds, positions, 258)[:, :5])
 
 
-def test_the_noise_of_a_row_does_not_depend_on_its_neighbours():
+def test_the_noise_of_a_row_does_not_depend_on_its_neighbors():
     seeds, positions = torch.tensor([3, 8, 3]), torch.tensor([7, 7, 9], dtype=torch.int32)
     batch = gumbel_noise(seeds, positions, 33)
     for row in range(3):

@@ -80,20 +80,20 @@ def both(processor, ids: list[int], **options) -> tuple[list[float], list[float]
 
 
 @given(ids=token_lists, penalty=st.sampled_from([0.3, 1.05, 1.3, 7.0]))
-def test_repetition_penalty_is_that_of_transformers(ids, penalty):
+def test_repetition_penalty_equals_transformers(ids, penalty):
     ours, theirs = both(RepetitionPenaltyLogitsProcessor(penalty), ids, repetition_penalty=penalty)
     assert ours == theirs
 
 
 @given(ids=token_lists, size=st.integers(1, 5))
-def test_no_repeat_ngram_size_is_that_of_transformers(ids, size):
+def test_no_repeat_ngram_size_equals_transformers(ids, size):
     logits = torch.zeros(1, VOCAB)
     theirs = NoRepeatNGramLogitsProcessor(size)(torch.tensor([ids]), logits)[0]
     assert ngram_ends(np.array(ids), size).tolist() == torch.nonzero(theirs == -INF).flatten().tolist()
 
 
 @given(ids=token_lists, words=st.lists(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=3), min_size=1))
-def test_bad_words_are_those_of_transformers(ids, words):
+def test_bad_words_equal_transformers(ids, words):
     theirs = NoBadWordsLogitsProcessor(words)(torch.tensor([ids]), torch.zeros(1, VOCAB))[0]
     ours = word_ends(np.array(ids), [tuple(word) for word in words])
     # transformers takes a word longer than the text for unfinished; so do we, though its start fits.
@@ -101,13 +101,13 @@ def test_bad_words_are_those_of_transformers(ids, words):
 
 
 @given(ids=token_lists, bias=st.dictionaries(st.integers(0, VOCAB - 1), st.floats(-5, 5, width=32), min_size=1))
-def test_logit_bias_is_transformers_sequence_bias(ids, bias):
+def test_logit_bias_equals_transformers_sequence_bias(ids, bias):
     ours, theirs = both(SequenceBiasLogitsProcessor([[[i], b] for i, b in bias.items()]), ids, logit_bias=bias)
     assert ours == theirs
 
 
 @given(ids=token_lists, least=st.integers(1, 12))
-def test_min_new_tokens_is_that_of_transformers(ids, least):
+def test_min_new_tokens_equals_transformers(ids, least):
     processor = MinNewTokensLengthLogitsProcessor(len(ids) // 2, least, [2, 5])
     ours, theirs = both(processor, ids, min_new_tokens=least, eos=(2, 5))
     assert ours == theirs
@@ -138,7 +138,7 @@ def dry_by_definition(ids, multiplier, base, allowed_length, breakers) -> dict[i
     allowed_length=st.integers(1, 6),
     breakers=st.sets(st.integers(0, 3), max_size=2),
 )
-def test_dry_is_its_definition(ids, base, allowed_length, breakers):
+def test_dry_equals_its_definition(ids, base, allowed_length, breakers):
     options = {"multiplier": 0.8, "base": base, "allowed_length": allowed_length, "breakers": tuple(breakers)}
     got = dry_penalties(np.array(ids), **options)
     want = dry_by_definition(ids, 0.8, base, allowed_length, tuple(breakers))

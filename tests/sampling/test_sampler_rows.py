@@ -44,7 +44,7 @@ def histories() -> list[History]:
     return [History(prompt) for prompt in PROMPTS]
 
 
-def test_rows_draw_in_a_batch_what_they_draw_alone():
+def test_batched_rows_draw_the_same_as_alone():
     together, apart = histories(), histories()
     batch = Sampler(ROWS)
     alone = [Sampler([row]) for row in ROWS]
@@ -61,7 +61,7 @@ def test_rows_draw_in_a_batch_what_they_draw_alone():
     assert len(seen) > VOCAB / 2
 
 
-def test_several_positions_of_a_draft_are_drawn_as_one_after_the_other():
+def test_drafted_positions_equal_one_after_the_other():
     """Also where the drafts are of different lengths, and where what is drawn differs from them."""
     batch, rows = Sampler(ROWS), histories()
     drafts = [[(row + 7 * place) % VOCAB for place in range(row % 5)] for row in range(len(ROWS))]
@@ -78,7 +78,7 @@ def test_several_positions_of_a_draft_are_drawn_as_one_after_the_other():
         assert torch.equal(batch.scores(logits[:, place], positions[:, place], rows), scores[:, place])
 
 
-def test_scores_are_what_is_drawn_from():
+def test_scores_are_those_of_the_draws():
     sampler = Sampler(ROWS)
     counts = torch.zeros(len(ROWS), VOCAB)
     positions = torch.full((len(ROWS),), 17)
@@ -96,7 +96,7 @@ def test_scores_are_what_is_drawn_from():
     assert counts[5, 4] == 0
 
 
-def test_the_rows_that_are_left_draw_what_they_drew_among_the_others():
+def test_remaining_rows_draw_the_same_as_among_the_others():
     sampler = Sampler([row.replace(seed=None) for row in ROWS])
     rows, left = histories(), [9, 2, 7]
     positions = torch.tensor([len(history) for history in rows])
@@ -114,7 +114,7 @@ def test_a_call_changes_no_history_and_no_logits():
     assert [history.ids.tolist() for history in rows] == PROMPTS
 
 
-def test_filters_change_nothing_for_a_greedy_row_in_company():
+def test_filters_change_nothing_for_a_greedy_row_in_a_batch():
     row = SamplingParams(temperature=0.0, typical_p=0.01, top_p=0.01)
     other = SamplingParams(temperature=1.0, typical_p=0.5, seed=1)
     logits = torch.tensor([[0.5, 0.3, 0.2]]).log().expand(2, -1)
@@ -135,7 +135,7 @@ def test_filters_change_nothing_for_a_greedy_row_in_company():
     ],
     ids=str,
 )
-def test_what_looks_back_needs_histories(options):
+def test_options_that_look_back_need_histories(options):
     sampler = Sampler([SamplingParams(**options)])
     assert sampler.needs_history
     with pytest.raises(RequestError, match="histories"):
@@ -156,13 +156,13 @@ def test_what_looks_back_needs_histories(options):
     ],
     ids=str,
 )
-def test_bans_that_leave_nothing_and_ids_that_do_not_exist_are_refused(options, says):
+def test_exhaustive_bans_and_unknown_ids_are_refused(options, says):
     sampler = Sampler([SamplingParams(**options)])
     with pytest.raises(RequestError, match=says):
         sampler(torch.zeros(1, 5), torch.zeros(1), [History([1])])
 
 
-def test_bad_words_as_text_are_for_those_who_have_a_tokenizer():
+def test_bad_words_as_text_need_a_tokenizer():
     with pytest.raises(RequestError, match="'no'"):
         Sampler([SamplingParams(bad_words=["no"])])
 
@@ -177,7 +177,7 @@ def test_xtc_scores_need_positions():
         Sampler([SamplingParams(temperature=1.0, xtc_probability=1.0)]).scores(torch.zeros(1, 5))
 
 
-def test_sample_serves_the_options_that_look_at_no_history():
+def test_sample_supports_the_options_without_history():
     logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log().expand(50, -1)
     at = torch.arange(50)
     assert set(sample(logits, typical_p=0.31, seed=1, positions=at).tolist()) == {1, 2}

@@ -92,13 +92,13 @@ BAD_ENDS = [
 
 
 @pytest.mark.parametrize(("name", "value"), BAD_FILTERS + BAD_OTHERS)
-def test_a_value_outside_its_range_is_refused_by_name(name, value):
+def test_a_value_out_of_range_is_refused_by_name(name, value):
     with pytest.raises(RequestError, match=f"^{name}"):
         SamplingParams(**{name: value})
 
 
 @pytest.mark.parametrize(("name", "value"), BAD_FILTERS + BAD_OTHERS + BAD_ENDS)
-def test_a_request_refuses_the_same_and_what_would_not_end_its_text(name, value):
+def test_options_refuse_the_same_values_and_endless_texts(name, value):
     with pytest.raises(RequestError, match=f"^{name}"):
         GenerateOptions(**{name: value})
 
@@ -128,12 +128,12 @@ def test_sample_refuses_the_same_values(name, value):
     ],
     ids=str,
 )
-def test_the_ends_of_every_range_are_served(options):
+def test_the_ends_of_every_range_are_accepted(options):
     SamplingParams(**{"temperature": 1.0} | options)
     assert sample(torch.tensor([[0.0, 9.0, 1.0]]), **({"seed": 1} | options)).shape == (1,)
 
 
-def test_one_and_several_have_one_form():
+def test_single_values_and_lists_are_normalized():
     assert GenerateOptions(stop="end").stop == ("end",)
     assert GenerateOptions(stop=["a", "b"]).stop == ("a", "b")
     assert SamplingParams(eos=2).eos == (2,)
@@ -159,19 +159,19 @@ def test_one_and_several_have_one_form():
     ],
     ids=str,
 )
-def test_options_that_contradict_each_other_are_refused(options, says):
+def test_contradictory_options_are_refused(options, says):
     with pytest.raises(RequestError, match=says):
         GenerateOptions(**options)
 
 
-def test_replace_changes_what_it_is_given_and_checks_it():
+def test_replace_changes_and_validates_fields():
     params = SamplingParams(temperature=0.5, seed=3)
     assert params.replace(top_k=4) == SamplingParams(temperature=0.5, seed=3, top_k=4)
     with pytest.raises(RequestError, match="top_p"):
         params.replace(top_p=-1)
 
 
-def test_an_unknown_option_is_named_and_so_are_those_that_exist():
+def test_an_unknown_option_is_named_with_the_known_ones():
     with pytest.raises(RequestError, match=r"unknown option 'temprature': did you mean temperature\?"):
         SamplingParams().replace(temprature=1.0)
     with pytest.raises(RequestError, match=r"unknown option 'frobnicate'; the options are .*temperature"):

@@ -29,7 +29,7 @@ def options_of(transform) -> list[str]:
 OPTIONS = [name for transform in TRANSFORMS for name in options_of(transform)]
 
 
-def test_every_option_but_the_seed_is_of_one_transform():
+def test_every_option_except_the_seed_belongs_to_one_transform():
     assert sorted([*OPTIONS, "seed"]) == sorted(options_of(SamplingParams))
     assert sorted(option_names(SamplingParams)) == sorted(options_of(SamplingParams))
 
@@ -39,7 +39,7 @@ def test_the_defaults_are_neutral(transform):
     assert not transform.is_on(SamplingParams())
 
 
-def test_the_page_on_their_order_has_it():
+def test_the_docs_list_the_transforms_in_order():
     page = (DOCS / "sampling.md").read_text(encoding="utf-8")
     table = page[page.index("## Order of the transforms") : page.index("## Details of the options")]
     # A constraint is a transform too, and its options are no sampling parameters.
@@ -49,12 +49,12 @@ def test_the_page_on_their_order_has_it():
     assert len(listed) >= 20
 
 
-def test_the_kernel_does_neighbouring_filters_in_their_order():
+def test_the_kernels_filters_are_consecutive_and_in_order():
     first = FILTERS.index(GumbelSampler.filters[0])
     assert tuple(FILTERS[first : first + len(GumbelSampler.filters)]) == GumbelSampler.filters
 
 
-def test_no_option_that_transformers_has_too_is_left_out_of_a_checkpoints_defaults():
+def test_every_option_shared_with_transformers_is_read_from_checkpoints():
     shared = set(vars(transformers.GenerationConfig())) & set(options_of(SamplingParams))
     served = {*generation_config._COMMON_FIELDS, *generation_config._SAMPLING_FIELDS}
     assert len(shared) >= 8
@@ -124,7 +124,7 @@ class Params(SamplingParams, Alternate, Coarse):
     """Onward's and these two."""
 
 
-def test_an_adjustment_of_ones_own_acts_in_greedy_rows_and_drafts():
+def test_a_custom_adjustment_applies_to_greedy_rows_and_drafts():
     sampler = Sampler([Params(alternate=True)])
     assert sampler.needs_history
     logits = torch.tensor([[[1.0, 3.0, 2.0], [1.0, 3.0, 2.0]]])
@@ -133,14 +133,14 @@ def test_an_adjustment_of_ones_own_acts_in_greedy_rows_and_drafts():
         Params(alternate="yes")
 
 
-def test_a_filter_of_ones_own_sees_what_the_others_left():
+def test_a_custom_filter_gets_the_output_of_the_others():
     sampler = Sampler([Params(temperature=0.5, top_k=2, step=3.0, seed=1)])
     assert sampler.pick is None
     scores = sampler.scores(torch.tensor([[2.0, 1.0, 0.0]]))
     assert scores.tolist() == [[0.0, -3.0, float("-inf")]]  # -2 at temperature 0.5, in steps of 3
 
 
-def test_rows_without_it_are_what_they_are_alone():
+def test_batched_rows_with_custom_transforms_equal_each_alone():
     torch.manual_seed(0)
     logits, positions = torch.randn(3, 50), torch.tensor([4, 5, 6])
     histories = [History([1, 2]), History([3]), History([4])]

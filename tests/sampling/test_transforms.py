@@ -44,7 +44,7 @@ def test_temperature(probs, temperature, want):
 
 
 @pytest.mark.parametrize("temperature", [1e-10, 1e-30, 1e-38, 1e-44])
-def test_a_temperature_near_zero_leaves_the_most_likely_alone(temperature):
+def test_a_temperature_near_zero_leaves_only_the_most_likely(temperature):
     assert through(apply_temperature, [0.2, 0.3, 0.5, 0.0], temperature) == [0, 0, 1, 0]
 
 
@@ -138,7 +138,7 @@ def test_xtc(probs, threshold, want):
     assert xtc(probs, threshold, False) == pytest.approx(probs, rel=1e-5)
 
 
-def test_the_coin_of_xtc_is_fair_and_a_matter_of_seed_and_position():
+def test_the_coin_of_xtc_is_fair_and_depends_on_seed_and_position():
     positions = torch.arange(100_000)
     tossed = coins(torch.full_like(positions, 7), positions)
     # Five standard deviations of a mean of 1e5 uniform numbers.
@@ -149,7 +149,7 @@ def test_the_coin_of_xtc_is_fair_and_a_matter_of_seed_and_position():
 
 
 @pytest.mark.parametrize("mark", [math.nan, math.inf])
-def test_filters_leave_the_marks_of_a_broken_row(mark):
+def test_filters_preserve_nonfinite_logits(mark):
     logits = torch.tensor([[1.0, mark, 0.0, -math.inf], [1.0, 2.0, 0.0, -math.inf]])
     half = torch.tensor([0.5, 0.5])
     for filtered in (
@@ -166,7 +166,7 @@ def drawn_from(probs, **options) -> list[float]:
     return Sampler([SamplingParams(seed=0, **options)]).scores(torch.tensor([probs]).log()).softmax(-1)[0].tolist()
 
 
-def test_filters_are_applied_in_the_documented_order_each_on_what_the_one_before_left():
+def test_filters_are_applied_in_the_documented_order():
     # Temperature 0.5 squares FOUR to 16 : 9 : 4 : 1; of these top_k keeps three, so 16/29 of the mass is the first's.
     options = {"temperature": 0.5, "top_k": 3}
     assert drawn_from(FOUR, **options) == pytest.approx([16 / 29, 9 / 29, 4 / 29, 0], rel=1e-5)
@@ -191,7 +191,7 @@ def logits() -> torch.Tensor:
 
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 1.7])
-def test_temperature_is_that_of_transformers(logits, temperature):
+def test_temperature_equals_transformers(logits, temperature):
     theirs = TemperatureLogitsWarper(temperature)(None, logits).log_softmax(-1)
     ours = apply_temperature(logits, rows_of(temperature, 64)).log_softmax(-1)
     # Values of up to 40 / 0.3, rounded a few times.
@@ -199,13 +199,13 @@ def test_temperature_is_that_of_transformers(logits, temperature):
 
 
 @pytest.mark.parametrize("top_k", [1, 2, 50, 2999, 3000, 9999])
-def test_top_k_is_that_of_transformers(logits, top_k):
+def test_top_k_equals_transformers(logits, top_k):
     assert (logits.sort(-1).values.diff() > 0).all(), "ties are ours to keep"
     assert torch.equal(apply_top_k(logits, rows_of(top_k, 64)), TopKLogitsWarper(top_k)(None, logits))
 
 
 @pytest.mark.parametrize("top_p", [0.01, 0.1, 0.5, 0.9, 0.999])
-def test_top_p_is_that_of_transformers(logits, top_p):
+def test_top_p_equals_transformers(logits, top_p):
     theirs = TopPLogitsWarper(top_p)(None, logits)
     ours = apply_top_p(logits, rows_of(top_p, 64))
     # They add the smallest first, we the largest, so the two may disagree about an id before which the sum lies
@@ -218,7 +218,7 @@ def test_top_p_is_that_of_transformers(logits, top_p):
 
 
 @pytest.mark.parametrize("typical_p", [0.05, 0.3, 0.8, 0.99])
-def test_typical_p_is_that_of_transformers(logits, typical_p):
+def test_typical_p_equals_transformers(logits, typical_p):
     theirs = TypicalLogitsWarper(typical_p)(None, logits)
     ours = apply_typical_p(logits, rows_of(typical_p, 64))
     # As for top_p; and they order by a surprise in float32, rounded at up to 40, so two ids may change places whose
@@ -235,7 +235,7 @@ def test_typical_p_is_that_of_transformers(logits, typical_p):
 
 
 @pytest.mark.parametrize("min_p", [0.001, 0.05, 0.5, 0.99])
-def test_min_p_is_that_of_transformers(logits, min_p):
+def test_min_p_equals_transformers(logits, min_p):
     theirs = MinPLogitsWarper(min_p)(None, logits)
     ours = apply_min_p(logits, rows_of(min_p, 64))
     # An id exactly on the threshold may fall on either side of it.

@@ -19,7 +19,7 @@ def adapted(tmp_path_factory: pytest.TempPathFactory) -> onward.LanguageModel:
     return onward.load("demo", adapters={name: demo_adapter(place / name, at) for at, name in enumerate("ab")})
 
 
-def test_a_models_name_calls_an_adapter(
+def test_the_model_name_selects_an_adapter(
     start: Callable[..., LiveServer], adapted: onward.LanguageModel, tmp_path: Path
 ) -> None:
     server = start({"demo": adapted})
@@ -48,7 +48,7 @@ def test_a_models_name_calls_an_adapter(
     assert "no model 'late'; available: 'demo', 'a', 'b'" in refused.json()["error"]["message"]
 
 
-def test_of_several_models_the_one_that_has_it_is_called(
+def test_the_model_that_has_the_adapter_is_used(
     start: Callable[..., LiveServer], adapted: onward.LanguageModel, tmp_path: Path
 ) -> None:
     other = onward.load("demo", adapters={"b": demo_adapter(tmp_path / "b", 5), "c": demo_adapter(tmp_path / "c", 6)})
@@ -62,7 +62,7 @@ def test_of_several_models_the_one_that_has_it_is_called(
     assert "the adapter name 'b' is ambiguous: 'one' and 'two' each have one" in refused.json()["error"]["message"]
 
 
-def test_a_request_names_a_control_vector_of_the_server(
+def test_a_request_may_name_a_control_vector_of_the_server(
     start: Callable[..., LiveServer], adapted: onward.LanguageModel, tmp_path: Path
 ) -> None:
     gguf = pytest.importorskip("gguf")

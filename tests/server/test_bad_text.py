@@ -119,7 +119,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("bad", BAD, ids=lambda value: value[:12])
-def test_a_bad_value_in_any_field_is_an_error_of_its_request(server: LiveServer, bad: str) -> None:
+def test_invalid_text_in_any_field_is_an_error_of_its_request(server: LiveServer, bad: str) -> None:
     headers = {"Content-Type": "application/json"}
     with httpx2.Client(base_url=server.url, timeout=SECONDS, headers=headers) as client:
         for path, body in PLACES:

@@ -84,7 +84,7 @@ LINES: list[Any] = [
 ]
 
 
-def test_the_results_are_those_of_the_command(server: LiveServer, lm: onward.LanguageModel, tmp_path: Path) -> None:
+def test_results_equal_those_of_the_command(server: LiveServer, lm: onward.LanguageModel, tmp_path: Path) -> None:
     with server.openai() as client:
         batch = begin(client, LINES, metadata={"a": "b"})
         assert batch.status == "validating"
@@ -166,7 +166,7 @@ BAD: list[tuple[dict[str, Any], int, str]] = [
 
 
 @pytest.mark.parametrize("bad", BAD, ids=[f"{at}-{each[2]}" for at, each in enumerate(BAD)])
-def test_a_bad_body_is_refused(server: LiveServer, bad: Any) -> None:
+def test_invalid_bodies_are_refused(server: LiveServer, bad: Any) -> None:
     fields, status, param = bad
     with server.openai() as client:
         file = client.files.create(file=("a", content_of([line(1)])), purpose="batch")
@@ -282,7 +282,7 @@ def test_a_killed_server_loses_no_line(tmp_path: Path, lm: onward.LanguageModel)
     assert f'result="completed"}} {len(lines)}.0' not in metrics, "some were there"
 
 
-def test_an_input_deleted_during_its_batch_goes_when_it_ends(start: Start, lm: onward.LanguageModel) -> None:
+def test_an_input_deleted_during_its_batch_is_removed_at_the_end(start: Start, lm: onward.LanguageModel) -> None:
     server = start({"demo": lm}, engine={"max_sequences": 4})
     with server.openai() as client:
         batch = begin(client, slow(12))
@@ -312,7 +312,7 @@ def test_a_batch_expires(tmp_path: Path, lm: onward.LanguageModel) -> None:
         assert {each["response"] for each in late} == {None}
 
 
-def test_results_beyond_the_space_end_the_batch(start: Start, lm: onward.LanguageModel) -> None:
+def test_results_that_exceed_the_space_end_the_batch(start: Start, lm: onward.LanguageModel) -> None:
     server = start({"demo": lm}, files_space=30_000, engine={"max_sequences": 4})
     with server.openai() as client:
         done = wait(client, begin(client, slow(60, 20)).id)
@@ -320,7 +320,7 @@ def test_results_beyond_the_space_end_the_batch(start: Start, lm: onward.Languag
         assert text_at(client, done.output_file_id)
 
 
-def test_other_requests_run_beside_a_batch(start: Start, lm: onward.LanguageModel) -> None:
+def test_other_requests_run_during_a_batch(start: Start, lm: onward.LanguageModel) -> None:
     """Their text is the same, and the batch serves one line at a time."""
     server = start({"demo": lm}, engine={"max_sequences": 8})
     body = {"prompt": "Once", "max_tokens": 60, "temperature": 1.0, "seed": 1, "ignore_eos": True}

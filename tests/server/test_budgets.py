@@ -64,7 +64,7 @@ def test_a_budget_counts_reservations() -> None:
     assert (budget.used, budget._by_client) == (250, {"": 250})
 
 
-def test_unfinished_bodies_reserve_what_has_arrived(start: Start, lm: onward.LanguageModel) -> None:
+def test_unfinished_bodies_reserve_the_bytes_received(start: Start, lm: onward.LanguageModel) -> None:
     server = start({"demo": lm}, request_memory=2**20)
     memory = server.app.service.memory
     with contextlib.ExitStack() as stack:
@@ -89,7 +89,7 @@ def test_unfinished_bodies_reserve_what_has_arrived(start: Start, lm: onward.Lan
     assert memory.used == 0
 
 
-def test_answers_are_counted_and_end_when_there_is_no_room(start: Start, lm: onward.LanguageModel) -> None:
+def test_answers_are_counted_and_end_when_the_budget_is_exhausted(start: Start, lm: onward.LanguageModel) -> None:
     server = start({"demo": lm}, request_memory=2**20, keep_alive=0.05)
     body = {**LONG, "logprobs": 5, "n": 2}
     assert server.post(TEXT, {**body, "max_tokens": 20}).status_code == 200
@@ -102,7 +102,7 @@ def test_answers_are_counted_and_end_when_there_is_no_room(start: Start, lm: onw
     assert server.post(CHAT, SHORT).status_code == 200
 
 
-def test_records_hold_ids_alone(start: Start, lm: onward.LanguageModel) -> None:
+def test_records_only_store_ids(start: Start, lm: onward.LanguageModel) -> None:
     server = start({"demo": lm})
     body = {"prompt": ["Once", "The fox"], "max_tokens": 50, "logprobs": 5, "n": 2, "temperature": 1}
     first = server.post(TEXT, body, headers={"idempotency-key": "a"})
@@ -163,7 +163,7 @@ def blocked_reader(
     server.wait_idle()
 
 
-def test_what_a_client_had_queued_is_dropped_when_it_leaves(blocked_reader: tuple[LiveServer, BlockedReader]) -> None:
+def test_the_queue_of_a_disconnected_client_is_dropped(blocked_reader: tuple[LiveServer, BlockedReader]) -> None:
     server, blocked = blocked_reader
     body = json.dumps({"prompt": "x", "model": "blocked", "max_tokens": 1}).encode()
     with contextlib.ExitStack() as stack:
@@ -193,7 +193,7 @@ def test_large_bodies_are_read_one_at_a_time(blocked_reader: tuple[LiveServer, B
         assert server.app.service._large.running == 1
 
 
-def test_clients_are_told_apart_by_key_or_address(start: Start, lm: onward.LanguageModel) -> None:
+def test_clients_are_distinguished_by_key_or_address(start: Start, lm: onward.LanguageModel) -> None:
     seen: list[str] = []
 
     def noting(server: LiveServer) -> None:
@@ -215,7 +215,7 @@ def test_clients_are_told_apart_by_key_or_address(start: Start, lm: onward.Langu
     assert "one" not in "".join(seen)
 
 
-def test_slow_grammars_hold_up_nobody(start: Start, lm: onward.LanguageModel) -> None:
+def test_slow_grammars_block_no_other_client(start: Start, lm: onward.LanguageModel) -> None:
     server = start({"demo": lm})
     with contextlib.ExitStack() as stack:
         for at in range(6):
@@ -249,7 +249,7 @@ def test_an_answer_is_the_same_json_in_parts(value: Any) -> None:
     assert rendered(value) == as_json(value).encode("utf-8", "backslashreplace")
 
 
-def test_an_answer_that_is_not_read_is_given_up() -> None:
+def test_an_unread_answer_is_abandoned() -> None:
     sent: list[Any] = []
 
     async def send(message: Any) -> None:
@@ -285,7 +285,7 @@ def test_an_answer_that_is_not_read_is_given_up() -> None:
     ],
     ids=["long header", "many headers", "long line", "unfinished", "with a body"],
 )
-def test_the_head_of_a_request_is_bounded(server: LiveServer, head: bytes) -> None:
+def test_the_head_of_a_request_is_limited(server: LiveServer, head: bytes) -> None:
     with connected(server, head) as connection:
         answer = connection.recv(4096)
         assert answer.startswith(b"HTTP/1.1 431 ")
@@ -295,7 +295,7 @@ def test_the_head_of_a_request_is_bounded(server: LiveServer, head: bytes) -> No
         assert connection.recv(4096).startswith(b"HTTP/1.1 200 ")
 
 
-def test_a_head_arrives_in_time(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_head_must_arrive_in_time(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("onward.server.lifecycle.HEAD_SECONDS", 0.3)
     for begin in (b"", b"GET /hea", b"GET /health HTTP/1.1\r\na: b\r\n"):
         with connected(server, begin) as connection:
@@ -315,7 +315,7 @@ def test_a_head_arrives_in_time(server: LiveServer, monkeypatch: pytest.MonkeyPa
         assert connection.recv(4096).startswith(b"HTTP/1.1 408 ")
 
 
-def test_a_connection_without_a_request_makes_room(
+def test_connections_without_a_request_are_closed_for_new_ones(
     start: Start, lm: onward.LanguageModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = start({"demo": lm})

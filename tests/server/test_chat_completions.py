@@ -15,7 +15,7 @@ import onward
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 
 
-def test_a_chat_is_answered_as_in_code(server: LiveServer, lm: onward.LanguageModel) -> None:
+def test_a_chat_is_answered_as_in_python(server: LiveServer, lm: onward.LanguageModel) -> None:
     answer = server.post(CHAT, {"messages": MESSAGES, "max_tokens": 12, "seed": 4, "model": "demo"})
     assert answer.status_code == 200
     assert answer.headers["content-type"] == "application/json"
@@ -78,7 +78,7 @@ def test_a_stream_of_completions_adds_up_too(server: LiveServer, options: dict[s
             assert told == choice["logprobs"][name]
 
 
-def test_the_chunks_keep_the_rules(server: LiveServer) -> None:
+def test_chunks_follow_openais_format(server: LiveServer) -> None:
     body = {"messages": MESSAGES, "max_tokens": 10, "seed": 1, "stream_options": {"include_usage": True}}
     stream = server.stream(CHAT, body)
     assert stream.headers["content-type"] == "text/event-stream; charset=utf-8"
@@ -99,17 +99,17 @@ def test_the_chunks_keep_the_rules(server: LiveServer) -> None:
     assert {chunk["seed"] for chunk in stream.chunks} == {1}
 
 
-def test_without_usage_no_chunk_has_any(server: LiveServer) -> None:
+def test_without_include_usage_no_chunk_has_usage(server: LiveServer) -> None:
     stream = server.stream(CHAT, {"messages": MESSAGES, "max_tokens": 3})
     assert all("usage" not in chunk and chunk["choices"] for chunk in stream.chunks)
 
 
-def test_a_text_of_nothing_has_a_role_and_an_end(server: LiveServer) -> None:
+def test_an_empty_text_has_a_role_and_an_end(server: LiveServer) -> None:
     stream = server.stream(CHAT, {"messages": MESSAGES, "max_tokens": 0})
     assert [choice["delta"] for choice in deltas(stream.chunks)] == [{"role": "assistant", "content": ""}, {}]
 
 
-def test_a_fresh_seed_is_told_and_gives_the_answer_again(server: LiveServer) -> None:
+def test_a_fresh_seed_is_reported_and_reproduces_the_answer(server: LiveServer) -> None:
     body = {"messages": MESSAGES, "max_tokens": 12, "temperature": 1.0}
     stream = server.stream(CHAT, body)
     (seed,) = {chunk["seed"] for chunk in stream.chunks}
@@ -119,7 +119,7 @@ def test_a_fresh_seed_is_told_and_gives_the_answer_again(server: LiveServer) -> 
     assert other["seed"] != seed
 
 
-def test_token_ids_come_with_the_chunks(server: LiveServer, lm: onward.LanguageModel) -> None:
+def test_token_ids_are_included_in_chunks(server: LiveServer, lm: onward.LanguageModel) -> None:
     body = {"prompt": lm.encode("The fox"), "max_tokens": 8, "seed": 3, "return_token_ids": True}
     stream = server.stream(TEXT, body)
     ids = [token for choice in deltas(stream.chunks) for token in choice.get("token_ids", ())]
@@ -137,7 +137,7 @@ def test_a_prediction_is_a_draft(server: LiveServer) -> None:
     assert "completion_tokens_details" not in plain["usage"]
 
 
-def test_chunks_tell_which_of_their_tokens_were_drafted(server: LiveServer) -> None:
+def test_chunks_report_drafted_tokens(server: LiveServer) -> None:
     body = {"messages": MESSAGES, "max_tokens": 40, "seed": 5, "return_token_ids": True}
     text = server.post(CHAT, body).json()["choices"][0]["message"]["content"]
     body |= {"prediction": {"type": "content", "content": text}, "stream_options": {"include_usage": True}}
@@ -147,7 +147,7 @@ def test_chunks_tell_which_of_their_tokens_were_drafted(server: LiveServer) -> N
     assert all(len(choice["drafted"]) == len(choice["token_ids"]) for choice in deltas(chunks) if "drafted" in choice)
 
 
-def test_completions_have_the_logprobs_of_chats_beside_theirs(server: LiveServer, lm: onward.LanguageModel) -> None:
+def test_completions_have_the_same_logprobs_as_chats(server: LiveServer, lm: onward.LanguageModel) -> None:
     body = {"max_tokens": 8, "seed": 3, "return_token_ids": True}
     chat = server.post(CHAT, body | {"messages": MESSAGES, "logprobs": True, "top_logprobs": 3}).json()
     prompt = server.post("/tokenize", {"messages": MESSAGES}).json()["tokens"]
@@ -158,7 +158,7 @@ def test_completions_have_the_logprobs_of_chats_beside_theirs(server: LiveServer
     assert (first["logprob"], first["top_logprobs"]) == (None, [])
 
 
-def test_many_clients_get_what_each_gets_alone(server: LiveServer, lm: onward.LanguageModel) -> None:
+def test_concurrent_clients_equal_each_client_alone(server: LiveServer, lm: onward.LanguageModel) -> None:
     async def ask(client: openai.AsyncOpenAI, seed: int) -> str:
         stream = await client.chat.completions.create(
             model="demo", messages=MESSAGES, max_tokens=16, seed=seed, stream=True
@@ -202,7 +202,7 @@ class Animal(pydantic.BaseModel):
     is_small: bool
 
 
-def test_openais_client_parses_what_has_a_schema(server: LiveServer) -> None:
+def test_openais_client_parses_answers_with_a_schema(server: LiveServer) -> None:
     with server.openai() as client:
         options: Any = {"model": "demo", "extra_body": {"seed": 4}}
         chat = client.chat.completions.parse(messages=MESSAGES, response_format=Animal, max_tokens=100, **options)
@@ -211,14 +211,14 @@ def test_openais_client_parses_what_has_a_schema(server: LiveServer) -> None:
     assert isinstance(response.output_parsed, Animal)
 
 
-def test_paths_are_there_without_v1(server: LiveServer) -> None:
+def test_paths_work_without_v1(server: LiveServer) -> None:
     body = {"messages": MESSAGES, "max_tokens": 4, "seed": 1}
     with_v1, without = (server.post(path, body).json()["choices"] for path in (CHAT, "/chat/completions"))
     assert with_v1 == without
     assert server.get("/models").json() == server.get("/v1/models").json()
 
 
-def test_characters_of_several_tokens_come_whole(server: LiveServer, lm: onward.LanguageModel) -> None:
+def test_characters_of_several_tokens_are_sent_whole(server: LiveServer, lm: onward.LanguageModel) -> None:
     tokens = lm.encode("é🦊", add_special_tokens=False)
     body = {"prompt": "x", "max_tokens": len(tokens), "temperature": 0, "logprobs": 0, "ignore_eos": True}
     body["logit_bias"] = {str(token): 100 for token in set(tokens)}
@@ -253,7 +253,7 @@ def test_characters_of_several_tokens_come_whole(server: LiveServer, lm: onward.
         (TEXT, {"prompt": "x " * 3000}, "prompt", 400),
     ],
 )
-def test_what_is_wrong_is_told_in_openais_shape(
+def test_errors_have_openais_format(
     server: LiveServer, path: str, body: dict[str, Any], param: str | None, status: int
 ) -> None:
     answer = server.post(path, body)

@@ -50,7 +50,7 @@ def test_each_count_of_an_engine_is_in_the_metrics(
     assert shown == [counts[name] for name in COUNTS]
 
 
-def test_counts_are_the_sums_of_usage_and_never_fall(start: Start, lm: onward.LanguageModel) -> None:
+def test_counts_are_sums_of_usage_and_never_decrease(start: Start, lm: onward.LanguageModel) -> None:
     server = start({"demo": lm})
     usages: list[dict[str, Any]] = []
     scrapes: list[dict[str, float]] = []
@@ -100,7 +100,7 @@ def test_counts_are_the_sums_of_usage_and_never_fall(start: Start, lm: onward.La
     assert last['onward_drafted_tokens_total{model="demo"}'] == accepted + rejected
 
 
-def test_an_answer_that_is_sent_again_is_not_counted_again(
+def test_a_repeated_answer_is_not_counted_again(
     start: Start, lm: onward.LanguageModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = start({"demo": lm})
@@ -123,7 +123,7 @@ def test_an_answer_that_is_sent_again_is_not_counted_again(
 
 
 @pytest.mark.parametrize("options", [{"temperature": 0}, {"n": 2, "temperature": 1.0, "seed": 1}])
-def test_tokens_that_came_before_a_break_are_counted_once(lm: onward.LanguageModel, options: dict[str, Any]) -> None:
+def test_tokens_emitted_before_a_failure_are_counted_once(lm: onward.LanguageModel, options: dict[str, Any]) -> None:
     request = lm.request("The fox", max_new_tokens=9, ignore_eos=True, **options)
     with onward.Engine(lm) as engine:
         whole = engine.submit(request)
@@ -151,7 +151,7 @@ def dated(lm: onward.LanguageModel) -> onward.LanguageModel:
     return onward.LanguageModel(lm.model, lm.tokenizer, onward.chat.ChatTemplate(DATED, {}))
 
 
-def test_tokenize_has_the_ids_that_a_chat_of_that_time_reads(start: Start, dated: onward.LanguageModel) -> None:
+def test_tokenize_gives_the_ids_of_a_chat_at_that_time(start: Start, dated: onward.LanguageModel) -> None:
     server = start({"demo": dated})
     chat = {"messages": MESSAGES, "max_tokens": 1, "prompt_logprobs": 0, "chat_template_kwargs": {"today": "Friday"}}
     answer = server.post(CHAT, chat).json()
@@ -173,7 +173,9 @@ def test_tokenize_has_the_ids_that_a_chat_of_that_time_reads(start: Start, dated
 
 
 @pytest.mark.parametrize("name", ["strftime_now", "now", "datetime"])
-def test_a_variable_replaces_no_date_in_silence(start: Start, dated: onward.LanguageModel, name: str) -> None:
+def test_template_variables_that_replace_the_date_are_refused(
+    start: Start, dated: onward.LanguageModel, name: str
+) -> None:
     server = start({"demo": dated})
     for url in (CHAT, "/tokenize"):
         answer = server.post(url, {"messages": MESSAGES, "chat_template_kwargs": {name: "Friday"}})
@@ -182,7 +184,7 @@ def test_a_variable_replaces_no_date_in_silence(start: Start, dated: onward.Lang
 
 
 @pytest.mark.parametrize("created", [-(2**31), -1, 0, 1_770_282_000, 2**38, 2**60])
-def test_a_file_of_any_time_has_a_key(created: int) -> None:
+def test_a_file_of_any_date_has_a_key(created: int) -> None:
     key = ResponseKey.new(created)
     assert key.time.timestamp() == key.created == min(max(0, created), key.created)
     assert json.loads(json.dumps({"created": key.created}))["created"] >= 0

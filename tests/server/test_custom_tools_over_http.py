@@ -51,7 +51,7 @@ def test_a_custom_call_of_a_chat_has_an_input(server: LiveServer) -> None:
     assert "".join(part["custom"]["input"] for part in parts) == call.custom.input
 
 
-def test_a_custom_call_of_a_response_is_an_item_with_events_of_its_own(server: LiveServer) -> None:
+def test_a_custom_call_of_a_response_is_an_item_with_its_own_events(server: LiveServer) -> None:
     options = OPTIONS | {"input": "Does it rain?", "tools": [FLAT], "max_output_tokens": 300}
     options |= {"tool_choice": {"type": "custom", "name": "run"}, "extra_body": {"seed": 5}}
     with server.openai() as client:
@@ -123,7 +123,7 @@ BAD: list[tuple[str, dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("path", "fields", "param", "message"), BAD)
-def test_what_is_no_custom_tool_is_refused(
+def test_invalid_custom_tools_are_refused(
     server: LiveServer, path: str, fields: dict[str, Any], param: str, message: str
 ) -> None:
     answer = server.post(path, ({"messages": ASKED} if path == CHAT else {"input": "Hi"}) | fields)
@@ -131,7 +131,7 @@ def test_what_is_no_custom_tool_is_refused(
     assert (answer.status_code, error["param"], message in error["message"]) == (400, param, True), error
 
 
-def test_functions_are_tools_of_older_clients(server: LiveServer) -> None:
+def test_legacy_functions_are_tools(server: LiveServer) -> None:
     function = {**TOOL["function"]}
     body = OPTIONS | {"messages": ASKED, "functions": [function], "max_tokens": 300, "seed": 5}
     asked = body | {"function_call": {"name": "weather"}}

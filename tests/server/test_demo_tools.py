@@ -53,7 +53,7 @@ def test_the_template_shows_tools_calls_and_results(demo: onward.LanguageModel) 
 
 
 @pytest.mark.parametrize("choice", ["required", "clock", {"type": "function", "function": {"name": "weather"}}])
-def test_calls_that_have_to_come_are_valid_and_answered(demo: onward.LanguageModel, choice: Any) -> None:
+def test_required_calls_are_valid_and_answered(demo: onward.LanguageModel, choice: Any) -> None:
     tools = [described("weather", "city", "string"), described("clock", "hour", "integer")]
     options: dict[str, Any] = {"tools": tools, "parallel_tool_calls": False, "max_new_tokens": 200, "temperature": 0.0}
     answer = demo.chat(ASKED, tool_choice=choice, **options)

@@ -73,7 +73,7 @@ def test_metrics_and_their_labels_exist(server: LiveServer) -> None:
         assert used <= set.union(*(labels[metric] for metric in metrics)), expression
 
 
-def test_labels_in_alerts_are_kept_by_their_expressions() -> None:
+def test_expressions_of_alerts_preserve_the_labels_they_show() -> None:
     for group in ALERTS["groups"]:
         for rule in group["rules"]:
             shown = set(re.findall(r"\$labels\.(\w+)", str(rule["annotations"])))
@@ -108,7 +108,7 @@ def test_the_server_may_drain_before_it_is_killed() -> None:
     assert float(grace.removesuffix("s")) > drain(commands()["compose"]) + 10
 
 
-def test_prometheus_sends_the_key_that_the_server_wants() -> None:
+def test_prometheus_sends_the_servers_key() -> None:
     [job] = PROMETHEUS["scrape_configs"]
     key = job["authorization"]["credentials_file"]
     words = commands()["compose"]
@@ -121,7 +121,7 @@ def test_prometheus_sends_the_key_that_the_server_wants() -> None:
     assert words[words.index("--port") + 1] == port
 
 
-def test_files_that_compose_mounts_are_there() -> None:
+def test_files_mounted_by_compose_exist() -> None:
     for service in COMPOSE["services"].values():
         for volume in service["volumes"]:
             source = volume.split(":")[0]

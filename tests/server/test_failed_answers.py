@@ -74,7 +74,7 @@ async def idle(app, engine):
 
 @pytest.mark.parametrize("url", URLS)
 @pytest.mark.parametrize("broken", ["events", "writer", "begin", "whole"])
-def test_nothing_stays_live_when_an_answer_cannot_be_made(engine, monkeypatch, url, broken):
+def test_a_failed_answer_leaves_nothing_running(engine, monkeypatch, url, broken):
     protocol = PROTOCOLS[url]
     events = {"/v1/completions": ChunkEvents, "/v1/responses": ResponseEventStream}.get(url, MessageEventStream)
     if broken == "events":
@@ -98,7 +98,7 @@ def test_nothing_stays_live_when_an_answer_cannot_be_made(engine, monkeypatch, u
     assert "message_stop" not in text
 
 
-def test_what_is_submitted_for_a_request_that_was_cancelled_meanwhile_is_cancelled(engine, monkeypatch):
+def test_a_submission_for_a_cancelled_request_is_cancelled(engine, monkeypatch):
     """The submitting thread waits before the engine while the requesting task is cancelled."""
     app = create_app({"tiny": engine}, Settings())
     stands, goes_on = threading.Event(), threading.Event()

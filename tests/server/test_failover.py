@@ -65,7 +65,7 @@ async def frames(ingress: Ingress, url: str, body: dict[str, Any], **headers: st
 
 
 @pytest.mark.parametrize("body", BODIES)
-def test_a_stream_goes_on_after_any_message(lm: onward.LanguageModel, body: str) -> None:
+def test_a_stream_continues_after_any_message(lm: onward.LanguageModel, body: str) -> None:
     url, asked = BODIES[body]
     settings = Settings(access_log=False)
     with onward.Engine(lm) as one, onward.Engine(lm) as other:
@@ -93,7 +93,7 @@ def test_a_stream_goes_on_after_any_message(lm: onward.LanguageModel, body: str)
         asyncio.run(lost())
 
 
-def test_a_turn_of_a_conversation_goes_on(lm: onward.LanguageModel, tmp_path: Path) -> None:
+def test_a_turn_of_a_conversation_continues(lm: onward.LanguageModel, tmp_path: Path) -> None:
     """Replicas that share a store continue the same items, also after the turn is in the conversation."""
     settings = Settings(access_log=False, response_store=str(tmp_path / "responses.db"))
     item = {"id": "msg_1", "type": "message", "role": "user", "content": "A story."}
@@ -121,7 +121,7 @@ def test_a_turn_of_a_conversation_goes_on(lm: onward.LanguageModel, tmp_path: Pa
             each.close()
 
 
-def test_a_deployment_generates_nothing_in_the_background(lm: onward.LanguageModel) -> None:
+def test_a_deployment_refuses_background_responses(lm: onward.LanguageModel) -> None:
     sent: list[Any] = []
     received = [{"type": "http.request", "body": b'{"input": "x", "background": true}', "more_body": False}]
 

@@ -49,7 +49,7 @@ def choices(answer: dict[str, Any]) -> list[Any]:
 
 @pytest.mark.parametrize("path", [CHAT, TEXT])
 @pytest.mark.parametrize("name", SAME)
-def test_a_field_is_another_name_of_an_option(server: LiveServer, path: str, name: str) -> None:
+def test_fields_of_other_servers_are_aliases_of_options(server: LiveServer, path: str, name: str) -> None:
     common = {**BODIES[path], "max_tokens": 24, "seed": 5, "temperature": 1.0, "return_token_ids": True}
     theirs, ours = (common | fields for fields in SAME[name])
     answer, wanted = server.post(path, theirs), server.post(path, ours)
@@ -73,7 +73,7 @@ def test_texts_of_temperature_0_are_equal(server: LiveServer, path: str) -> None
     assert [text_of(chunks, index) for index in range(3)] == texts
 
 
-def test_seed_minus_1_is_a_fresh_one(server: LiveServer) -> None:
+def test_seed_minus_1_means_a_fresh_seed(server: LiveServer) -> None:
     body = {"prompt": "Once", "max_tokens": 4, "temperature": 1.0, "seed": -1}
     first, second = (server.post(TEXT, body).json() for _ in range(2))
     assert first["seed"] != second["seed"]
@@ -120,7 +120,7 @@ OF_CHATS: list[tuple[dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("fields", "param", "message"), [*BAD, *OF_CHATS])
-def test_a_bad_value_is_refused_by_the_fields_name(
+def test_an_invalid_value_is_refused_by_the_fields_name(
     server: LiveServer, fields: dict[str, Any], param: str, message: str
 ) -> None:
     for path in (CHAT,) if (fields, param, message) in OF_CHATS else (CHAT, TEXT):

@@ -42,7 +42,7 @@ def names(server: LiveServer) -> list[str]:
     return sorted(path.name for path in folder_of(server).iterdir())
 
 
-def test_a_file_comes_back_as_it_was_sent(server: LiveServer) -> None:
+def test_a_file_makes_the_round_trip(server: LiveServer) -> None:
     content = os.urandom(3 * 2**20) + b"\r\n--boundary\r\n"
     with server.openai() as client:
         file = client.files.create(file=('ä "x".jsonl', content), purpose="batch")
@@ -61,7 +61,7 @@ def test_a_file_comes_back_as_it_was_sent(server: LiveServer) -> None:
         assert file not in list(client.files.list())
 
 
-def test_files_are_private_and_in_a_folder_that_the_server_removes(start: Start, lm: onward.LanguageModel) -> None:
+def test_files_are_private_and_their_folder_is_removed(start: Start, lm: onward.LanguageModel) -> None:
     server = LiveServer({"demo": lm})
     with server:
         upload(server)
@@ -89,7 +89,7 @@ def test_an_owner_is_an_api_key(start: Start, lm: onward.LanguageModel) -> None:
     assert httpx2.get(f"{server.url}/v1/files", **PLAIN).status_code == 401
 
 
-def test_pages_are_the_whole_list(server: LiveServer) -> None:
+def test_pages_add_up_to_the_whole_list(server: LiveServer) -> None:
     with server.openai() as client:
         for file in client.files.list():
             client.files.delete(file.id)
@@ -169,7 +169,7 @@ BAD: list[tuple[str, bytes, int, str | None, str]] = [
 
 
 @pytest.mark.parametrize("bad", BAD, ids=[f"{at}-{each[4]}" for at, each in enumerate(BAD)])
-def test_a_bad_form_is_refused_and_leaves_nothing(server: LiveServer, bad: Any) -> None:
+def test_an_invalid_form_is_refused_and_leaves_nothing(server: LiveServer, bad: Any) -> None:
     kind, body, status, param, message = bad
     before = names(server)
     answer = server.post("/v1/files", content=body, headers={"content-type": kind})
@@ -205,7 +205,7 @@ def read(pieces: list[bytes]) -> list[tuple[str, str | None, bytes]] | str:
 
 
 @given(parts=st.lists(contents, max_size=3), cuts=st.lists(st.integers(0, 300), max_size=30), data=st.binary())
-def test_a_form_is_the_same_however_it_arrives(parts: list[list[bytes]], cuts: list[int], data: bytes) -> None:
+def test_a_form_does_not_depend_on_its_chunks(parts: list[list[bytes]], cuts: list[int], data: bytes) -> None:
     for body in (form(*(field(f"f{at}", b"".join(each)) for at, each in enumerate(parts))), form(FILE)[:-7] + data):
         ends = sorted(min(cut, len(body)) for cut in cuts)
         pieces = [body[a:b] for a, b in zip([0, *ends], [*ends, len(body)], strict=True)]
@@ -213,7 +213,7 @@ def test_a_form_is_the_same_however_it_arrives(parts: list[list[bytes]], cuts: l
 
 
 @given(parts=st.lists(contents, max_size=3))
-def test_the_parts_are_what_was_sent(parts: list[list[bytes]]) -> None:
+def test_parsed_parts_equal_those_sent(parts: list[list[bytes]]) -> None:
     sent = [b"".join(each) for each in parts]
     body = form(*(field(f"f{at}", each) for at, each in enumerate(sent)), boundary="boundary")
     reader = MultipartReader("multipart/form-data; boundary=boundary")
@@ -227,7 +227,7 @@ def test_the_parts_are_what_was_sent(parts: list[list[bytes]]) -> None:
     assert got == sent
 
 
-def test_a_file_that_is_too_large_is_refused_before_it_is_read(start: Start, lm: onward.LanguageModel) -> None:
+def test_a_too_large_file_is_refused_before_it_is_read(start: Start, lm: onward.LanguageModel) -> None:
     server = start({"demo": lm}, max_file=2**20, files_space=3 * 2**20, max_body=4096)
     assert upload(server, b"x" * 2**20).status_code == 200, "max_body is that of other bodies"
     head = f"POST /v1/files HTTP/1.1\r\nhost: x\r\ncontent-type: {TYPE}\r\n"
@@ -260,7 +260,7 @@ def test_one_key_leaves_space_for_others(start: Start, lm: onward.LanguageModel)
     assert upload(server, content, KEYS[1]).status_code == 200
 
 
-def test_a_client_that_leaves_or_is_slow_leaves_nothing(start: Start, lm: onward.LanguageModel) -> None:
+def test_disconnected_and_slow_clients_leave_nothing(start: Start, lm: onward.LanguageModel) -> None:
     server = start({"demo": lm}, body_seconds=1.0)
     head = f"POST /v1/files HTTP/1.1\r\nhost: x\r\ncontent-type: {TYPE}\r\ncontent-length: 9000000\r\n\r\n".encode()
     begun = form(PURPOSE, (FILE[0], b"x" * 600_000))[:-7]
@@ -283,7 +283,7 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def test_a_restart_keeps_files_and_removes_rests(tmp_path: Path, lm: onward.LanguageModel) -> None:
+def test_a_restart_keeps_files_and_removes_leftovers(tmp_path: Path, lm: onward.LanguageModel) -> None:
     folder = tmp_path / "files"
     with LiveServer({"demo": lm}, files_dir=folder) as server:
         upload(server, b"one\n")

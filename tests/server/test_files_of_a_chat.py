@@ -68,7 +68,7 @@ async def chat(app: App, content: str) -> None:
     assert sent[0]["status"] == 200
 
 
-def test_the_files_of_a_chat_before_the_model_runs(lm: onward.LanguageModel) -> None:
+def test_the_files_executed_by_a_chat_before_the_model(lm: onward.LanguageModel) -> None:
     with traced() as trace, onward.Engine(lm) as engine:
         app = create_app({"demo": engine}, Settings(access_log=False))
 

@@ -51,7 +51,7 @@ def text_of(stream: str) -> str:
 
 
 @pytest.mark.parametrize("limits", [{"max_sequences": 16}, {"max_sequences": 8, "overcommit": 4.0}], ids=len)
-def test_every_stream_that_ends_is_the_solo_runs(lm: onward.LanguageModel, limits: dict[str, Any]) -> None:
+def test_every_finished_stream_equals_the_solo_run(lm: onward.LanguageModel, limits: dict[str, Any]) -> None:
     prompt = "Once upon a time"
     alone = [lm.generate(prompt, max_new_tokens=TOKENS, seed=seed, ignore_eos=True).text for seed in range(SEEDS)]
     chance = random.Random(5)

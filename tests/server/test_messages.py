@@ -210,14 +210,14 @@ CONVERSATIONS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
 
 
 @pytest.mark.parametrize("named", CONVERSATIONS)
-def test_a_body_is_the_chat_that_it_means(lm: onward.LanguageModel, named: str) -> None:
+def test_a_body_is_equivalent_to_a_chat(lm: onward.LanguageModel, named: str) -> None:
     fields, messages = CONVERSATIONS[named]
     body = read(lm, **fields)
     assert body.values.conversation == messages
     assert body.requests[0].prompt == lm.chat_request(messages).prompt
 
 
-def test_options_have_the_names_of_anthropics_fields(thinker: onward.LanguageModel) -> None:
+def test_options_have_anthropics_field_names(thinker: onward.LanguageModel) -> None:
     body = read(thinker, stop_sequences=["a", "b"], temperature=0.5, top_p=0.9, top_k=5, metadata={"user_id": "u"})
     options = body.requests[0].options
     assert (options.stop, options.temperature, options.top_p, options.top_k) == (("a", "b"), 0.5, 0.9, 5)
@@ -239,7 +239,7 @@ def test_options_have_the_names_of_anthropics_fields(thinker: onward.LanguageMod
     assert read(thinker, output_format=schema).requests == by_schema
 
 
-def test_a_budget_of_thinking_is_one_of_reasoning(thinker: onward.LanguageModel, lm: onward.LanguageModel) -> None:
+def test_a_thinking_budget_is_a_reasoning_budget(thinker: onward.LanguageModel, lm: onward.LanguageModel) -> None:
     for fields, budget in [
         ({}, None),
         ({"thinking": {"type": "adaptive"}}, None),
@@ -265,7 +265,7 @@ CHOICES: list[tuple[Any, Any, bool | None]] = [
 
 
 @pytest.mark.parametrize(("choice", "wanted", "parallel"), CHOICES)
-def test_tools_and_their_choice_are_those_of_a_chat(
+def test_tools_and_their_choice_equal_those_of_a_chat(
     thinker: onward.LanguageModel, choice: Any, wanted: Any, parallel: bool | None
 ) -> None:
     hints = {"type": "custom", "cache_control": {"type": "ephemeral"}, "eager_input_streaming": True, "strict": None}
@@ -401,7 +401,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
 @pytest.mark.parametrize(
     ("fields", "param", "message"), BAD, ids=[f"{param} {at}" for at, (_, param, _) in enumerate(BAD)]
 )
-def test_what_is_not_served_is_refused_by_its_name(
+def test_unsupported_fields_are_refused_by_name(
     thinker: onward.LanguageModel, fields: dict[str, Any], param: str, message: str
 ) -> None:
     with pytest.raises(BodyError) as refused:
@@ -428,7 +428,7 @@ def test_a_message_has_the_text_of_the_chat_whole_and_streamed(server: LiveServe
     assert events[0]["message"]["usage"]["input_tokens"] == alone.prompt_tokens
 
 
-def test_the_tokens_of_a_prompt_are_told_apart_by_the_cache(server: LiveServer, lm: onward.LanguageModel) -> None:
+def test_usage_separates_cached_prompt_tokens(server: LiveServer, lm: onward.LanguageModel) -> None:
     prompt = lm.chat(SAID, max_new_tokens=1).prompt_tokens
     for _ in range(2):
         usage = server.post(PATH, BODY).json()["usage"]
@@ -446,7 +446,7 @@ def test_a_stop_sequence_is_named(server: LiveServer) -> None:
     assert same(whole, added(events_of(server.stream(PATH, body))))
 
 
-def test_a_text_ends_with_its_context(server: LiveServer, lm: onward.LanguageModel) -> None:
+def test_a_text_ends_at_the_end_of_the_context(server: LiveServer, lm: onward.LanguageModel) -> None:
     """Agents ask for more tokens than there is room for."""
     room = lm.model.max_seq_len - len(lm.chat_request(SAID).prompt)  # type: ignore[operator]
     body = {**BODY, "max_tokens": 32_000, "ignore_eos": True}
@@ -457,7 +457,7 @@ def test_a_text_ends_with_its_context(server: LiveServer, lm: onward.LanguageMod
     assert answer.json()["error"]["message"].startswith("prompt is too long: ")
 
 
-def test_a_message_that_is_begun_is_continued(server: LiveServer, lm: onward.LanguageModel) -> None:
+def test_a_started_message_is_continued(server: LiveServer, lm: onward.LanguageModel) -> None:
     begun = [*SAID, {"role": "assistant", "content": "Once upon a time"}]
     alone = lm.chat(begun, continue_final_message=True, max_new_tokens=12, seed=3)
     body = {**BODY, "messages": [*SAID, {"role": "assistant", "content": [text("Once upon "), text("a time")]}]}
@@ -466,7 +466,7 @@ def test_a_message_that_is_begun_is_continued(server: LiveServer, lm: onward.Lan
     assert same(whole, added(events_of(server.stream(PATH, body))))
 
 
-def test_nothing_is_generated_for_no_tokens(server: LiveServer) -> None:
+def test_zero_tokens_generate_nothing(server: LiveServer) -> None:
     whole = server.post(PATH, {**BODY, "max_tokens": 0}).json()
     assert (whole["content"], whole["stop_reason"], whole["usage"]["output_tokens"]) == ([], "max_tokens", 0)
 
@@ -513,7 +513,7 @@ def test_the_counted_prompt_is_that_of_the_message(thinkers: LiveServer, fields:
     assert counted == {"input_tokens": usage["input_tokens"] + usage["cache_read_input_tokens"]}
 
 
-def test_a_prompt_is_counted_that_is_longer_than_the_context(server: LiveServer) -> None:
+def test_prompts_longer_than_the_context_are_counted(server: LiveServer) -> None:
     body = {"messages": [{"role": "user", "content": "word " * 5000}]}
     assert server.post(COUNT, body).json()["input_tokens"] > 5000
     body["messages"][0]["content"] = "word " * 300_000
@@ -655,7 +655,7 @@ def test_errors_have_anthropics_format(start: Start, lm: onward.LanguageModel, p
     assert set(other["error"]) == {"message", "type", "param", "code"}
 
 
-def test_http_itself_refuses_in_anthropics_format(server: LiveServer) -> None:
+def test_http_errors_have_anthropics_format(server: LiveServer) -> None:
     with socket.create_connection(("127.0.0.1", server.port), timeout=SECONDS) as raw:
         raw.sendall(f"POST {PATH} HTTP/1.1\r\nHost: x\r\n".encode() + b"A: b\r\n" * 500 + b"\r\n")
         head, _, body = b"".join(iter(lambda: raw.recv(4096), b"")).decode().partition("\r\n\r\n")
@@ -667,7 +667,7 @@ def test_http_itself_refuses_in_anthropics_format(server: LiveServer) -> None:
     ("error", "kind"),
     [(EngineBusyError("full", 1.0), "rate_limit_error"), (EngineError("gone"), "overloaded_error")],
 )
-def test_a_stream_ends_with_an_event_of_its_error(lm: onward.LanguageModel, error: Any, kind: str) -> None:
+def test_a_failed_stream_ends_with_an_error_event(lm: onward.LanguageModel, error: Any, kind: str) -> None:
     body = read(lm)
     (event,) = body.protocol.events(body).error(error)
     name, data, *_ = event.split("\n")
@@ -684,7 +684,7 @@ def test_an_idle_stream_gets_pings(start: Start, lm: onward.LanguageModel) -> No
     assert names.count("ping") >= 1
 
 
-def test_either_header_has_the_key_for_every_endpoint(start: Start, lm: onward.LanguageModel) -> None:
+def test_either_header_may_have_the_key_at_every_endpoint(start: Start, lm: onward.LanguageModel) -> None:
     server = start({"demo": lm}, api_keys=("key",))
     right, wrong = {"authorization": "Bearer key"}, {"authorization": "Bearer other"}
     for path in ("/v1/models", "/stats"):

@@ -126,7 +126,7 @@ def test_a_model_is_loaded_at_its_first_request(serve: Any, models_dir: Path, op
         assert [model.id for model in client.models.list()] == ["a", "b", "c"]
 
 
-def test_first_requests_at_once_load_once(serve: Any, models_dir: Path, opener: Opener) -> None:
+def test_concurrent_first_requests_load_once(serve: Any, models_dir: Path, opener: Opener) -> None:
     server = serve()
     opener.gate.clear()
     with ThreadPoolExecutor(8) as pool:
@@ -161,7 +161,7 @@ def test_a_stream_with_a_ready_model_has_no_comments(serve: Any, opener: Opener)
         assert server.stream(TEXT, {**BODY, "model": "a"}).comments == 0
 
 
-def test_bad_bodies_load_nothing(serve: Any, opener: Opener) -> None:
+def test_invalid_bodies_load_nothing(serve: Any, opener: Opener) -> None:
     server = serve()
     for body, status in (
         ({"prompt": "x", "max_tokens": -5}, 400),
@@ -177,7 +177,7 @@ def test_bad_bodies_load_nothing(serve: Any, opener: Opener) -> None:
     assert not opener.opened
 
 
-def test_the_least_recently_used_one_makes_room(serve: Any, opener: Opener) -> None:
+def test_the_least_recently_used_model_is_unloaded(serve: Any, opener: Opener) -> None:
     server = serve(max_models=2)
     for name in ("a", "b", "a", "c"):
         assert server.post(TEXT, {**BODY, "model": name}).status_code == 200
@@ -209,7 +209,7 @@ def test_an_idle_model_is_unloaded_after_a_while(serve: Any) -> None:
     until(lambda: states(server)["a"] == "unloaded")
 
 
-def test_nothing_is_unloaded_while_it_serves(
+def test_a_busy_model_is_not_unloaded(
     serve: Any, models_dir: Path, opener: Opener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     accept = onward.decoding.sequence.Sequence.accept
@@ -234,7 +234,7 @@ def test_nothing_is_unloaded_while_it_serves(
         assert text(second.result()) == expected(models_dir / "b")
 
 
-def test_a_request_for_which_there_is_no_room_is_503(serve: Any, opener: Opener) -> None:
+def test_a_request_without_room_is_503(serve: Any, opener: Opener) -> None:
     server = serve(max_models=1, wait=0.1)
     opener.gate.clear()
     with ThreadPoolExecutor(1) as pool:
@@ -249,7 +249,7 @@ def test_a_request_for_which_there_is_no_room_is_503(serve: Any, opener: Opener)
     until(lambda: server.post(TEXT, {**BODY, "model": "b"}).status_code == 200)
 
 
-def test_a_failed_load_is_one_clear_error_and_may_be_retried(serve: Any, models_dir: Path, opener: Opener) -> None:
+def test_a_failed_load_is_one_clear_error_and_can_be_retried(serve: Any, models_dir: Path, opener: Opener) -> None:
     server = serve()
     opener.gate.clear()
     opener.fail["a"] = CheckpointError(f"{models_dir / 'a'}/model.safetensors is truncated")
@@ -299,7 +299,7 @@ def test_damaged_folders_do_not_stop_the_server(serve: Any, models_dir: Path) ->
     assert {states(server)[name] for name in ("empty", "torn", "cut")} == {"unloaded"}
 
 
-def test_a_client_that_leaves_does_not_cancel_the_load(serve: Any, opener: Opener) -> None:
+def test_a_disconnected_client_does_not_cancel_the_load(serve: Any, opener: Opener) -> None:
     server = serve()
     opener.gate.clear()
     with pytest.raises(httpx2.ReadTimeout):
@@ -313,7 +313,7 @@ def test_a_client_that_leaves_does_not_cancel_the_load(serve: Any, opener: Opene
     assert server.post("/v1/models/unload", {"model": "a"}).status_code == 200, "no request holds it"
 
 
-def test_files_that_change_are_noticed(serve: Any, models_dir: Path) -> None:
+def test_changed_files_are_noticed(serve: Any, models_dir: Path) -> None:
     server = serve()
     before = text(server.post(TEXT, {**LONG, "model": "a"}))
     make_checkpoint(models_dir / "a", intermediate_size=56)
@@ -326,7 +326,7 @@ def test_files_that_change_are_noticed(serve: Any, models_dir: Path) -> None:
     assert server.post(TEXT, {**BODY, "model": "late"}).status_code == 200
 
 
-def test_an_engine_that_failed_is_loaded_again(serve: Any, opener: Opener) -> None:
+def test_a_model_with_a_failed_engine_is_loaded_again(serve: Any, opener: Opener) -> None:
     server = serve()
     assert server.post(TEXT, {**BODY, "model": "a"}).status_code == 200
     next(iter(server.app.service.models)).engine.close()
@@ -396,7 +396,7 @@ def test_adapters_are_loaded_from_their_folder_only(start: Start, lm: onward.Lan
     assert server.post(TEXT, {**BODY, "model": "poet"}).status_code == 404
 
 
-def test_adapters_come_back_with_their_model(serve: Any, tmp_path: Path, opener: Opener) -> None:
+def test_adapters_are_restored_with_their_model(serve: Any, tmp_path: Path, opener: Opener) -> None:
     demo_adapter(tmp_path / "adapters" / "one", 1)
     source = Path(onward.__file__).parent / "demo" / "target"
     (tmp_path / "models" / "story").symlink_to(source)
@@ -446,7 +446,7 @@ def test_a_model_with_a_running_generation_stays(serve: Any, opener: Opener) -> 
     assert opener.opened == ["a", "b"]
 
 
-def test_counts_go_on_after_an_unload(serve: Any) -> None:
+def test_counts_continue_after_an_unload(serve: Any) -> None:
     server = serve()
 
     def count(name: str) -> float:

@@ -67,7 +67,7 @@ def test_a_call_is_read_back_as_that_of_the_function(server: LiveServer) -> None
     assert response["output"][0]["content"][0]["text"] == chat["choices"][0]["message"]["content"]
 
 
-def test_bad_namespaces_are_refused_by_place(server: LiveServer) -> None:
+def test_invalid_namespaces_are_refused_by_path(server: LiveServer) -> None:
     cases: list[tuple[dict[str, Any], str]] = [
         ({"tools": [{"type": "namespace", "name": "crm"}]}, "tools[0]"),
         ({"tools": [SPACE | {"tools": [{"type": "file_search"}]}]}, "tools[0].tools[0]"),

@@ -39,13 +39,13 @@ def least(schema: dict[str, Any]) -> dict[str, Any]:
     )
 
 
-def test_every_reference_is_to_a_schema_of_it(server: LiveServer) -> None:
+def test_every_reference_resolves(server: LiveServer) -> None:
     whole = document(server)
     names = set(re.findall(r'"#/components/schemas/([^"]+)"', json.dumps(whole)))
     assert {"ErrorBody", "MessageErrorBody"} <= names <= set(whole["components"]["schemas"])
 
 
-def test_every_path_is_in_it(server: LiveServer) -> None:
+def test_every_path_is_documented(server: LiveServer) -> None:
     paths = document(server)["paths"]
     for path in (
         "/chat/completions",
@@ -69,7 +69,7 @@ def test_every_path_is_in_it(server: LiveServer) -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
-def test_the_fields_of_a_body_are_those_that_are_read(server: LiveServer, path: str) -> None:
+def test_documented_fields_are_those_that_are_read(server: LiveServer, path: str) -> None:
     schema = body_of(document(server), path)
     assert set(field_options()) <= set(schema["properties"])
     assert schema["additionalProperties"] is False
@@ -81,7 +81,7 @@ def test_the_fields_of_a_body_are_those_that_are_read(server: LiveServer, path: 
     assert answer.json()["error"]["code"] == "unknown_parameter"
 
 
-def test_bounds_of_options_and_limits_are_in_it(server: LiveServer) -> None:
+def test_ranges_of_options_and_limits_are_documented(server: LiveServer) -> None:
     fields = body_of(document(server), "/v1/chat/completions")["properties"]
     assert {"type": "integer", "minimum": 1, "maximum": 128} in fields["n"]["anyOf"]
     assert {"type": "number", "minimum": 0, "maximum": 1} in fields["top_p"]["anyOf"]
@@ -89,7 +89,7 @@ def test_bounds_of_options_and_limits_are_in_it(server: LiveServer) -> None:
     assert fields["store"]["enum"] == [False, None]
 
 
-def test_a_changed_limit_is_in_it_and_is_checked(start: Start, lm: onward.LanguageModel) -> None:
+def test_a_changed_limit_is_documented_and_enforced(start: Start, lm: onward.LanguageModel) -> None:
     server = start({"demo": lm}, limits={"stop_strings": 2})
     fields = body_of(document(server), "/v1/completions")["properties"]
     assert [each["maxItems"] for each in fields["stop"]["anyOf"] if each["type"] == "array"] == [2]
@@ -128,7 +128,7 @@ JSON = st.recursive(
 
 @hypothesis.settings(max_examples=150, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture])
 @hypothesis.given(data=st.data())
-def test_any_body_gets_an_answer_that_is_in_it(server: LiveServer, data: st.DataObject) -> None:
+def test_any_body_gets_a_documented_answer(server: LiveServer, data: st.DataObject) -> None:
     whole = document(server)
     path = data.draw(st.sampled_from(sorted(path for path, methods in whole["paths"].items() if has_json(methods))))
     operation, schema = whole["paths"][path]["post"], body_of(whole, path)

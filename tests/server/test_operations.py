@@ -56,7 +56,7 @@ def slow_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("slow_tokens")
-def test_a_client_that_leaves_cancels_its_request_and_blocks_come_back(server: LiveServer) -> None:
+def test_a_disconnected_client_cancels_its_request_and_frees_blocks(server: LiveServer) -> None:
     engine = server.engines["demo"]
     response = opened(server, TEXT, LONG)
     assert response.read(4) == b"id: "
@@ -76,7 +76,7 @@ def test_a_client_that_leaves_before_its_whole_answer_cancels_too(server: LiveSe
     server.wait_idle()
 
 
-def test_headers_come_at_once_and_comments_while_a_request_waits(start: Start, lm: onward.LanguageModel) -> None:
+def test_headers_are_sent_at_once_and_comments_while_waiting(start: Start, lm: onward.LanguageModel) -> None:
     server = start({"demo": lm}, engine={"max_sequences": 1}, keep_alive=0.02)
     first = opened(server, TEXT, LONG | {"stop": ["nothing of the kind"]})
     began = time.monotonic()
@@ -107,7 +107,7 @@ def test_a_full_queue_is_429_with_retry_after(start: Start, lm: onward.LanguageM
     server.wait_idle()
 
 
-def test_an_engine_that_is_closed_is_503(start: Start, lm: onward.LanguageModel) -> None:
+def test_a_closed_engine_is_503(start: Start, lm: onward.LanguageModel) -> None:
     server = start({"demo": lm})
     assert server.get("/ready").status_code == 200
     server.engines["demo"].close()
@@ -118,7 +118,7 @@ def test_an_engine_that_is_closed_is_503(start: Start, lm: onward.LanguageModel)
     assert server.get("/ready").status_code == 503
 
 
-def test_a_server_that_drains_refuses_and_says_so(start: Start, lm: onward.LanguageModel) -> None:
+def test_a_draining_server_refuses_with_a_message(start: Start, lm: onward.LanguageModel) -> None:
     server = start({"demo": lm})
     server.app.service.draining = True
     answer = server.post(TEXT, LONG)
@@ -127,7 +127,7 @@ def test_a_server_that_drains_refuses_and_says_so(start: Start, lm: onward.Langu
     assert server.get("/health").status_code == 200
 
 
-def test_what_is_cancelled_at_the_end_is_told(start: Start, lm: onward.LanguageModel) -> None:
+def test_requests_cancelled_at_shutdown_get_an_error(start: Start, lm: onward.LanguageModel) -> None:
     server = start({"demo": lm})
     stream = opened(server, TEXT, LONG)
     whole: list[httpx2.Response] = []
@@ -143,7 +143,7 @@ def test_what_is_cancelled_at_the_end_is_told(start: Start, lm: onward.LanguageM
     server.wait_idle()
 
 
-def test_an_engine_that_hangs_is_not_healthy(start: Start, lm: onward.LanguageModel) -> None:
+def test_a_hanging_engine_is_not_healthy(start: Start, lm: onward.LanguageModel) -> None:
     server = start({"demo": lm}, hang_seconds=0.05)
     hangs, goes_on = threading.Event(), threading.Event()
 
@@ -161,7 +161,7 @@ def test_an_engine_that_hangs_is_not_healthy(start: Start, lm: onward.LanguageMo
     until(lambda: server.get("/health").json()["models"]["demo"]["state"] == "idle")
 
 
-def test_keys_are_asked_for(start: Start, lm: onward.LanguageModel) -> None:
+def test_keys_are_required(start: Start, lm: onward.LanguageModel) -> None:
     server = start({"demo": lm}, api_keys=("first", "second"))
     for path in ("/health", "/ready", "/", "/docs", "/page/page.js", "/openapi.json"):
         assert server.get(path).status_code == 200, path
@@ -178,7 +178,7 @@ def test_keys_are_asked_for(start: Start, lm: onward.LanguageModel) -> None:
         assert client.models.retrieve("demo").id == "demo"
 
 
-def test_a_name_that_is_not_the_servers_is_refused(start: Start, lm: onward.LanguageModel) -> None:
+def test_unknown_host_names_are_refused(start: Start, lm: onward.LanguageModel) -> None:
     server = start({"demo": lm}, hosts=("localhost", "127.0.0.1", "::1"))
     assert server.get("/v1/models").status_code == 200
     for host in ("localhost", "LOCALHOST:80", "127.0.0.1:5", "[::1]:8000", "10.0.0.7:8000", "[fe80::1]"):
@@ -187,7 +187,7 @@ def test_a_name_that_is_not_the_servers_is_refused(start: Start, lm: onward.Lang
         assert server.get("/v1/models", headers={"Host": host}).status_code == 403, host
 
 
-def test_bodies_are_bounded(start: Start, lm: onward.LanguageModel) -> None:
+def test_bodies_are_limited(start: Start, lm: onward.LanguageModel) -> None:
     server = start({"demo": lm}, max_body=2000)
     body = json.dumps({"prompt": "x", "max_tokens": 1, "user": "u" * 3000}).encode()
     headers = {"Content-Type": "application/json"}
@@ -216,7 +216,7 @@ def test_bodies_are_bounded(start: Start, lm: onward.LanguageModel) -> None:
     ],
     ids=["empty", "cut", "list", "nan", "bytes", "deep", "number"],
 )
-def test_what_is_no_json_is_told(server: LiveServer, content: bytes, code: str) -> None:
+def test_invalid_json_is_a_clear_error(server: LiveServer, content: bytes, code: str) -> None:
     answer = server.post(TEXT, None, content=content, headers={"Content-Type": "application/json"})
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, code)
 
@@ -236,12 +236,12 @@ def test_a_lone_surrogate_is_refused_in_every_field(server: LiveServer) -> None:
         assert "a lone surrogate (U+D800) at position 0" in answer.json()["error"]["message"]
 
 
-def test_a_body_says_that_it_is_json(server: LiveServer) -> None:
+def test_a_body_must_be_declared_as_json(server: LiveServer) -> None:
     answer = server.post(TEXT, None, content=b"{}", headers={"Content-Type": "text/plain"})
     assert (answer.status_code, answer.json()["error"]["code"]) == (415, "unsupported_media_type")
 
 
-def test_a_body_that_does_not_arrive_is_given_up(start: Start, lm: onward.LanguageModel) -> None:
+def test_a_body_that_does_not_arrive_times_out(start: Start, lm: onward.LanguageModel) -> None:
     server = start({"demo": lm}, body_seconds=0.05)
     with socket.create_connection(("127.0.0.1", server.port), timeout=SECONDS) as half:
         half.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n")
@@ -263,7 +263,7 @@ def test_too_many_requests_at_once_are_refused(start: Start, lm: onward.Language
     server.wait_idle()
 
 
-def test_a_client_that_reads_nothing_is_given_up(start: Start, lm: onward.LanguageModel) -> None:
+def test_a_client_that_reads_nothing_is_disconnected(start: Start, lm: onward.LanguageModel) -> None:
     server = start({"demo": lm}, stalled_seconds=0.1)
     server.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     with socket.socket() as slow:
@@ -279,7 +279,7 @@ def test_a_client_that_reads_nothing_is_given_up(start: Start, lm: onward.Langua
         assert server.engines["demo"].stats().tokens < 8 * 500
 
 
-def test_several_models_are_told_apart(start: Start, lm: onward.LanguageModel) -> None:
+def test_several_models_are_distinguished(start: Start, lm: onward.LanguageModel) -> None:
     draft = onward.load("demo-draft")
     server = start({"big": lm, "org/small": draft})
     assert [model["id"] for model in server.get("/v1/models").json()["data"]] == ["big", "org/small"]
@@ -316,7 +316,7 @@ def test_models_are_listed_with_the_defaults_of_their_options(start: Start, lm: 
     assert model["default_options"]["max_new_tokens"] == 77
 
 
-def test_metrics_count_what_was_served(start: Start, lm: onward.LanguageModel) -> None:
+def test_metrics_count_served_requests(start: Start, lm: onward.LanguageModel) -> None:
     server = start({"demo": lm})
     server.post(TEXT, {"prompt": "The fox", "max_tokens": 9, "seed": 1, "ignore_eos": True})
     text_of(server.stream(TEXT, {"prompt": "The fox", "max_tokens": 5, "seed": 1, "ignore_eos": True}).chunks)
@@ -337,7 +337,7 @@ def test_metrics_count_what_was_served(start: Start, lm: onward.LanguageModel) -
 
 
 @pytest.mark.usefixtures("slow_tokens")
-def test_a_first_token_counts_while_its_request_goes_on(start: Start, lm: onward.LanguageModel) -> None:
+def test_a_first_token_is_counted_while_its_request_runs(start: Start, lm: onward.LanguageModel) -> None:
     name = 'onward_time_to_first_token_seconds_count{model="demo"}'
 
     def counted() -> str:
@@ -353,7 +353,7 @@ def test_a_first_token_counts_while_its_request_goes_on(start: Start, lm: onward
     assert counted() == "1.0"
 
 
-def test_tokens_are_those_of_the_model(server: LiveServer, lm: onward.LanguageModel) -> None:
+def test_tokenize_equals_the_model(server: LiveServer, lm: onward.LanguageModel) -> None:
     answer = server.post("/tokenize", {"prompt": "The fox"}).json()
     assert answer == {"tokens": lm.encode("The fox"), "count": 2, "max_model_len": lm.model.max_seq_len}
     chat = server.post("/v1/tokenize", {"messages": MESSAGES}).json()
@@ -379,7 +379,7 @@ def test_tokens_are_those_of_the_model(server: LiveServer, lm: onward.LanguageMo
         ("/detokenize", {"tokens": [1.5]}, "tokens"),
     ],
 )
-def test_what_has_no_tokens_is_told(server: LiveServer, path: str, body: dict[str, Any], param: str) -> None:
+def test_invalid_tokenize_requests_are_refused(server: LiveServer, path: str, body: dict[str, Any], param: str) -> None:
     content = json.dumps(body).encode()
     answer = server.post(path, None, content=content, headers={"Content-Type": "application/json"})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
@@ -392,7 +392,7 @@ def test_every_answer_has_an_id(server: LiveServer) -> None:
     assert server.get("/health", headers={"X-Request-Id": "a b"}).headers["x-request-id"].startswith("req_")
 
 
-def test_a_defect_is_logged_and_not_told(
+def test_internal_errors_are_logged_but_not_sent(
     start: Start, lm: onward.LanguageModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     server = start({"demo": lm}, access_log=True)
@@ -412,7 +412,7 @@ def test_a_defect_is_logged_and_not_told(
     assert [line["status"] for line in lines if line["event"] == "request"] == [500]
 
 
-def test_a_defect_in_a_stream_ends_it_with_an_error(
+def test_an_internal_error_in_a_stream_ends_it_with_an_error(
     start: Start, lm: onward.LanguageModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = start({"demo": lm})
@@ -433,7 +433,7 @@ def test_a_defect_in_a_stream_ends_it_with_an_error(
     assert server.app.service.metrics.of("demo").ended == {"error": 2}
 
 
-def test_the_log_has_no_prompts_unless_asked(
+def test_the_log_has_no_prompts_by_default(
     start: Start, lm: onward.LanguageModel, caplog: pytest.LogCaptureFixture
 ) -> None:
     for log_prompts in (False, True):
@@ -448,7 +448,7 @@ def test_the_log_has_no_prompts_unless_asked(
         assert (line["model"], line["finish"]) == ("demo", ["length"])
 
 
-def test_pages_of_other_sites_call_only_where_they_may(start: Start, lm: onward.LanguageModel) -> None:
+def test_only_allowed_origins_may_call_from_browsers(start: Start, lm: onward.LanguageModel) -> None:
     closed, open_to_one = start({"demo": lm}), start({"demo": lm}, cors_origins=("https://a.example",))
     ask = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST"}
     preflight = httpx2.options(f"{open_to_one.url}{CHAT}", headers=ask)
@@ -464,7 +464,7 @@ def test_pages_of_other_sites_call_only_where_they_may(start: Start, lm: onward.
     assert httpx2.options(f"{with_key.url}{CHAT}", headers=ask).status_code == 200
 
 
-def test_what_is_not_there_is_told(server: LiveServer) -> None:
+def test_unknown_paths_and_methods_are_clear_errors(server: LiveServer) -> None:
     assert server.get("/nothing").json()["error"]["code"] == "unknown_url"
     assert server.get(CHAT).status_code == 405
     assert server.get(CHAT).headers["allow"] == "POST"
@@ -472,7 +472,7 @@ def test_what_is_not_there_is_told(server: LiveServer) -> None:
     assert server.get("/redoc").status_code == 404, "a page of the framework"
 
 
-def test_the_tokens_of_a_continued_message_are_those_of_the_chat(server: LiveServer, lm: onward.LanguageModel) -> None:
+def test_tokens_of_a_continued_message_equal_those_of_the_chat(server: LiveServer, lm: onward.LanguageModel) -> None:
     begun = [*MESSAGES, {"role": "assistant", "content": "Once upon"}]
     continued = server.post("/tokenize", {"messages": begun, "continue_final_message": True}).json()
     assert lm.decode(continued["tokens"]).endswith("assistant\nOnce upon")
@@ -491,7 +491,7 @@ def test_the_tokens_of_a_continued_message_are_those_of_the_chat(server: LiveSer
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "continue_final_message")
 
 
-def test_the_version_is_that_of_what_computes(server: LiveServer) -> None:
+def test_the_version_describes_the_running_build(server: LiveServer) -> None:
     found = server.get("/version").json()
     assert (found["version"], found["torch"]) == (onward.__version__, torch.__version__)
     assert found["build"] == server.engines["demo"].fingerprint.split("-")[2]

@@ -74,7 +74,7 @@ def content(server: LiveServer, *said: str, **fields: Any) -> str:
     return answer
 
 
-def test_a_chat_is_what_the_server_says_and_outlasts_a_reload(server: LiveServer, page: Any) -> None:
+def test_a_chat_shows_the_servers_answer_and_survives_a_reload(server: LiveServer, page: Any) -> None:
     asked: list[str] = []
     page.on("request", lambda request: asked.append(request.url))
     page.goto(server.url)
@@ -100,7 +100,7 @@ def test_a_chat_is_what_the_server_says_and_outlasts_a_reload(server: LiveServer
     expect(page.locator("article")).to_have_count(0)
 
 
-def test_a_text_goes_on_from_an_alternative_by_the_keyboard(server: LiveServer, page: Any) -> None:
+def test_a_text_continues_from_an_alternative_by_keyboard(server: LiveServer, page: Any) -> None:
     page.goto(server.url)
     ask(page, "Tell me a story.", seed=3, max_tokens=24, temperature=1)
     old = answered(page)
@@ -148,7 +148,7 @@ def _output_of(program: str) -> str:
     return said.getvalue()
 
 
-def test_an_answer_that_is_broken_off_goes_on_when_the_server_returns(lm: onward.LanguageModel, page: Any) -> None:
+def test_an_interrupted_answer_continues_when_the_server_returns(lm: onward.LanguageModel, page: Any) -> None:
     def cut(route: Any) -> None:
         frames = route.fetch().text().split("\n\n")
         route.fulfill(body="\n\n".join(frames[:6]) + "\n\n", content_type="text/event-stream")
@@ -243,7 +243,7 @@ _OUTSIDE = """() => [...document.querySelectorAll(".tokens")].flatMap((tokens) =
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_it_can_be_read_in_the_dark_and_on_a_phone(server: LiveServer, browser: Any, scheme: str) -> None:
+def test_dark_mode_and_phones_are_supported(server: LiveServer, browser: Any, scheme: str) -> None:
     with browser.new_context(viewport={"width": 400, "height": 800}, color_scheme=scheme) as context:
         page = context.new_page()
         page.goto(server.url)
@@ -273,7 +273,7 @@ def test_it_can_be_read_in_the_dark_and_on_a_phone(server: LiveServer, browser: 
 
 # The last two: a phone, and 1280 x 900 at a zoom of 200 %.
 @pytest.mark.parametrize("size", [(1280, 900), (1024, 768), (400, 700), (640, 450)])
-def test_the_hint_is_seen_and_an_example_starts_a_chat(
+def test_the_hint_is_visible_and_an_example_starts_a_chat(
     start: Start, lm: onward.LanguageModel, page: Any, size: tuple[int, int]
 ) -> None:
     server = start({"demo": lm}, max_new_tokens=20)
@@ -299,7 +299,7 @@ _IS_ON_TOP = """(element) => {
 
 
 @pytest.mark.parametrize("size", [(1280, 500), (400, 500)])
-def test_the_conversation_scrolls_and_the_rest_stays(
+def test_only_the_conversation_scrolls(
     start: Start, lm: onward.LanguageModel, page: Any, monkeypatch: pytest.MonkeyPatch, size: tuple[int, int]
 ) -> None:
     accept = onward.decoding.sequence.Sequence.accept
@@ -392,7 +392,7 @@ def test_every_control_has_a_name_and_every_number_a_label(server: LiveServer, p
         assert set(used) <= set(ids)
 
 
-def test_tab_reaches_the_parts_in_their_order(server: LiveServer, page: Any) -> None:
+def test_tab_reaches_the_parts_in_order(server: LiveServer, page: Any) -> None:
     page.goto(server.url)
     expect(page.locator("#examples button").first).to_be_visible()
     reached = []
@@ -410,7 +410,7 @@ def test_tab_reaches_the_parts_in_their_order(server: LiveServer, page: Any) -> 
     expect(page.locator("#send")).to_be_focused()  # it was hidden while the answer was written
 
 
-def test_a_refusal_says_what_to_do_and_the_chat_goes_on(server: LiveServer, page: Any) -> None:
+def test_a_refusal_explains_what_to_do_and_the_chat_continues(server: LiveServer, page: Any) -> None:
     page.goto(server.url)
     ask(page, "word " * 3000, max_tokens=5, seed=1)
     problem = page.locator("article.assistant .problem")
@@ -441,7 +441,7 @@ def test_a_model_without_a_chat_template_continues_a_text(start: Start, lm: onwa
 # ── /docs ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_the_page_of_the_api_shows_each_endpoint_and_field(server: LiveServer, page: Any) -> None:
+def test_the_api_page_shows_each_endpoint_and_field(server: LiveServer, page: Any) -> None:
     document = server.get("/openapi.json").json()
     page.goto(f"{server.url}/docs")
     expect(page.locator("#version")).to_have_text(onward.__version__)
@@ -454,7 +454,7 @@ def test_the_page_of_the_api_shows_each_endpoint_and_field(server: LiveServer, p
     expect(field.locator(".kind")).to_have_text("integer (0 to 20)")
 
 
-def test_the_page_of_the_api_finds_a_field(server: LiveServer, page: Any) -> None:
+def test_the_api_page_finds_a_field(server: LiveServer, page: Any) -> None:
     page.goto(f"{server.url}/docs")
     page.fill("#find", "xtc_threshold")
     bodies = {"chat-completions", "completions", "responses", "messages", "responses-input-tokens"}

@@ -65,7 +65,7 @@ def serving(*flags: str, **environment: str) -> Iterator[Process]:
         served.process.stderr.close()
 
 
-def test_a_signal_lets_running_requests_end_and_the_exit_is_0() -> None:
+def test_a_signal_lets_running_requests_end_and_exits_with_0() -> None:
     with serving("demo", "--drain", "30") as served:
         body = {"prompt": "Once", "max_tokens": 300, "ignore_eos": True, "stream": True}
         with httpx2.stream("POST", f"{served.url}/v1/completions", json=body, timeout=SECONDS) as stream:
@@ -81,7 +81,7 @@ def test_a_signal_lets_running_requests_end_and_the_exit_is_0() -> None:
         assert not any(event["event"] in ("defect", "message") for event in served.events)
 
 
-def test_what_does_not_end_in_time_is_cancelled_and_told() -> None:
+def test_requests_past_the_drain_time_are_cancelled_with_an_error() -> None:
     with serving("demo", "--drain", "0.1") as served:
         body = LONG | {"stream": True}
         with httpx2.stream("POST", f"{served.url}/v1/completions", json=body, timeout=SECONDS) as stream:
@@ -94,7 +94,7 @@ def test_what_does_not_end_in_time_is_cancelled_and_told() -> None:
         assert any(event["event"] == "cancels" for event in served.events)
 
 
-def test_a_second_signal_ends_it_at_once() -> None:
+def test_a_second_signal_ends_the_server_at_once() -> None:
     with serving("demo", "--drain", "1000") as served:
         body = LONG | {"stream": True}
         with httpx2.stream("POST", f"{served.url}/v1/completions", json=body, timeout=SECONDS) as stream:
@@ -122,7 +122,7 @@ def test_flags_name_models_keys_and_hosts(tmp_path: Path) -> None:
         assert served.end() == 0
 
 
-def test_an_address_that_is_in_use_is_told_before_models_are_loaded(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_address_in_use_is_reported_before_models_are_loaded(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
@@ -130,7 +130,7 @@ def test_an_address_that_is_in_use_is_told_before_models_are_loaded(capsys: pyte
     assert "cannot listen" in capsys.readouterr().err
 
 
-def test_without_the_extra_an_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_names_the_missing_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name.startswith("onward.server")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.delattr("onward.server", raising=False)
@@ -152,7 +152,7 @@ def test_without_the_extra_an_error_names_it(monkeypatch: pytest.MonkeyPatch) ->
         (("no-such-model", "--port", "0"), "no-such-model"),
     ],
 )
-def test_wrong_flags_are_one_line(flags: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_flags_are_one_line(flags: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(("serve", *flags)) == 2
     stderr = capsys.readouterr().err
     errors = [line for line in stderr.splitlines() if line.startswith("error: ")]
@@ -161,7 +161,7 @@ def test_wrong_flags_are_one_line(flags: tuple[str, ...], says: str, capsys: pyt
     assert "Traceback" not in stderr
 
 
-def test_a_signal_stops_a_batch_at_the_end_of_a_line_and_the_next_server_continues_it(tmp_path: Path) -> None:
+def test_a_batch_stopped_by_a_signal_continues_in_the_next_server(tmp_path: Path) -> None:
     body = {"prompt": "Once", "max_tokens": 100, "ignore_eos": True, "temperature": 1.0}
     line = {"method": "POST", "url": "/v1/completions", "body": body}
     content = "".join(json.dumps({"custom_id": str(at), **line}) + "\n" for at in range(60))

@@ -75,7 +75,7 @@ def test_texts_are_verified(server: LiveServer, verifier: onward.LanguageModel, 
     assert not list(streamed(server, path, {**body, "stream": True}))
 
 
-def test_those_of_an_adapter_and_of_many_clients_are_verified(start: Start, tmp_path: Any) -> None:
+def test_texts_of_an_adapter_and_of_many_clients_are_verified(start: Start, tmp_path: Any) -> None:
     lm, verifier = onward.load("demo"), onward.load("demo")
     demo_adapter(tmp_path / "poet", 1)
     for each in (lm, verifier):
@@ -96,7 +96,7 @@ def test_those_of_an_adapter_and_of_many_clients_are_verified(start: Start, tmp_
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_text_of_several_weights_has_none(start: Start, stream: bool) -> None:
+def test_a_text_of_several_weights_versions_has_no_receipt(start: Start, stream: bool) -> None:
     server = start({"demo": onward.load("demo")})
     weights = dict(onward.load("demo", trainable=True).named_parameters())
     path, body = BODIES["chat"]
@@ -118,7 +118,7 @@ def test_a_text_of_several_weights_has_none(start: Start, stream: bool) -> None:
     assert receipt() == before  # the weights are equal, only their number is not
 
 
-def test_what_has_no_receipt_is_refused(server: LiveServer) -> None:
+def test_requests_without_receipts_are_refused(server: LiveServer) -> None:
     for path, body in ((CHAT, {"messages": MESSAGES}), (TEXT, {"prompt": "Once"})):
         answer = server.post(path, {"model": "demo", **body, "max_tokens": 2, "beams": 2, "receipt": True})
         error = answer.json()["error"]

@@ -61,7 +61,7 @@ def test_head_is_get_without_the_body(server: LiveServer) -> None:
         assert body or status == 404
 
 
-def test_head_needs_what_get_needs(start: Start, lm: onward.LanguageModel) -> None:
+def test_head_has_the_requirements_of_get(start: Start, lm: onward.LanguageModel) -> None:
     server = start({"demo": lm}, api_keys=("key",))
     assert httpx2.head(f"{server.url}/v1/models").status_code == 401
     assert httpx2.head(f"{server.url}/v1/models", headers={"authorization": "Bearer key"}).status_code == 200
@@ -104,7 +104,7 @@ def test_other_encodings_are_refused_by_name(server: LiveServer, path: str, head
     ],
     ids=str,
 )
-def test_what_changes_nothing_is_served(server: LiveServer, headers: dict[str, str]) -> None:
+def test_headers_without_effect_are_accepted(server: LiveServer, headers: dict[str, str]) -> None:
     answer = server.post(TEXT, content=BODY, headers={"Content-Type": "application/json", **headers})
     assert answer.status_code == 200
 
@@ -134,7 +134,7 @@ REFUSED: list[tuple[str, dict[str, Any], str | None]] = [
 
 
 @pytest.mark.parametrize("log_prompts", [False, True])
-def test_the_log_says_why_a_request_is_refused(
+def test_the_log_has_the_reason_of_a_refusal(
     start: Start, lm: onward.LanguageModel, caplog: pytest.LogCaptureFixture, log_prompts: bool
 ) -> None:
     server = start({"demo": lm}, access_log=True, log_prompts=log_prompts)
@@ -156,7 +156,7 @@ def test_the_log_says_why_a_request_is_refused(
 
 
 @pytest.mark.parametrize("log_prompts", [False, True])
-def test_every_body_is_in_the_log_where_that_is_asked_for(
+def test_bodies_are_logged_on_request(
     start: Start, lm: onward.LanguageModel, caplog: pytest.LogCaptureFixture, log_prompts: bool
 ) -> None:
     server = start({"demo": lm}, access_log=True, log_prompts=log_prompts, management=True)
@@ -194,14 +194,16 @@ def test_every_body_is_in_the_log_where_that_is_asked_for(
         assert (json.loads(line["body"]) if "body" in line else None) == (body if log_prompts else None)
 
 
-def test_the_gate_says_why_too(start: Start, lm: onward.LanguageModel, caplog: pytest.LogCaptureFixture) -> None:
+def test_refusals_before_the_application_are_logged_with_a_reason(
+    start: Start, lm: onward.LanguageModel, caplog: pytest.LogCaptureFixture
+) -> None:
     server = start({"demo": lm}, access_log=True, api_keys=("key",))
     with logged(caplog, server) as lines:
         assert server.get("/v1/models").status_code == 401
     assert lines[0]["error"]["code"] == "invalid_api_key"
 
 
-def test_a_request_without_an_answer_counts_as_one_whose_client_left(server: LiveServer) -> None:
+def test_a_request_without_an_answer_counts_as_disconnected(server: LiveServer) -> None:
     before = server.app.service.metrics.statuses.copy()
     scope = {"type": "http", "method": "GET", "path": "/health", "headers": []}
 
@@ -214,7 +216,7 @@ def test_a_request_without_an_answer_counts_as_one_whose_client_left(server: Liv
     assert (after[499] - before[499], after[0]) == (1, 0)
 
 
-def test_metrics_are_whole_while_requests_come_and_go(start: Start, lm: onward.LanguageModel) -> None:
+def test_metrics_are_consistent_under_concurrent_requests(start: Start, lm: onward.LanguageModel) -> None:
     """Each of 60 threads' switches used to be able to change the counts while they were written."""
     server = start({"demo": lm})
     stop = threading.Event()

@@ -63,7 +63,7 @@ def ids_of(text: str) -> set[str]:
     return {head.get("response", head)["id"] for head in heads if "id" in head.get("response", head)}
 
 
-def test_it_joins_one_that_runs(server: LiveServer) -> None:
+def test_concurrent_repeats_share_one_generation(server: LiveServer) -> None:
     key = ResponseKey.new().text
     with ThreadPoolExecutor() as pool:
         together = [pool.submit(sent, server, TEXT, {**LONG, "max_tokens": 300}, key) for _ in range(5)]
@@ -86,19 +86,19 @@ def test_another_body_is_refused(server: LiveServer) -> None:
 
 
 @pytest.mark.parametrize("key", ["", "with a space", "x" * 256])
-def test_a_key_that_is_none_is_refused(server: LiveServer, key: str) -> None:
+def test_an_invalid_key_is_refused(server: LiveServer, key: str) -> None:
     url, body = BODIES[0]
     answer = sent(server, url, body, key)
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_idempotency_key")
 
 
-def test_a_refused_body_may_be_mended(server: LiveServer) -> None:
+def test_a_refused_body_may_be_corrected(server: LiveServer) -> None:
     url, body = BODIES[0]
     assert sent(server, url, {**body, "n": 0}, "to-be-mended").status_code == 400
     assert sent(server, url, body, "to-be-mended").status_code == 200
 
 
-def test_who_left_finds_the_rest(server: LiveServer) -> None:
+def test_a_disconnected_client_finds_the_rest(server: LiveServer) -> None:
     """A client that leaves cancels its request; it comes again, and what was emitted is not decoded again."""
     key = ResponseKey.new().text
     engine = server.engines["demo"]
@@ -121,7 +121,7 @@ def test_who_left_finds_the_rest(server: LiveServer) -> None:
     assert engine.stats().tokens - before < 850
 
 
-def test_a_stream_that_was_cut_is_taken_up_without_decoding_it_again(server: LiveServer) -> None:
+def test_a_broken_stream_is_resumed_without_decoding_it_again(server: LiveServer) -> None:
     engine = server.engines["demo"]
     response = opened(server, TEXT, LONG)
     last = ""
@@ -136,7 +136,7 @@ def test_a_stream_that_was_cut_is_taken_up_without_decoding_it_again(server: Liv
     assert engine.stats().tokens - before < 800
 
 
-def test_two_clients_of_one_stream_and_one_leaves(server: LiveServer) -> None:
+def test_one_of_two_clients_of_a_stream_leaves(server: LiveServer) -> None:
     key = ResponseKey.new().text
     body = {**LONG, "max_tokens": 400, "stream": True}
     with httpx2.stream(
@@ -155,7 +155,7 @@ def test_two_clients_of_one_stream_and_one_leaves(server: LiveServer) -> None:
     assert text == lm.generate(LONG["prompt"], max_new_tokens=400, ignore_eos=True, temperature=1.0, seed=1).text
 
 
-def test_what_is_kept_is_bounded_and_does_not_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stored_answers_are_limited_and_expire(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr("onward.server.submission.time", SimpleNamespace(monotonic=lambda: now[0]))
     store = ReplayRecords(10.0, MemoryBudget(2**29))
@@ -175,7 +175,7 @@ def test_what_is_kept_is_bounded_and_does_not_stay(monkeypatch: pytest.MonkeyPat
     assert budget.used <= 2**15
 
 
-def test_keys_are_of_one_server(start: Start, lm: onward.LanguageModel) -> None:
+def test_keys_belong_to_one_server(start: Start, lm: onward.LanguageModel) -> None:
     url, body = BODIES[0]
     servers = [start({"demo": lm}, idempotency_seconds=0) for _ in range(2)]
     assert len({sent(server, url, body, "key").content for server in servers for _ in range(2)}) == 4
@@ -192,7 +192,7 @@ def dated(lm: onward.LanguageModel) -> onward.LanguageModel:
     return onward.LanguageModel(lm.model, lm.tokenizer, onward.chat.ChatTemplate(DATED, {}))
 
 
-def test_a_prompt_has_the_time_at_which_the_request_was_taken(dated: onward.LanguageModel) -> None:
+def test_a_prompt_has_the_time_of_the_requests_arrival(dated: onward.LanguageModel) -> None:
     assert dated.tokenizer is not None
     reader = BodyReader(dated, "m")
     key = ResponseKey.new(1_770_282_000)
@@ -206,7 +206,7 @@ def test_a_prompt_has_the_time_at_which_the_request_was_taken(dated: onward.Lang
 
 
 @pytest.mark.parametrize(("url", "body"), [BODIES[0], BODIES[2]])
-def test_a_request_keeps_its_date_when_it_comes_again(
+def test_a_repeated_request_keeps_its_date(
     start: Start, dated: onward.LanguageModel, url: str, body: dict[str, Any]
 ) -> None:
     server, body = start({"demo": dated}), {**body, "ignore_eos": True, "temperature": 1}

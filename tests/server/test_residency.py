@@ -171,7 +171,7 @@ def _loaded(policy: Residency, name: str, now: float) -> None:
     policy.step(now)
 
 
-def test_a_busy_model_gives_way_when_another_one_has_waited() -> None:
+def test_a_busy_model_yields_to_one_that_has_waited() -> None:
     policy = Residency(max_models=1, memory=10, ttl=TTL, patience=PATIENCE)
     policy.request("a", 1, 0.0)
     _loaded(policy, "a", 0.0)
@@ -189,7 +189,7 @@ def test_a_busy_model_gives_way_when_another_one_has_waited() -> None:
     assert list(policy.queue) == ["a"]
 
 
-def test_a_busy_model_takes_requests_again_when_the_one_that_waited_left() -> None:
+def test_a_busy_model_accepts_requests_again_when_the_waiting_one_leaves() -> None:
     policy = Residency(max_models=1, memory=10, ttl=TTL, patience=PATIENCE)
     policy.request("a", 1, 0.0)
     _loaded(policy, "a", 0.0)
@@ -200,7 +200,7 @@ def test_a_busy_model_takes_requests_again_when_the_one_that_waited_left() -> No
     assert policy.step(11.0).ready == ["a"]
 
 
-def test_a_model_that_turns_out_larger_drives_out_idle_ones() -> None:
+def test_a_model_larger_than_estimated_unloads_idle_ones() -> None:
     policy = Residency(max_models=3, memory=10, ttl=TTL)
     for at, name in enumerate("abc"):
         policy.request(name, 3, at)

@@ -43,7 +43,7 @@ def test_openais_client_reads_a_response_and_its_stream(server: LiveServer, lm: 
     assert events[-1].response.output_text == alone.text
 
 
-def test_logprobs_are_those_of_a_chat(server: LiveServer) -> None:
+def test_logprobs_equal_those_of_a_chat(server: LiveServer) -> None:
     """Whole and streamed, and no others than a chat's; the token that ends a text is none of the text."""
     wanted: Any = {"include": ["message.output_text.logprobs"], "top_logprobs": 2, "max_output_tokens": 12}
     with server.openai() as client:
@@ -76,7 +76,7 @@ ANSWERS = [
 
 @pytest.mark.parametrize(("text", "tools", "said"), ANSWERS)
 @pytest.mark.parametrize("whole", [True, False])
-def test_logprobs_are_of_the_content_alone(
+def test_logprobs_cover_only_the_content(
     lm: onward.LanguageModel, text: str, tools: tuple[str, ...] | None, said: str, whole: bool
 ) -> None:
     """Every token with a character of the content is sent once, in order, and no other token is."""
@@ -197,9 +197,7 @@ def test_items_of_the_input_are_messages(lm: onward.LanguageModel, monkeypatch: 
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
 )
-def test_what_is_not_served_is_refused_by_its_name(
-    lm: onward.LanguageModel, fields: dict[str, Any], param: str
-) -> None:
+def test_unsupported_fields_are_refused_by_name(lm: onward.LanguageModel, fields: dict[str, Any], param: str) -> None:
     with pytest.raises(BodyError) as refused:
         BodyReader(lm, "demo", streams=True).read("/v1/responses", {"input": "Hi"} | fields)
     assert refused.value.param == param
@@ -226,7 +224,7 @@ def test_reasoning_and_calls_are_items(lm: onward.LanguageModel) -> None:
     Response.model_validate(response)
 
 
-def test_the_path_is_there_without_v1(server: LiveServer) -> None:
+def test_the_path_works_without_v1(server: LiveServer) -> None:
     answer = server.post("/responses", {"input": "Hi", "max_output_tokens": 1}, params={})
     assert answer.status_code == 200
     assert answer.elapsed.total_seconds() < SECONDS

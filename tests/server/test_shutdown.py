@@ -50,7 +50,7 @@ SLOW = {"allOf": [{"type": "integer", "multipleOf": number} for number in (101, 
 
 
 @pytest.mark.parametrize("runs", ["nothing", "reading", "trial", "unread stream", "hanging step"])
-def test_the_server_ends_whatever_runs(runs: str) -> None:
+def test_the_server_stops_whatever_is_running(runs: str) -> None:
     setup = {"reading": READING, "hanging step": HANGING}.get(runs, "")
     command = [sys.executable, "-c", PROGRAM.format(setup=setup, drain=DRAIN)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

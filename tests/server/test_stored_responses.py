@@ -35,7 +35,7 @@ def prompt_of(server: LiveServer, **fields: Any) -> int:
     return answer.json()["input_tokens"]  # type: ignore[no-any-return]
 
 
-def test_a_stored_response_is_that_which_was_sent(server: LiveServer) -> None:
+def test_a_stored_response_equals_the_sent_one(server: LiveServer) -> None:
     """Whole or as the last event of a stream, with each field."""
     body = {"input": "Hello!", "max_output_tokens": 6, "metadata": {"a": "b"}, "prompt_cache_key": "k"}
     sent = server.post(PATH, body).json()
@@ -47,7 +47,7 @@ def test_a_stored_response_is_that_which_was_sent(server: LiveServer) -> None:
         assert client.responses.retrieve(sent["id"]).model_dump(mode="json", exclude_unset=True) == sent
 
 
-def test_the_store_has_a_stream_before_its_client_knows_the_end(server: LiveServer) -> None:
+def test_a_stream_is_stored_before_its_last_event_is_sent(server: LiveServer) -> None:
     """A turn that follows at once finds the turn before."""
     with sdk(server) as client:
         last = None
@@ -85,7 +85,7 @@ def texts(response: dict[str, Any]) -> list[str]:
     return [part["text"] for item in response["output"] for part in item["content"]]
 
 
-def test_instructions_are_of_one_response(server: LiveServer) -> None:
+def test_instructions_apply_to_one_response(server: LiveServer) -> None:
     with sdk(server) as client:
         first = client.responses.create(input="Hi", instructions="Be brief.", **SHORT)
         count = prompt_of(server, input="More", previous_response_id=first.id)
@@ -120,7 +120,7 @@ def test_items_of_the_input_are_listed(server: LiveServer) -> None:
         )
 
 
-def test_an_item_can_be_referred_to(server: LiveServer) -> None:
+def test_an_item_can_be_referenced(server: LiveServer) -> None:
     with sdk(server) as client:
         first = client.responses.create(input="Hi", **SHORT)
         (item,) = first.output
@@ -192,7 +192,7 @@ def test_deleted_responses_are_gone(server: LiveServer) -> None:
         assert client.responses.retrieve(second.id).id == second.id
 
 
-def test_what_is_not_to_be_stored_is_not(server: LiveServer) -> None:
+def test_responses_with_store_false_are_not_stored(server: LiveServer) -> None:
     with sdk(server) as client:
         alone = client.responses.create(input="Hi", store=False, **SHORT)
         with pytest.raises(openai.NotFoundError):
@@ -202,7 +202,7 @@ def test_what_is_not_to_be_stored_is_not(server: LiveServer) -> None:
         assert last.usage.input_tokens > alone.usage.input_tokens
 
 
-def test_they_belong_to_an_api_key(start: Start, lm: onward.LanguageModel) -> None:
+def test_stored_responses_belong_to_an_api_key(start: Start, lm: onward.LanguageModel) -> None:
     server = start({"demo": lm}, api_keys=["one", "two"])
     with sdk(server, "one") as own, sdk(server, "two") as other:
         first = own.responses.create(input="Hi", **SHORT)
@@ -253,7 +253,7 @@ def test_two_servers_share_a_file(start: Start, lm: onward.LanguageModel, tmp_pa
         last = answer.json()["id"]
 
 
-def test_a_file_that_cannot_be_used_is_one_error(tmp_path: Path) -> None:
+def test_an_unusable_file_is_one_error(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("no database" * 100)
     connection = sqlite3.connect(tmp_path / "other")
     connection.execute("CREATE TABLE other (id)")
@@ -305,7 +305,7 @@ def test_entries_expire_after_their_last_use() -> None:
         store.item("", "in")
 
 
-def test_the_store_is_bounded_and_fair() -> None:
+def test_the_store_is_limited_and_fair() -> None:
     """The oldest entries go, of the owner who has most; one that is too large is not stored."""
     store, clock = ResponseStore(":memory:", 1e9, 20_000, clock := Clock()), clock
     store.put("little", response("resp_little", "x" * 1000), [], None)
@@ -351,7 +351,7 @@ def test_a_killed_process_leaves_whole_entries(tmp_path: Path) -> None:
     assert [item["id"] for item in again.context("", "resp_a")] == ["msg_resp_a"]
 
 
-def test_a_response_in_the_background(server: LiveServer) -> None:
+def test_a_background_response(server: LiveServer) -> None:
     with sdk(server) as client:
         queued = client.responses.create(input="Hi", background=True, **SHORT)
         assert queued.status == "queued"
@@ -370,7 +370,7 @@ def test_a_response_in_the_background(server: LiveServer) -> None:
             client.responses.cancel(alone.id)
 
 
-def test_a_response_in_the_background_can_be_cancelled(server: LiveServer) -> None:
+def test_a_background_response_can_be_cancelled(server: LiveServer) -> None:
     long: dict[str, Any] = {"model": "demo", "max_output_tokens": 900, "extra_body": {"eos": []}}
     with sdk(server) as client:
         queued = client.responses.create(input="Hi", background=True, **long)
@@ -387,7 +387,7 @@ def test_a_response_in_the_background_can_be_cancelled(server: LiveServer) -> No
     assert not server.app.service.background.running
 
 
-def test_the_end_of_the_server_ends_the_background(lm: onward.LanguageModel, tmp_path: Path) -> None:
+def test_shutdown_ends_background_responses(lm: onward.LanguageModel, tmp_path: Path) -> None:
     body = {"input": "Hi", "background": True, "max_output_tokens": 900, "eos": []}
     with LiveServer({"demo": lm}, response_store=str(tmp_path / "r.db")) as server:
         id = server.post(PATH, body).json()["id"]
@@ -401,7 +401,7 @@ def test_the_end_of_the_server_ends_the_background(lm: onward.LanguageModel, tmp
         assert ended["error"]["code"] == "server_error"
 
 
-def test_reasoning_goes_there_and_back(server: LiveServer) -> None:
+def test_reasoning_makes_the_round_trip(server: LiveServer) -> None:
     """Reasoning in encrypted_content is the same as in content, on any server."""
     from onward.protocols.response_items import encoded_reasoning
 
@@ -505,7 +505,7 @@ def test_bad_pages(server: LiveServer, query: str) -> None:
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, query.partition("=")[0])
 
 
-def test_a_server_without_a_store_says_so(start: Start, lm: onward.LanguageModel) -> None:
+def test_a_server_without_a_store_refuses_with_a_message(start: Start, lm: onward.LanguageModel) -> None:
     server = start({"demo": lm}, response_store=None)
     answer = server.post(PATH, {"input": "Hi", "max_output_tokens": 2})
     assert answer.json()["store"] is False
@@ -519,7 +519,7 @@ def test_a_server_without_a_store_says_so(start: Start, lm: onward.LanguageModel
     assert answer.headers["x-onward-ignored"] == "store"
 
 
-def test_what_codex_sends_is_read(start: Start, lm: onward.LanguageModel) -> None:
+def test_requests_of_codex_are_read(start: Start, lm: onward.LanguageModel) -> None:
     """Its tools that a server runs are refused by name, or dropped on request."""
     server = start({"demo": lm}, ignore_unsupported=True)
     function = {

@@ -129,7 +129,7 @@ def another(lm: onward.LanguageModel) -> Iterator[LiveServer]:
 
 
 @pytest.mark.parametrize("body", SINGLE)
-def test_after_any_event_on_any_server(server: LiveServer, another: LiveServer, body: str) -> None:
+def test_a_stream_resumes_after_any_event_on_any_server(server: LiveServer, another: LiveServer, body: str) -> None:
     whole = taken_up(server, body)
     is_response = BODIES[body][0] in PIECEWISE
     places = range(0, len(whole), 1 + len(whole) // 12)
@@ -155,7 +155,7 @@ def without_cached(frames: Frames) -> list[str]:
     return [re.sub(r'"(cached_tokens|cache_write_tokens)":[0-9]+', "", frame) for frame in frames]
 
 
-def test_ids_of_events_are_all_different_and_short(server: LiveServer) -> None:
+def test_event_ids_are_unique_and_short(server: LiveServer) -> None:
     for body in SINGLE:
         frames = taken_up(server, body)
         ids = [frames.id(at) for at in range(len(frames))]
@@ -177,7 +177,7 @@ def test_streams_of_several_texts_have_no_ids(server: LiveServer, body: str) -> 
     assert (answer.status_code, answer.json()["error"]["code"]) == (422, "last_event_id_mismatch")
 
 
-def test_openais_own_client_takes_a_stream_up(server: LiveServer) -> None:
+def test_openais_client_resumes_a_stream(server: LiveServer) -> None:
     options: Any = {"model": "demo", "messages": ASKED, "max_tokens": 20, "stream": True, "seed": 1}
     with server.openai() as client:
         with client.chat.completions.with_streaming_response.create(**options) as response:
@@ -216,7 +216,7 @@ def test_openais_own_client_takes_a_stream_up(server: LiveServer) -> None:
         ("{key}.{asked}.{computed}.1", {"stream": False}, 400, "invalid_value"),
     ],
 )
-def test_an_id_of_something_else_is_refused(
+def test_an_id_of_another_request_is_refused(
     server: LiveServer, last: str, fields: dict[str, Any], status: int, code: str
 ) -> None:
     key, asked, computed, _ = taken_up(server, "chat").id(1).split(".")
@@ -291,7 +291,7 @@ def frames_of(messages: list[Any]) -> Frames:
 
 
 @pytest.mark.parametrize("body", BODIES)
-def test_whoever_calls_in_process_hands_an_answer_from_one_to_another(lm: onward.LanguageModel, body: str) -> None:
+def test_an_in_process_caller_moves_an_answer_between_applications(lm: onward.LanguageModel, body: str) -> None:
     url, asked = BODIES[body]
     asked = {**asked, "stream": True}
     with onward.Engine(lm) as one, onward.Engine(lm) as other:
@@ -320,7 +320,7 @@ def test_whoever_calls_in_process_hands_an_answer_from_one_to_another(lm: onward
         asyncio.run(handed_over())
 
 
-def test_whoever_calls_in_process_is_told_of_the_ids_that_the_application_has_kept(lm: onward.LanguageModel) -> None:
+def test_an_in_process_caller_gets_the_ids_known_to_the_application(lm: onward.LanguageModel) -> None:
     """Another ingress may have called before. Without the ids, the text could not be continued a second time."""
     asked = {"messages": ASKED, "max_tokens": 200, "ignore_eos": True, "stream": True}
     with onward.Engine(lm) as engine:
@@ -345,7 +345,7 @@ def test_whoever_calls_in_process_is_told_of_the_ids_that_the_application_has_ke
         asyncio.run(taken_up_again())
 
 
-def test_the_same_key_gives_the_same_answer_in_one_piece(lm: onward.LanguageModel) -> None:
+def test_the_same_key_gives_the_same_nonstreamed_answer(lm: onward.LanguageModel) -> None:
     with onward.Engine(lm) as engine:
         caller = Caller(create_app({"demo": engine}, Settings(access_log=False)))
         for body in ("chat", "texts", "response"):
@@ -370,7 +370,9 @@ def test_the_same_key_gives_the_same_answer_in_one_piece(lm: onward.LanguageMode
         ({"emitted": [[10**9]]}, "emitted must hold ids"),
     ],
 )
-def test_a_callers_mistakes_are_told(lm: onward.LanguageModel, given: dict[str, Any], message: str) -> None:
+def test_mistakes_of_an_in_process_caller_are_errors(
+    lm: onward.LanguageModel, given: dict[str, Any], message: str
+) -> None:
     with onward.Engine(lm) as engine:
         caller = Caller(create_app({"demo": engine}, Settings(access_log=False)))
         start, answer = asyncio.run(caller.messages(CHAT, {**BODIES["chat"][1], "stream": True}, given))

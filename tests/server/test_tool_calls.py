@@ -52,7 +52,7 @@ def joined(chunks: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("logprobs", [{}, {"logprobs": True, "top_logprobs": 1, "return_token_ids": True}], ids=len)
-def test_a_call_that_has_to_come_comes_in_deltas(server: LiveServer, logprobs: dict[str, Any]) -> None:
+def test_a_required_call_is_streamed_in_deltas(server: LiveServer, logprobs: dict[str, Any]) -> None:
     whole = server.post("/v1/chat/completions", FORCED | logprobs)
     assert whole.status_code == 200, whole.text
     (choice,) = whole.json()["choices"]

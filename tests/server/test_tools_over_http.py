@@ -89,7 +89,7 @@ def test_a_call_is_made_streamed_and_answered(caller: LiveServer, choice: Any) -
         assert answer.usage.prompt_tokens == len(lm.chat_prompt(back)), "what the client sends back is read"
 
 
-def test_tools_that_are_none_are_refused_by_name(caller: LiveServer) -> None:
+def test_invalid_tools_are_refused_by_name(caller: LiveServer) -> None:
     for tools, param in (([{"type": "function"}], "tools"), ([TOOL, TOOL], "tools")):
         answer = caller.post("/v1/chat/completions", {"messages": ASKED, "tools": tools})
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)

@@ -119,7 +119,7 @@ def test_a_beam_search_is_one_phase(traced: LiveServer, spans: InMemorySpanExpor
         ("/v1/nothing", {}, "POST", 404, "unknown_url"),
     ],
 )
-def test_a_refusal_is_an_error_of_the_client(
+def test_a_refusal_is_a_client_error(
     traced: LiveServer, spans: InMemorySpanExporter, path: str, body: Any, name: str, status: int, error: str
 ) -> None:
     assert traced.post(path, body).status_code == status
@@ -130,7 +130,7 @@ def test_a_refusal_is_an_error_of_the_client(
     assert not children
 
 
-def test_a_client_that_leaves_is_an_error(traced: LiveServer, spans: InMemorySpanExporter) -> None:
+def test_a_disconnected_client_is_an_error(traced: LiveServer, spans: InMemorySpanExporter) -> None:
     body = {"prompt": "Once upon a time", "max_tokens": 900, "stream": True, "ignore_eos": True}
     with httpx2.stream("POST", f"{traced.url}{TEXT}", json=body, **PLAIN) as response:
         next(response.iter_raw())
@@ -160,7 +160,7 @@ def test_monitoring_makes_no_spans(traced: LiveServer, spans: InMemorySpanExport
     assert finished(traced, spans)[0].name == "GET /v1/models"
 
 
-def test_a_context_that_is_not_sampled_makes_no_spans(traced: LiveServer, spans: InMemorySpanExporter) -> None:
+def test_an_unsampled_context_makes_no_spans(traced: LiveServer, spans: InMemorySpanExporter) -> None:
     headers = {"traceparent": f"{TRACEPARENT[:-1]}0"}
     assert traced.post(TEXT, {"prompt": "The fox", "max_tokens": 2}, headers=headers).status_code == 200
     traced.wait_idle()
@@ -214,7 +214,7 @@ def test_spans_reach_a_collector(lm: onward.LanguageModel, monkeypatch: pytest.M
     assert {span.trace_id.hex() for span in sent} == {TRACE}
 
 
-def test_a_dead_collector_does_not_hold_up_the_end(lm: onward.LanguageModel) -> None:
+def test_a_dead_collector_does_not_delay_shutdown(lm: onward.LanguageModel) -> None:
     with collector() as (url, _):
         pass  # nothing listens there any more
     with LiveServer({"demo": lm}, otlp_endpoint=url) as server:
@@ -237,13 +237,13 @@ def run(*lines: str, **variables: str) -> "subprocess.CompletedProcess[str]":
 MISSING = "import sys; sys.modules['opentelemetry.exporter.otlp.proto.http.trace_exporter'] = None"
 
 
-def test_a_server_without_traces_imports_nothing_of_them() -> None:
+def test_a_server_without_traces_does_not_import_opentelemetry() -> None:
     program = "import sys, onward.server; onward.server.create_app({'demo': onward.Engine(onward.load('demo'))})"
     found = "print([name for name in sys.modules if name.startswith(('opentelemetry.sdk', 'opentelemetry.exporter'))])"
     assert run(program, found).stdout.strip() == "[]"
 
 
-def test_a_missing_package_is_an_error_of_the_flag_and_a_warning_of_the_environment() -> None:
+def test_a_missing_package_is_an_error_for_the_flag_and_a_warning_otherwise() -> None:
     program = """
 import onward.server
 from onward.errors import RequestError

@@ -93,7 +93,7 @@ def test_weights_of_a_folder(start: Start, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("in_flight", ["finish", "recompute", "keep"])
-def test_requests_that_run(start: Start, folder: Path, in_flight: str) -> None:
+def test_running_requests(start: Start, folder: Path, in_flight: str) -> None:
     """A stream continues, and its usage has the number of the newest weights."""
     server = start({"demo": onward.load(folder / "first")}, management=True, weights_dir=folder)
     body = {"messages": MESSAGES, "max_tokens": 300, "ignore_eos": True, "return_token_ids": True}
@@ -146,7 +146,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
 }
 
 
-def test_what_is_refused_changes_nothing(start: Start, folder: Path) -> None:
+def test_refused_updates_change_nothing(start: Start, folder: Path) -> None:
     server = start({"demo": onward.load(folder / "first")}, management=True, weights_dir=folder)
     first = tokens(server)
     for path, (fields, param, says) in REFUSED.items():
@@ -162,7 +162,7 @@ def test_what_is_refused_changes_nothing(start: Start, folder: Path) -> None:
     assert tokens(server) == first
 
 
-def test_it_must_be_allowed(start: Start, folder: Path) -> None:
+def test_updates_must_be_allowed(start: Start, folder: Path) -> None:
     body = {"model": "demo", "weights_path": "second"}
     for settings in ({"weights_dir": folder}, {"management": True}):
         server = start({"demo": onward.load(folder / "first")}, **settings)

@@ -38,7 +38,7 @@ def file(tmp_path: Path) -> Path:
 # ── what is saved ─────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_file_holds_the_ids_their_keys_and_values_and_no_more(file: Path) -> None:
+def test_a_file_has_exactly_the_ids_their_keys_and_values(file: Path) -> None:
     lm = tiny()
     tokens = [*b"Hello", *lm.generate("Hello", **SAMPLED).token_ids[:-1]]
     saved = load_prefix(file)
@@ -53,7 +53,7 @@ def test_a_file_holds_the_ids_their_keys_and_values_and_no_more(file: Path) -> N
     assert session.lm is lm
 
 
-def test_a_loaded_session_goes_on_where_the_saved_one_stopped(file: Path) -> None:
+def test_a_loaded_session_continues_where_the_saved_one_stopped(file: Path) -> None:
     lm = tiny()
     whole = Session(lm)
     first = whole.generate("Hello", **SAMPLED)
@@ -64,7 +64,7 @@ def test_a_loaded_session_goes_on_where_the_saved_one_stopped(file: Path) -> Non
     assert want.cached_tokens == len(prompt) - len(b" and then?") - 1
 
 
-def test_saving_changes_nothing_and_a_session_goes_on_afterwards(tmp_path: Path) -> None:
+def test_saving_does_not_change_a_session(tmp_path: Path) -> None:
     lm, file = tiny(), tmp_path / "file"
     session, text = Session(lm), [1]
     for _ in range(4):
@@ -81,7 +81,7 @@ def test_an_empty_session_is_saved_too(tmp_path: Path) -> None:
     assert Session.load(tmp_path / "file", tiny()).tokens == []
 
 
-def test_a_session_is_of_a_model_and_not_of_its_layout_or_context(file: Path) -> None:
+def test_a_session_does_not_depend_on_layout_or_context(file: Path) -> None:
     """Saved from packed weights, it goes on with stock ones; and with another limit on the context."""
     here = tiny()
     stock = dataclasses.replace(tiny_model("qwen3", seed=7, **WINDOWED), max_seq_len=100)
@@ -91,11 +91,11 @@ def test_a_session_is_of_a_model_and_not_of_its_layout_or_context(file: Path) ->
     assert session.generate([*held, 5], max_new_tokens=4).cached_tokens == len(held)
 
 
-def test_only_its_owner_reads_a_session(file: Path) -> None:
+def test_session_files_are_readable_only_by_their_owner(file: Path) -> None:
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
 
 
-def test_weights_that_changed_since_are_not_saved_with_what_others_computed(tmp_path: Path) -> None:
+def test_nothing_computed_with_older_weights_is_saved(tmp_path: Path) -> None:
     model = tiny_model("qwen3", seed=1)
     session = Session(LanguageModel(model, TOKENIZER))
     session.generate("Hello")
@@ -133,7 +133,7 @@ def test_any_pytree_of_tensors_is_saved(tmp_path: Path, rounded_to: int) -> None
     assert (got.token_ids, got.cached_tokens) == (lm.generate(prompt, max_new_tokens=30).token_ids, 100)
 
 
-def test_a_cache_that_is_no_pytree_of_tensors_is_not_saved(tmp_path: Path) -> None:
+def test_caches_other_than_pytrees_of_tensors_are_not_saved(tmp_path: Path) -> None:
     def forward(tokens: Any, offsets: Any, cache: list[Any], params: Any) -> Any:
         return torch.nn.functional.one_hot(tokens.long(), 32).float(), cache
 
@@ -156,7 +156,7 @@ def test_notes_are_strings(tmp_path: Path) -> None:
         session.save(tmp_path / "file")
 
 
-def test_a_session_may_be_saved_in_the_midst_of_a_stream(tmp_path: Path) -> None:
+def test_a_session_may_be_saved_during_a_stream(tmp_path: Path) -> None:
     lm = tiny()
     session = Session(lm)
     stream = session.stream("Hello", **SAMPLED)
@@ -171,9 +171,7 @@ def test_a_session_may_be_saved_in_the_midst_of_a_stream(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("fails", ["os.writev", "os.fsync", "os.replace"])
-def test_a_save_that_fails_leaves_what_was_saved_before(
-    file: Path, monkeypatch: pytest.MonkeyPatch, fails: str
-) -> None:
+def test_a_failed_save_leaves_the_previous_file(file: Path, monkeypatch: pytest.MonkeyPatch, fails: str) -> None:
     before = file.read_bytes()
     session = Session.load(file, tiny())
     session.generate("Another")
@@ -192,7 +190,7 @@ def test_a_save_that_fails_leaves_what_was_saved_before(
 
 
 @pytest.mark.parametrize("name", ["no/such/folder/file", "", "nul\0"])
-def test_names_that_cannot_be_sessions(tmp_path: Path, name: str) -> None:
+def test_invalid_file_names(tmp_path: Path, name: str) -> None:
     with pytest.raises(SessionError):
         Session(tiny()).save(tmp_path / name)
     with pytest.raises(SessionError):
@@ -200,7 +198,7 @@ def test_names_that_cannot_be_sessions(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("content", ["text", "weights", "empty"])
-def test_what_is_no_session_is_refused_and_not_overwritten(tmp_path: Path, content: str) -> None:
+def test_files_other_than_sessions_are_refused_and_not_overwritten(tmp_path: Path, content: str) -> None:
     file = tmp_path / "file"
     if content == "weights":
         save_file({"tokens": torch.zeros(3)}, file, {"format": "pt"})
@@ -226,7 +224,7 @@ def test_a_folder_is_no_session(tmp_path: Path) -> None:
 
 @given(at=st.floats(0, 1, exclude_max=True))
 @few
-def test_a_file_cut_short_is_refused(file: Path, at: float) -> None:
+def test_a_truncated_file_is_refused(file: Path, at: float) -> None:
     content = file.read_bytes()
     cut = file.with_name("cut")
     cut.write_bytes(content[: int(at * len(content))])
@@ -236,7 +234,7 @@ def test_a_file_cut_short_is_refused(file: Path, at: float) -> None:
 
 @given(at=st.floats(0, 1, exclude_max=True) | st.floats(0, 0.15), mask=st.integers(1, 255))
 @few
-def test_a_changed_byte_is_noticed(file: Path, at: float, mask: int) -> None:
+def test_a_changed_byte_is_detected(file: Path, at: float, mask: int) -> None:
     """Wherever it is, unless the file means the same with it (another blank in the header's filling, say)."""
     content = bytearray(file.read_bytes())
     content[int(at * len(content))] ^= mask
@@ -285,7 +283,7 @@ def test_an_older_format_is_named(tmp_path: Path) -> None:
             use()
 
 
-def test_a_prefix_of_something_else_is_no_session(tmp_path: Path) -> None:
+def test_another_kind_of_prefix_file_is_refused(tmp_path: Path) -> None:
     save_prefix(tmp_path / "file", key="key", root="", ids=[1], parts=[], metadata={})
     with pytest.raises(SessionError, match="is not a saved session or is damaged: it is a prefix of something else"):
         Session.load(tmp_path / "file", tiny())
@@ -294,13 +292,13 @@ def test_a_prefix_of_something_else_is_no_session(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "changes", [{"key": "{}"}, {"key": "[1]"}, {"key": "no JSON"}, {"capacity": "x"}, {"notes": "[]"}], ids=str
 )
-def test_a_made_up_file_is_an_error_and_no_crash(file: Path, changes: dict[str, str]) -> None:
+def test_a_forged_file_is_an_error_instead_of_a_crash(file: Path, changes: dict[str, str]) -> None:
     with pytest.raises(SessionError, match="not a session saved by Onward"):
         Session.load(rewritten(file, **changes), tiny())
 
 
 @pytest.mark.parametrize("capacity", ["6_4", "٣٠", " 64 ", "-1", "0", "13", "+64", "064", "64.0", "", "9" * 5000])
-def test_a_capacity_is_the_whole_number_that_was_written_and_has_room_for_the_tokens(file: Path, capacity: str) -> None:
+def test_a_capacity_is_an_integer_with_room_for_the_tokens(file: Path, capacity: str) -> None:
     """The session has 14 tokens."""
     with pytest.raises(SessionError, match="not a session saved by Onward"):
         Session.load(rewritten(file, capacity=capacity), tiny())
@@ -311,7 +309,7 @@ def test_a_capacity_is_the_whole_number_that_was_written_and_has_room_for_the_to
     [{"notes": '{"turns": 3}'}, {"notes": "[" * 100_000}, {"key": "[" * 100_000}],
     ids=["number", "n", "k"],
 )
-def test_metadata_of_another_kind_is_refused_and_not_converted(file: Path, changes: dict[str, str]) -> None:
+def test_metadata_of_another_kind_is_refused(file: Path, changes: dict[str, str]) -> None:
     with pytest.raises(SessionError, match="not a session saved by Onward"):
         Session.load(rewritten(file, **changes), tiny())
 
@@ -323,7 +321,7 @@ def test_tokens_are_ids_of_the_vocabulary(file: Path, change: int) -> None:
         Session.load(rewritten(file, tokens), tiny())
 
 
-def test_a_cache_that_no_memory_holds_is_an_error(tmp_path: Path) -> None:
+def test_a_cache_that_exceeds_memory_is_an_error(tmp_path: Path) -> None:
     """Where a tensor is stored whole, the cache is as long as the file says."""
 
     def new_cache(batch: int, max_len: int) -> list[torch.Tensor]:
@@ -342,7 +340,7 @@ def test_a_cache_that_no_memory_holds_is_an_error(tmp_path: Path) -> None:
         Session.load(rewritten(tmp_path / "file", capacity="2000000000"), lm)
 
 
-def test_a_made_up_cache_is_an_error_and_no_crash(file: Path) -> None:
+def test_a_forged_cache_is_an_error_instead_of_a_crash(file: Path) -> None:
     shapes = load_prefix(file).metadata["cache"]
     changes: list[dict[str, str]] = [{"cache": shapes.replace(*names)} for names in (("[0]", "[7]"), ("32", "16"))]
     changes += [{"cache": shapes.replace("14, 16", "7, 32")}, {"cache": ""}]
@@ -392,7 +390,7 @@ def test_a_session_longer_than_the_context_is_refused(file: Path) -> None:
         Session.load(file, short)
 
 
-def test_other_kernels_are_warned_of(file: Path, form: str) -> None:
+def test_other_kernels_are_a_warning(file: Path, form: str) -> None:
     other = "native" if form == "definition" else "definition"
     ops.choose(other)
     if ops.choice().form != other:

@@ -56,7 +56,7 @@ turns = st.builds(
 
 @given(turns=st.lists(turns, min_size=2, max_size=7))
 @few
-def test_the_tokens_are_those_of_fresh_calls(turns: list[Turn], tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_tokens_equal_those_of_fresh_calls(turns: list[Turn], tmp_path_factory: pytest.TempPathFactory) -> None:
     # Without prefix memory, a session finds its own text alone.
     lm, file = tiny(prefix_memory=0), tmp_path_factory.getbasetemp() / "turns.safetensors"
     session, sharing, text = Session(lm), Session(tiny()), [1]
@@ -101,7 +101,7 @@ def common_prefix(one: list[int], two: list[int]) -> int:
 
 
 @pytest.mark.parametrize("which", ["float32", "bfloat16", "int8"])
-def test_a_chat_of_the_demo_model_is_what_fresh_calls_make_it(which: str, form: str) -> None:
+def test_a_chat_of_the_demo_model_equals_fresh_calls(which: str, form: str) -> None:
     if form == "definition" and which != "float32":
         pytest.skip("the definitions promise the same tokens in float32 alone")
     lm = onward.load(
@@ -116,7 +116,7 @@ def test_a_chat_of_the_demo_model_is_what_fresh_calls_make_it(which: str, form: 
         messages.append({"role": "assistant", "content": answer.text})
 
 
-def test_a_streamed_chat_is_the_chat() -> None:
+def test_a_streamed_chat_equals_the_chat() -> None:
     lm = LanguageModel(tiny().model, TOKENIZER, ChatTemplate("{{ messages | tojson }}", {}))
     messages = [{"role": "user", "content": "Hi"}]
     pieces = Session(lm).stream_chat(messages, max_new_tokens=8)
@@ -124,7 +124,7 @@ def test_a_streamed_chat_is_the_chat() -> None:
 
 
 @pytest.mark.parametrize("memory", [0, 2**20, 2**30])
-def test_another_size_of_the_prefix_cache_leaves_sessions_as_they_are(memory: int) -> None:
+def test_the_prefix_cache_size_does_not_affect_sessions(memory: int) -> None:
     lm = LanguageModel(tiny_model("qwen3", seed=7, **WINDOWED), TOKENIZER)
     one, two = Session(lm), Session(lm)
     for session, prompt in ((one, list(range(90))), (two, list(range(90, 110)))):
@@ -141,7 +141,7 @@ def test_another_size_of_the_prefix_cache_leaves_sessions_as_they_are(memory: in
 # ── only what is new ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_turns_process_what_they_add_and_nothing_else() -> None:
+def test_turns_process_only_their_new_tokens() -> None:
     model, processed = counting(tiny().model)
     lm = LanguageModel(model, TOKENIZER, prefill_chunk=512, compile="eager")
     session, text = Session(lm), list(b"A system prompt that is long. ")
@@ -156,7 +156,7 @@ def test_turns_process_what_they_add_and_nothing_else() -> None:
         text += completion.token_ids
 
 
-def test_an_edit_costs_what_follows_it() -> None:
+def test_an_edit_reprocesses_only_the_tokens_after_it() -> None:
     model, processed = counting(tiny().model)
     session = Session(LanguageModel(model, TOKENIZER, compile="eager"))
     session.generate("The quick brown fox", max_new_tokens=4)
@@ -166,7 +166,7 @@ def test_an_edit_costs_what_follows_it() -> None:
         assert processed == [new]
 
 
-def test_a_fresh_session_and_a_language_model_without_memory_keep_nothing() -> None:
+def test_fresh_sessions_without_prefix_memory_reuse_nothing() -> None:
     lm = LanguageModel(tiny().model, TOKENIZER, prefix_memory=0)
     for _ in range(2):
         assert Session(lm).generate("Hi").cached_tokens == 0
@@ -174,7 +174,7 @@ def test_a_fresh_session_and_a_language_model_without_memory_keep_nothing() -> N
         assert Session(lm).tokens == []
 
 
-def test_a_session_of_a_language_model_without_memory_keeps_what_it_holds_as_it_grows() -> None:
+def test_sessions_work_without_prefix_memory() -> None:
     lm = LanguageModel(tiny().model, TOKENIZER, prefix_memory=0)
     session, text = Session(lm), [1]
     for _ in range(5):
@@ -184,7 +184,7 @@ def test_a_session_of_a_language_model_without_memory_keeps_what_it_holds_as_it_
         text += [*completion.token_ids, 5]
 
 
-def test_the_logprobs_of_a_prompt_want_all_of_it_processed() -> None:
+def test_prompt_logprobs_process_the_whole_prompt() -> None:
     lm = tiny()
     session = Session(lm)
     session.generate("Hello")
@@ -194,7 +194,7 @@ def test_the_logprobs_of_a_prompt_want_all_of_it_processed() -> None:
     assert session.generate("Hello").cached_tokens == 4
 
 
-def test_truncating_takes_back() -> None:
+def test_truncate_removes_tokens() -> None:
     session = Session(tiny())
     want = contents(session.generate("Hello", **SAMPLED))
     session.truncate(3)
@@ -215,7 +215,7 @@ def test_truncating_takes_back() -> None:
 
 @given(at=st.integers(0, 12), error=st.sampled_from((KeyboardInterrupt, RuntimeError, MemoryError)))
 @few
-def test_an_error_anywhere_in_a_step_leaves_what_was_processed(at: int, error: type[BaseException]) -> None:
+def test_an_error_anywhere_in_a_step_keeps_processed_tokens(at: int, error: type[BaseException]) -> None:
     """A scripted model raises after any number of calls; and it reports positions that were never written."""
     calls = 0
 
@@ -255,7 +255,7 @@ def test_an_error_in_the_consumer_of_a_stream_loses_nothing() -> None:
     assert session.tokens == [*b"Hello", *lm.generate("Hello", max_new_tokens=9).token_ids[:3]]
 
 
-def test_a_stream_that_never_began_changes_nothing() -> None:
+def test_an_unstarted_stream_changes_nothing() -> None:
     session = Session(tiny())
     session.generate("Hello")
     held = session.tokens
@@ -265,7 +265,7 @@ def test_a_stream_that_never_began_changes_nothing() -> None:
     assert session.tokens == held
 
 
-def test_a_stream_that_another_call_has_overtaken_is_refused() -> None:
+def test_a_stream_overtaken_by_another_call_is_refused() -> None:
     lm = tiny()
     session = Session(lm)
     stream = session.stream("Hello")
@@ -277,7 +277,7 @@ def test_a_stream_that_another_call_has_overtaken_is_refused() -> None:
     assert contents(other) == contents(lm.generate("Help"))
 
 
-def test_a_cancelled_text_can_be_gone_on_with() -> None:
+def test_a_cancelled_text_can_be_continued() -> None:
     lm, cancel = tiny(), threading.Event()
     session = Session(lm)
     cancel.set()
@@ -289,7 +289,7 @@ def test_a_cancelled_text_can_be_gone_on_with() -> None:
 # ── the cache ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_cache_grows_with_its_text_and_is_made_once_for_every_doubling() -> None:
+def test_a_cache_grows_by_doubling() -> None:
     model = tiny_model("qwen3", max_position_embeddings=4096)
     made = []
 
@@ -308,7 +308,7 @@ def test_a_cache_grows_with_its_text_and_is_made_once_for_every_doubling() -> No
     assert completion.token_ids == lm.generate(text[:-40], max_new_tokens=40, ignore_eos=True).token_ids
 
 
-def test_a_session_may_fill_the_context_to_the_brim_and_no_further() -> None:
+def test_a_session_may_fill_the_context_exactly() -> None:
     lm = tiny()
     session = Session(lm)
     text = [1] * 200
@@ -325,7 +325,7 @@ def test_a_session_may_fill_the_context_to_the_brim_and_no_further() -> None:
     assert (brim.cached_tokens, len(brim.token_ids)) == (219, 36)
 
 
-def test_a_forward_may_return_another_cache_than_it_was_given() -> None:
+def test_a_forward_may_return_a_new_cache() -> None:
     model = tiny().model
 
     def forward(tokens: Any, offsets: Any, cache: Any, params: Any, **options: Any) -> Any:
@@ -344,7 +344,7 @@ def test_a_forward_may_return_another_cache_than_it_was_given() -> None:
 
 
 @pytest.mark.parametrize("layout", ["positions last", "a constant beside", "positions hidden"])
-def test_caches_of_ones_own(layout: str) -> None:
+def test_custom_caches(layout: str) -> None:
     """Growing keeps what is held where a cache shows its positions, and fills it anew where it does not."""
 
     def new_cache(batch: int, max_len: int) -> list[dict[str, Any]]:
@@ -378,7 +378,7 @@ def test_caches_of_ones_own(layout: str) -> None:
 # ── other weights ─────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_weights_that_change_make_a_session_forget() -> None:
+def test_changed_weights_make_a_session_forget() -> None:
     class Net(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -417,7 +417,7 @@ def test_weights_that_change_make_a_session_forget() -> None:
     assert generated()[1] == 3
 
 
-def test_a_model_in_anothers_place_makes_a_session_forget() -> None:
+def test_a_replaced_model_makes_a_session_forget() -> None:
     lm = LanguageModel(tiny().model, TOKENIZER)
     session = Session(lm)
     session.generate("Hello")
@@ -439,7 +439,7 @@ def test_a_model_in_anothers_place_makes_a_session_forget() -> None:
         ({"cache": None}, "cache"),
     ],
 )
-def test_what_a_session_cannot_serve_is_refused_and_it_keeps_what_it_holds(options: Any, message: str) -> None:
+def test_unsupported_calls_are_refused_and_the_session_is_unchanged(options: Any, message: str) -> None:
     session = Session(tiny())
     session.generate("Hello")
     held = session.tokens
@@ -460,6 +460,6 @@ def test_a_session_without_a_chat_template_has_no_chats() -> None:
         Session(tiny()).chat([{"role": "user", "content": "Hi"}])
 
 
-def test_defaults_are_the_language_models() -> None:
+def test_defaults_are_those_of_the_language_model() -> None:
     lm = LanguageModel(tiny().model, TOKENIZER, defaults=GenerateOptions(max_new_tokens=3))
     assert len(Session(lm).generate("Hello").token_ids) == 3

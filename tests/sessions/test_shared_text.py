@@ -24,7 +24,7 @@ def model(name):
 @pytest.mark.parametrize("memory", [0, 2**28])
 @pytest.mark.parametrize("name", ["qwen3", "mistral", "qwen3next"])
 @given(st.lists(st.tuples(st.integers(-1, 2), st.integers(1, 159), st.integers(1, 20)), max_size=8))
-def test_a_turn_finds_all_of_its_session(name, memory, calls):
+def test_a_turn_reuses_its_whole_session(name, memory, calls):
     """Whatever the others have cached: longer and shorter texts, or the same one."""
     lm = onward.LanguageModel(model(name), ByteTokenizer(), prefix_memory=memory)
     sessions = [onward.Session(lm) for _ in range(3)]
@@ -36,7 +36,7 @@ def test_a_turn_finds_all_of_its_session(name, memory, calls):
             assert session.generate([*tokens, 7], max_new_tokens=1, **OPTIONS).cached_tokens == len(tokens)
 
 
-def test_the_interpreter_exits_in_silence_beside_streams_that_nobody_continues():
+def test_the_interpreter_exits_silently_with_abandoned_streams():
     code = """
 import onward
 from onward.testing import ByteTokenizer, tiny_model

@@ -30,7 +30,7 @@ def digest(weight):
 
 
 @pytest.mark.parametrize("format", [None, "int8", "int4", "iq4_nl"])
-def test_a_single_element_anywhere_changes_the_digest_of_its_weight_alone(format):
+def test_a_single_changed_element_changes_only_its_weights_digest(format):
     model = tiny_model(seed=7)
     if format is not None:
         model = onward.quantize(LanguageModel(model, ByteTokenizer()), format).model
@@ -73,7 +73,7 @@ def test_packed_weights_have_the_digest_of_the_stock_ones(rows, inputs, dtype, d
         digesting._CHUNK = chunk
 
 
-def test_a_permutation_of_inputs_counts():
+def test_a_permutation_of_inputs_changes_the_digest():
     model = onward.quantize(LanguageModel(tiny_model(seed=7), ByteTokenizer()), "int8").model
     weight = next(each for each in weights_of(model).values() if isinstance(each, QuantizedWeight))
     order = torch.arange(weight.shape[1])
@@ -105,14 +105,14 @@ def test_weights_are_read_once_until_they_change(monkeypatch):
     assert len(read) == 2
 
 
-def test_nothing_is_read_before_it_is_asked_for(monkeypatch):
+def test_weights_are_not_read_before_a_digest_is_requested(monkeypatch):
     monkeypatch.setattr(digesting, "_compute_digests", lambda weights: pytest.fail("the weights are read"))
     lm = onward.load("demo")
     with onward.Engine(lm) as engine:
         engine.submit("Once", max_new_tokens=2).result(60)
 
 
-def test_other_weights_are_another_model():
+def test_different_weights_are_a_different_model():
     model, other = tiny_model(seed=7), tiny_model(seed=8)
     assert difference(model_fingerprint(model), model) is None
     assert "other numbers" in difference(model_fingerprint(model), other)

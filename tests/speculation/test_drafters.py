@@ -45,7 +45,7 @@ texts_of_few_ids = st.lists(st.integers(0, 3), min_size=1, max_size=40)
 # ── predictions ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_prediction_is_proposed_and_taken_up_again_after_a_difference():
+def test_a_prediction_is_proposed_and_resumed_after_a_difference():
     predicted = PredictedOutput([1, 2, 3, 4, 5, 6, 7, 8])
     assert proposed(predicted, [9, 9], prompt=2) == [1, 2, 3, 4]
     assert proposed(predicted, [9, 1, 2], prompt=1) == [3, 4, 5, 6]
@@ -57,14 +57,14 @@ def test_a_prediction_is_proposed_and_taken_up_again_after_a_difference():
     assert proposed(PredictedOutput([]), [9], prompt=1) == []
 
 
-def test_a_prediction_goes_on_after_where_it_was():
+def test_a_prediction_resumes_after_its_last_position():
     predicted = PredictedOutput([1, 2, 3, 4, 0, 1, 2, 3, 5])
     assert proposed(predicted, [9, 1, 2, 3, 4, 7, 1, 2, 3], prompt=1) == [5]
     assert proposed(predicted, [9, 7, 1, 2, 3], prompt=1) == [4, 0, 1, 2]
 
 
 @given(texts_of_few_ids, texts_of_few_ids, st.lists(st.integers(1, 4), min_size=1, max_size=40))
-def test_a_prediction_says_the_same_however_often_it_is_asked(ids, output, asks):
+def test_proposing_twice_gives_the_same_prediction(ids, output, asks):
     drafting, whole = PredictedOutput(ids).start(TARGET), PredictedOutput(ids)
     grown: list[int] = []
     row = DraftRow([9], grown, 4)
@@ -76,7 +76,7 @@ def test_a_prediction_says_the_same_however_often_it_is_asked(ids, output, asks)
 # ── lookups ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_prompt_lookup_proposes_what_followed_the_longest_match():
+def test_prompt_lookup_proposes_the_continuation_of_the_longest_match():
     assert proposed(PromptLookup(2), [1, 2, 3, 4, 5, 1, 2]) == [3, 4, 5, 1]
     # 9 1 2 stood here once, 1 2 more often and later.
     assert proposed(PromptLookup(2), [9, 1, 2, 3, 8, 1, 2, 4, 8, 1, 2, 5, 9, 1, 2], 2) == [3, 8]
@@ -87,7 +87,7 @@ def test_prompt_lookup_proposes_what_followed_the_longest_match():
 
 
 @given(texts_of_few_ids, st.integers(1, 3), st.integers(1, 6), st.integers(0, 40))
-def test_prompt_lookup_is_the_search_that_looks_everywhere(ids, shortest, longest, prompt):
+def test_prompt_lookup_equals_exhaustive_search(ids, shortest, longest, prompt):
     longest = max(shortest, longest)
     expected = []
     for length in range(min(longest, len(ids) - 1), shortest - 1, -1):
@@ -98,7 +98,7 @@ def test_prompt_lookup_is_the_search_that_looks_everywhere(ids, shortest, longes
 
 
 @given(texts_of_few_ids, st.lists(st.integers(1, 5), max_size=10))
-def test_a_text_that_grows_between_drafts_is_the_whole_text(ids, cuts):
+def test_a_text_that_grows_between_drafts_equals_the_whole_text(ids, cuts):
     """However many ids came since, and also where rows were left out."""
     for drafter in (lambda: PromptLookup(1, 4), lambda: SuffixLookup(1)):
         drafting, output, start = drafter().start(TARGET), [], 0
@@ -123,7 +123,7 @@ def test_a_repetition_predicts_any_number_of_ids():
 
 
 @given(texts_of_few_ids)
-def test_the_automaton_finds_the_longest_end_that_stood_here_before(ids):
+def test_the_automaton_finds_the_longest_suffix_that_occurred_before(ids):
     automaton = SuffixAutomaton()
     for count, token in enumerate(ids, 1):
         automaton.push(token)
@@ -135,7 +135,7 @@ def test_the_automaton_finds_the_longest_end_that_stood_here_before(ids):
 
 
 @given(texts_of_few_ids, texts_of_few_ids)
-def test_a_foreign_text_is_followed_as_far_as_it_matches(ids, foreign):
+def test_the_automaton_matches_foreign_texts_as_far_as_possible(ids, foreign):
     automaton = SuffixAutomaton()
     for token in ids:
         automaton.push(token)
@@ -168,7 +168,7 @@ def said(lookup, output, prompt=(50,)):
     lookup.start(TARGET).propose([DraftRow(list(prompt), list(output), 1)])
 
 
-def test_outputs_of_earlier_requests_are_remembered_and_prompts_are_not():
+def test_outputs_of_earlier_requests_are_remembered_but_prompts_are_not():
     lookup = SuffixLookup(2)
     said(lookup, [1, 2, 3, 4, 5], prompt=[20, 21, 22, 23])
     assert proposed(lookup, [9, 1, 2]) == [3, 4, 5]
@@ -180,14 +180,14 @@ def test_outputs_of_earlier_requests_are_remembered_and_prompts_are_not():
     assert proposed(lookup, [9, 4, 5]) == []
 
 
-def test_what_a_request_said_after_its_last_draft_is_remembered_too():
+def test_output_after_the_last_draft_is_remembered_too():
     lookup, output = SuffixLookup(2), [1, 2, 3]
     lookup.start(TARGET).propose([DraftRow([9], output, 1)])
     output += [4, 5, 6]
     assert proposed(lookup, [9, 3, 4]) == [5, 6]
 
 
-def test_requests_that_run_at_the_same_time_do_not_disturb_each_other():
+def test_concurrent_requests_are_independent():
     lookup = SuffixLookup(2)
     one, other = lookup.start(TARGET), lookup.start(TARGET)
     row = DraftRow([1, 2, 3, 1, 2], [], 2)
@@ -197,7 +197,7 @@ def test_requests_that_run_at_the_same_time_do_not_disturb_each_other():
     assert one.propose([row]) == [[1, 2]]
 
 
-def test_memory_is_bounded_and_holds_the_latest():
+def test_memory_is_limited_to_the_latest_outputs():
     lookup = SuffixLookup(2, max_tokens=2000)
     generator = torch.Generator().manual_seed(0)
     tracemalloc.start()
@@ -213,7 +213,7 @@ def test_memory_is_bounded_and_holds_the_latest():
     assert proposed(SuffixLookup(2, max_tokens=0), [1, 2]) == []
 
 
-def test_lookups_refuse_what_they_cannot_do():
+def test_lookups_refuse_invalid_arguments():
     with pytest.raises(RequestError, match="1 <= shortest <= longest; got 3 and 2"):
         PromptLookup(3, 2)
     with pytest.raises(RequestError, match="shortest must be a whole number of 1 or more; got 0"):
@@ -244,7 +244,7 @@ def test_rows_of_a_draft_model_leave_its_batch_when_they_end():
     assert [len(call.tokens) for call in draft.calls if len(call.tokens[0]) == 1][-1] == 1
 
 
-def test_ids_that_only_the_draft_has_are_never_drafted():
+def test_ids_that_the_target_lacks_are_never_drafted():
     """Its likeliest id is padding that the target lacks; the likeliest of the others is the one."""
 
     def script(tokens):
@@ -260,7 +260,7 @@ def test_ids_that_only_the_draft_has_are_never_drafted():
     assert speculation_of(sequences[0]).acceptance == 1
 
 
-def test_a_draft_model_of_fewer_ids_drafts_those():
+def test_a_draft_model_with_fewer_ids_drafts_those():
     """Also where the text holds ids that it does not have, and where options name them."""
     draft = ModelDrafter(scripted_model(lambda tokens: (tokens[-1] + 1) % 8, vocab_size=8), "eager")
     model = scripted_model(lambda tokens: (tokens[-1] + 1) % 12, vocab_size=12)
@@ -272,7 +272,7 @@ def test_a_draft_model_of_fewer_ids_drafts_those():
     assert 0.2 < speculation_of(sequences[0]).acceptance < 0.9
 
 
-def test_a_model_drafter_wants_a_model():
+def test_a_model_drafter_needs_a_model():
     with pytest.raises(RequestError, match=r"takes an onward\.Model; got str"):
         ModelDrafter("demo")
 
@@ -293,7 +293,7 @@ def test_vocabularies_are_compared_token_by_token():
         check_same_tokens(Table("a", "b"), Table("a", "x", "y"))
 
 
-def test_vocabularies_that_cannot_be_written_out_are_compared_by_their_texts():
+def test_vocabularies_that_cannot_be_listed_are_compared_by_texts():
     class Shifted(ByteTokenizer):
         def decode(self, ids):
             return super().decode([token + (token > 64) for token in ids])
@@ -339,7 +339,7 @@ def test_a_broken_drafter_is_one_clear_error(result, message):
         decode(model, sequences_of([[1, 2]], [9], [SamplingParams()]), speculator=fixed(broken(result)))
 
 
-def test_a_drafter_that_is_interrupted_is_interrupted():
+def test_an_interrupt_in_a_drafter_is_passed_on():
     def interrupt(row):
         raise KeyboardInterrupt
 
@@ -347,7 +347,7 @@ def test_a_drafter_that_is_interrupted_is_interrupted():
         decode(scripted_model([1]), sequences_of([[1]], [9], [SamplingParams()]), speculator=fixed(Guess(interrupt)))
 
 
-def test_numbers_of_numpy_and_torch_are_ids_too():
+def test_ids_may_be_numpy_or_torch_integers():
     model = scripted_model(lambda tokens: (tokens[-1] + 1) % 32)
     sequences = sequences_of([[1]], [9], [SamplingParams()])
     guess = Guess(lambda row: torch.arange(row.ids()[-1] + 1, row.ids()[-1] + 1 + row.limit))
@@ -356,7 +356,7 @@ def test_numbers_of_numpy_and_torch_are_ids_too():
     assert speculation_of(sequences[0]).acceptance == 1
 
 
-def test_the_drafter_of_the_documentation_drafts():
+def test_the_documented_drafter_drafts():
     page = (Path(__file__).parents[2] / "docs" / "tutorials" / "write-a-drafter.md").read_text()
     source = page.split("\nclass Table")[1].split("\nlm = ")[0]
     names = {}
@@ -369,7 +369,7 @@ def test_the_drafter_of_the_documentation_drafts():
     assert speculation_of(sequences[0]).accepted > 8
 
 
-def test_coupled_draws_agree_as_often_as_is_promised():
+def test_coupled_draws_agree_at_the_documented_rate():
     """(1 - d) / (1 + d) at least, d the total variation distance of the two distributions (arXiv 2408.07978)."""
     generator = torch.Generator().manual_seed(5)
     draws = 20_000

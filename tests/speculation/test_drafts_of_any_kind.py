@@ -27,7 +27,7 @@ def lm():
         (lambda lm: PromptLookup(1), PromptLookup),
     ],
 )
-def test_a_speculator_takes_what_a_request_takes(lm, draft, drafter):
+def test_a_speculator_accepts_every_draft_of_a_request(lm, draft, drafter):
     speculator = Speculator(draft(lm), length=2)
     assert isinstance(speculator.drafter, drafter)
     prompt = [1, 2, 1, 2, 1, 2]
@@ -36,7 +36,7 @@ def test_a_speculator_takes_what_a_request_takes(lm, draft, drafter):
 
 
 @pytest.mark.parametrize("draft", ["demo-draft", 3, None, PromptLookup, [1, 2]])
-def test_what_is_no_drafter_is_refused_at_once(draft):
+def test_invalid_drafters_are_refused_at_once(draft):
     with pytest.raises(RequestError, match="draft is 'lookup', 'suffix', a LanguageModel"):
         Speculator(draft)
 
@@ -56,7 +56,7 @@ def test_a_draft_model_reuses_only_prefixes_of_the_same_salt(lm):
     assert [cached(salt) for salt in (*salts, *salts)] == [0] * 4 + [len(prompt) - 1] * 4
 
 
-def test_a_drafter_sees_the_salt_of_a_request(lm):
+def test_a_drafter_gets_the_salt_of_a_request(lm):
     salts = []
     guess = Speculator(Guess(lambda row: salts.append(row.salt) or [1]), length=1)
     with Engine(lm) as engine:

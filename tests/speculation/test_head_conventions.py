@@ -51,7 +51,7 @@ def drafted(lm, length, **options):
 
 @pytest.mark.parametrize("family", MTP)
 @pytest.mark.parametrize("source", ["features", "token"])
-def test_a_right_mtp_head_has_all_its_drafts_accepted(family, source, tmp_path):
+def test_all_drafts_of_a_correct_mtp_head_are_accepted(family, source, tmp_path):
     def right(tensors):
         without_mixing(tensors, offset=1.0 if family.startswith("qwen") else 0.0)
         root, _, _ = mtp_names(family, 3)
@@ -70,7 +70,7 @@ def test_a_right_mtp_head_has_all_its_drafts_accepted(family, source, tmp_path):
 
 
 @pytest.mark.parametrize("family", ["deepseekv3", "qwen3next"])
-def test_a_right_head_draws_what_its_model_draws(family, tmp_path):
+def test_a_correct_head_draws_the_same_as_its_model(family, tmp_path):
     """With the distribution of the model and the noise of the drafted position, all samples are equal."""
 
     def right(tensors):
@@ -88,7 +88,7 @@ def test_a_right_head_draws_what_its_model_draws(family, tmp_path):
 
 
 @pytest.mark.parametrize("some", [False, True], ids=["all ids", "some ids"])
-def test_a_right_eagle3_head_has_all_its_drafts_accepted(some, tmp_path):
+def test_all_drafts_of_a_correct_eagle3_head_are_accepted(some, tmp_path):
     target = random_checkpoint(
         tmp_path / "target", "llama", vocab_size=V, hidden_size=V, num_hidden_layers=LAYERS, rms_norm_eps=1e-5
     )

@@ -55,14 +55,14 @@ def drafts_as_plain(lm, plain, **options):
     ],
     ids=str,
 )
-def test_a_head_is_loaded_as_its_model_is(target, options, tmp_path):
+def test_a_head_is_loaded_like_its_model(target, options, tmp_path):
     lm = onward.load(target, draft=eagle3_checkpoint(tmp_path, target), **options)
     drafts_as_plain(lm, onward.load(target, **options))
     with onward.Engine(lm) as engine, onward.Engine(onward.load(target, **options)) as other:
         assert engine.memory > other.memory
 
 
-def test_the_config_of_the_authors_names_a_llama_model(target, tmp_path):
+def test_published_configs_that_name_a_llama_model_are_read(target, tmp_path):
     head = eagle3_checkpoint(tmp_path, target, architectures=["LlamaForCausalLM"], norm_before_residual=True)
     drafts_as_plain(onward.load(target, draft=str(head)), onward.load(target))
 
@@ -75,7 +75,7 @@ def test_a_config_chooses_the_layers(target, tmp_path):
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_a_head_of_a_model_with_a_tied_embedding_has_its_own_output_matrix(family, tmp_path):
+def test_a_head_of_a_tied_model_has_its_own_output_matrix(family, tmp_path):
     tied = random_checkpoint(tmp_path / "tied", family, num_hidden_layers=LAYERS, tie_word_embeddings=True)
     head = eagle3_checkpoint(tmp_path / "head", tied)
     lm = onward.load(tied, draft=head, dtype="float32")
@@ -107,7 +107,7 @@ def test_a_head_follows_its_model_through_quantize_and_steering(target, tmp_path
     drafts_as_plain(onward.quantize(lm, "int8"), onward.quantize(onward.load(target), "int8"))
 
 
-def test_a_prefix_on_disk_has_the_features(target, tmp_path):
+def test_a_prefix_on_disk_includes_the_features(target, tmp_path):
     head, plain = eagle3_checkpoint(tmp_path / "head", target), onward.load(target)
     for _ in range(2):
         lm = onward.load(target, draft=head, prefix_cache_dir=tmp_path / "disk")
@@ -117,14 +117,14 @@ def test_a_prefix_on_disk_has_the_features(target, tmp_path):
         assert text.token_ids == plain.generate(IDS, **OPTIONS).token_ids
 
 
-def test_a_fingerprint_and_a_receipt_do_not_depend_on_a_head(target, tmp_path):
+def test_fingerprints_and_receipts_do_not_depend_on_a_head(target, tmp_path):
     with onward.Engine(onward.load(target, draft=eagle3_checkpoint(tmp_path, target))) as engine:
         fingerprint = engine.fingerprint
     with onward.Engine(onward.load(target)) as engine:
         assert engine.fingerprint == fingerprint
 
 
-def test_a_saved_session_of_a_model_without_the_head_is_refused(target, tmp_path):
+def test_a_session_saved_without_the_head_is_refused(target, tmp_path):
     lm, plain = onward.load(target, draft=eagle3_checkpoint(tmp_path / "head", target)), onward.load(target)
     for one, other in ((lm, plain), (plain, lm)):
         session = onward.Session(one)
@@ -171,7 +171,7 @@ def test_a_missing_tensor_of_a_head_is_named(target, name, tmp_path):
     refused(CheckpointError, f"tensor '{name}' of shape .* is missing", target, draft=head)
 
 
-def test_a_tensor_too_many_is_named(target, tmp_path):
+def test_a_surplus_tensor_is_named(target, tmp_path):
     head = eagle3_checkpoint(tmp_path, target, change=lambda tensors: tensors.update({"fc_norm.0": torch.ones(32)}))
     refused(CheckpointError, "such as 'fc_norm.0'", target, draft=head)
 
@@ -179,7 +179,7 @@ def test_a_tensor_too_many_is_named(target, tmp_path):
 @pytest.mark.parametrize(
     "table", [None, torch.zeros(99, dtype=torch.int64), torch.full((100,), 159), -torch.arange(100)]
 )
-def test_a_table_of_ids_that_cannot_be_is_refused(target, table, tmp_path):
+def test_an_invalid_id_table_is_refused(target, table, tmp_path):
     def change(tensors):
         del tensors["d2t"]
         if table is not None:
@@ -206,7 +206,7 @@ def test_an_mtp_layer_of_another_vocabulary_is_refused(name, tmp_path):
     refused(CheckpointError, "another vocabulary or hidden size", folder, draft="mtp")
 
 
-def test_a_model_without_an_mtp_layer_says_which_have_one(target):
+def test_a_model_without_an_mtp_layer_gets_the_list_of_those_with_one(target):
     refused(RequestError, "DeepSeek-V3, GLM-4.5, Qwen3-Next and Qwen3.5", target, draft="mtp")
 
 
@@ -221,7 +221,7 @@ def test_ranks_do_not_draft_with_heads_yet(target, tmp_path):
     refused(RequestError, "pipeline= does not work with draft= yet", target, draft=head, pipeline=2)
 
 
-def test_a_head_belongs_to_the_model_that_it_was_loaded_with(target, tmp_path):
+def test_a_head_belongs_to_its_model(target, tmp_path):
     lm, plain = onward.load(target, draft=eagle3_checkpoint(tmp_path, target)), onward.load(target)
     with pytest.raises(OptionError, match=r"for the draft= of onward\.load"):
         plain.generate(IDS, draft="mtp", **OPTIONS)

@@ -41,7 +41,7 @@ def same(drafted, plain):
 
 
 @pytest.mark.parametrize("options", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-def test_texts_and_logprobs_are_those_of_plain_decoding(pair, options):
+def test_texts_and_logprobs_equal_plain_decoding(pair, options):
     lm, plain = pair
     options = {"max_new_tokens": 25, "ignore_eos": True, **options}
     for ids in PROMPTS:
@@ -62,7 +62,7 @@ def test_an_engine_drafts_for_all_requests_together(pair, options):
             same(request.result(), plain.generate(ids, **options))
 
 
-def test_sessions_bring_their_features(pair):
+def test_sessions_keep_their_features(pair):
     lm, plain = pair
     ours, theirs = Session(lm), Session(plain)
     for turn in (IDS[:40], IDS[40:43], IDS[43:80]):

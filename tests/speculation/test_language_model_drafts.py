@@ -39,7 +39,7 @@ SAMPLED = {"temperature": 0.9, "top_p": 0.9, "repetition_penalty": 1.1, "seed": 
     ],
     ids=lambda draft: draft if isinstance(draft, str) else type(draft).__name__,
 )
-def test_whatever_drafts_the_completion_is_the_same(lm, draft):
+def test_completions_are_equal_with_every_drafter(lm, draft):
     prompts = ["One", "The cat, the cat, the cat", "x"]
     for options in (SAMPLED | {"n": 2, "logprobs": 1}, {"max_new_tokens": 30}):
         plain = lm.generate(prompts, **options)
@@ -76,7 +76,7 @@ def test_stop_strings_inside_a_draft(lm):
     assert ended.text == plain.text[: plain.text.index(stop)]
 
 
-def test_the_draft_of_a_model_is_its_default_and_none_turns_it_off(demo):
+def test_the_draft_of_a_model_is_its_default_and_none_disables_it(demo):
     drafted = demo.generate("Once upon a time", **SAMPLED)
     plain = demo.generate("Once upon a time", draft=None, **SAMPLED)
     assert drafted.token_ids == plain.token_ids
@@ -85,7 +85,7 @@ def test_the_draft_of_a_model_is_its_default_and_none_turns_it_off(demo):
     assert demo.generate("A", beams=2, max_new_tokens=5).speculation is None, "a default is no contradiction"
 
 
-def test_a_speculator_is_kept_for_the_next_request(lm):
+def test_a_speculator_is_reused_for_the_next_request(lm):
     def speculator(draft):
         return lm.request("A", draft=draft).options.draft
 
@@ -104,7 +104,7 @@ def test_the_demo_draft_guesses_the_demo(demo):
     assert completion.speculation.tokens_per_round > 2.5
 
 
-def test_what_is_no_draft_is_refused(lm):
+def test_invalid_drafts_are_refused(lm):
     with pytest.raises(RequestError, match=r"draft is 'lookup', .*; got 'demo-draft': .*pass onward\.load"):
         lm.generate("a", draft="demo-draft")
     with pytest.raises(RequestError, match="a Drafter or a Speculator; got int"):
@@ -117,7 +117,7 @@ def test_what_is_no_draft_is_refused(lm):
         onward.load("demo", draft="nope")
 
 
-def test_a_draft_of_another_vocabulary_is_refused_when_it_is_given(demo):
+def test_a_draft_of_another_vocabulary_is_refused_when_it_is_set(demo):
     other = LanguageModel(tiny_model(), ByteTokenizer())
     with pytest.raises(TokenizerError, match="different vocabulary: id "):
         demo.draft = other
@@ -125,7 +125,7 @@ def test_a_draft_of_another_vocabulary_is_refused_when_it_is_given(demo):
         demo.generate("a", draft=other)
 
 
-def test_after_a_drafter_failed_the_model_goes_on(lm):
+def test_the_model_works_after_a_drafter_failed(lm):
     def fail(row):
         raise RuntimeError("out of luck")
 
@@ -135,7 +135,7 @@ def test_after_a_drafter_failed_the_model_goes_on(lm):
     assert lm.generate("Hello", **SAMPLED).token_ids == plain.token_ids
 
 
-def test_a_cache_of_the_callers_is_enough_for_drafts_too(lm):
+def test_drafts_fit_a_callers_cache_of_any_size(lm):
     """However little of it is left."""
     plain = lm.generate(["Hello", "Hi"], max_new_tokens=12)
     cache = lm.new_cache(2, 17)

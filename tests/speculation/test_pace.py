@@ -60,7 +60,7 @@ class Machine:
         return self.now - began, speculation_of(sequences[0])
 
 
-def test_times_change_how_much_is_drafted_and_nothing_else():
+def test_times_change_only_the_length_of_drafts():
     """Passes that take anything up to four times as long as they should: `seconds` looks at the ids."""
     drafted = set()
     for seed in range(8):
@@ -90,7 +90,7 @@ def dear(tokens):
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-def test_drafts_that_are_right_are_taken_as_long_as_can_be(rows):
+def test_correct_drafts_grow_to_the_maximum(rows):
     machine = Machine(cheap)
     plain, _ = machine.seconds(400, rows=rows)
     speculator = Speculator(machine.drafter(counting(lambda at: True)), clock=machine.clock)
@@ -104,7 +104,7 @@ def test_drafts_that_are_right_are_taken_as_long_as_can_be(rows):
 @pytest.mark.parametrize("noise", [0.0, 0.3])
 @pytest.mark.parametrize("draft_cost", [0.0, 0.2])
 @pytest.mark.parametrize("cost", [cheap, dear])
-def test_drafts_that_are_wrong_cost_no_more_than_three_percent(cost, draft_cost, noise):
+def test_wrong_drafts_cost_three_percent_at_most(cost, draft_cost, noise):
     machine = Machine(cost, lambda count: draft_cost * PLAIN * count, noise)
     for new in (60, 400, 60, 1500):
         plain, _ = machine.seconds(new)
@@ -113,7 +113,7 @@ def test_drafts_that_are_wrong_cost_no_more_than_three_percent(cost, draft_cost,
         assert seconds < 1.03 * plain * (1 + noise / 10)  # two sums of a hundred and more noisy times
 
 
-def test_drafts_that_are_right_but_dear_cost_no_more_than_three_percent():
+def test_correct_but_slow_drafts_cost_three_percent_at_most():
     """A draft model as slow as its target, always right."""
     machine = Machine(dear, lambda count: PLAIN * count)
     plain, _ = machine.seconds(600)
@@ -140,7 +140,7 @@ class Warming(Machine):
 
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("texts_before", [0, 15])
-def test_a_drafter_that_is_new_is_asked_soon_whatever_was_drafted_with_before(texts_before, rows):
+def test_a_new_drafter_is_tried_soon(texts_before, rows):
     """Choosing not to draft costs more than a plain step earns for drafting: that was booked to the new drafter."""
     machine = Warming(cheap)
     before = Speculator(machine.drafter(counting(lambda at: False)), clock=machine.clock)
@@ -153,7 +153,7 @@ def test_a_drafter_that_is_new_is_asked_soon_whatever_was_drafted_with_before(te
     assert asked
 
 
-def test_a_drafter_that_finds_nothing_costs_no_more_than_three_percent():
+def test_an_empty_drafter_costs_three_percent_at_most():
     machine = Machine(cheap, lambda count: 0.5 * PLAIN)
     plain, _ = machine.seconds(600)
     seconds, speculation = machine.seconds(600, Speculator(machine.drafter(lambda row: []), clock=machine.clock))
@@ -161,7 +161,7 @@ def test_a_drafter_that_finds_nothing_costs_no_more_than_three_percent():
     assert speculation.drafted == 0
 
 
-def test_a_text_that_becomes_predictable_is_noticed_and_one_that_ceases_to_be_is_too():
+def test_the_pace_adapts_when_a_text_becomes_or_stops_being_predictable():
     machine = Machine(cheap)
     plain, _ = machine.seconds(1200)
     becomes = Speculator(machine.drafter(counting(lambda at: at > 300)), clock=machine.clock)
@@ -188,7 +188,7 @@ def test_the_length_follows_acceptance_and_cost(period, cost, longest, shortest)
     assert seconds < plain
 
 
-def test_rows_share_a_length_that_is_best_for_all():
+def test_rows_share_the_length_that_is_best_for_all():
     """One row in four is predictable: its gain is weighed against the cost of all."""
     pace = DraftLengthController()
     for _ in range(3):
@@ -201,7 +201,7 @@ def test_rows_share_a_length_that_is_best_for_all():
     assert pace.choose([RowAcceptance(0.02, 99)] * 4, 15) == 0 or pace._probing
 
 
-def test_no_more_is_chosen_than_there_is_room_for():
+def test_the_length_does_not_exceed_the_room():
     pace = DraftLengthController()
     for _ in range(3):
         pace.note_plain(1, 0.010)
@@ -212,14 +212,14 @@ def test_no_more_is_chosen_than_there_is_room_for():
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9)), max_size=60))
 @settings(max_examples=50)
-def test_a_rate_of_acceptance_is_a_rate(outcomes):
+def test_an_acceptance_rate_is_between_zero_and_one(outcomes):
     acceptance = AcceptanceRate()
     for drafted, accepted in outcomes:
         acceptance.note(drafted, min(drafted, accepted))
         assert 0 <= acceptance.rate <= 1
 
 
-def test_a_rate_of_acceptance_follows_what_is_accepted():
+def test_the_acceptance_rate_follows_the_accepted_drafts():
     acceptance = AcceptanceRate()
     for _ in range(60):
         acceptance.note(4, 4)
@@ -238,7 +238,7 @@ def test_the_expected_tokens_of_a_round():
     assert abs(expected_tokens(0.5, 2) - (1 + 0.5 + 0.25)) < 1e-12
 
 
-def test_a_fixed_length_does_not_look_at_the_clock():
+def test_a_fixed_length_does_not_read_the_clock():
     def clock():
         raise AssertionError("asked for the time")
 

@@ -25,7 +25,7 @@ def sampler():
 @pytest.mark.parametrize("strategy", [lambda: greedy, sampler], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("length", [None, 1, 4])
 @pytest.mark.parametrize("seed", [0, 1])
-def test_speculated_is_what_the_target_says_alone(strategy, length, seed):
+def test_speculated_equals_the_target_alone(strategy, length, seed):
     target, drafter = ModelInferencer(tiny_model()), ModelInferencer(tiny_model(seed=seed))
     expected = plain(target, strategy(), 20)
     found = speculate(target, drafter, PROMPTS, 20, strategy(), length=length)
@@ -64,7 +64,7 @@ def test_inferencers_of_any_kind_and_of_other_vocabularies():
     assert speculate(target, Counter(32, step=5), PROMPTS, 9, length=3).token_ids[0].tolist() == list(range(4, 13))
 
 
-def test_rows_end_alone():
+def test_rows_end_independently():
     found = speculate(Counter(32), Counter(32), torch.tensor([[1], [5]]), 10, eos=(4, 12), length=3)
     assert found.token_ids.tolist() == [[2, 3, 4, 4, 4, 4, 4], [6, 7, 8, 9, 10, 11, 12]]
 
@@ -76,7 +76,7 @@ def test_a_sampler_that_looks_back_gets_its_histories():
     assert sorted(ids[0].tolist()) == [1, 2, 3, 4, 5, 6, 7]
 
 
-def test_what_speculate_refuses():
+def test_invalid_arguments_of_speculate():
     target = ModelInferencer(scripted_model([1]))
     with pytest.raises(RequestError, match="max_new_tokens must be a whole number of 1 or more; got 0"):
         speculate(target, target, PROMPTS, 0)
@@ -87,7 +87,7 @@ def test_what_speculate_refuses():
         speculate(target, target, PROMPTS.float(), 3)
 
 
-def test_a_drafter_with_a_shorter_context_drafts_as_far_as_it_goes():
+def test_a_drafter_with_a_shorter_context_drafts_up_to_its_end():
     target = ModelInferencer(scripted_model(lambda tokens: (tokens[-1] + 1) % 32))
     short = ModelInferencer(scripted_model(lambda tokens: (tokens[-1] + 1) % 32, max_seq_len=12))
     found = speculate(target, short, PROMPTS, 20, length=4)

@@ -119,7 +119,7 @@ def outcome(model, asked, eos, stop, tops, **options):
     st.lists(st.sampled_from([None, 0, 2]), min_size=1, max_size=3),
     st.integers(0, 99),
 )
-def test_speculated_is_plain(asked, kind, length, eos, stop, slots, tops, seed):
+def test_speculated_equals_plain(asked, kind, length, eos, stop, slots, tops, seed):
     model = scripted_model(follow, vocab_size=VOCAB)
     options = {"eos": frozenset(eos), "stop": stop, "kind": slots, "tops": tops}
     plain = outcome(model, asked, **options)
@@ -139,7 +139,7 @@ FORMS = [("definition", torch.float32)] + [
 @pytest.mark.parametrize(("form", "dtype"), FORMS, ids=str)
 @pytest.mark.parametrize("kind", ["lookup", "suffix", "same model", "other model", "mixed"])
 @pytest.mark.stride(3)
-def test_speculated_is_plain_on_the_demo_model(kind, form, dtype):
+def test_speculated_equals_plain_on_the_demo_model(kind, form, dtype):
     before = ops.choice()
     ops.choose(form)
     try:
@@ -167,7 +167,7 @@ def demo(name, dtype, form):
     return onward.load(name, dtype=dtype)
 
 
-def test_a_draft_model_is_in_step_after_a_draft_that_was_accepted_whole():
+def test_a_draft_model_stays_in_step_after_a_fully_accepted_draft():
     """The scripted forward complains of any entry that was not written, and its script of any that is another's."""
     draft = scripted_model(follow, vocab_size=VOCAB)
     model = scripted_model(follow, vocab_size=VOCAB)
@@ -189,7 +189,7 @@ def test_a_round_is_one_pass_and_no_pass_is_wasted():
     assert [len(call.tokens[0]) for call in model.calls] == [2, 5, 5]
 
 
-def test_a_draft_is_never_longer_than_what_a_row_may_still_take():
+def test_a_draft_is_no_longer_than_the_remaining_tokens_of_its_row():
     model = scripted_model(follow, vocab_size=VOCAB)
     plain = texts(model, [[1], [2]], [4, 9], [SamplingParams()] * 2)
     guess = oracle(plain)
@@ -199,7 +199,7 @@ def test_a_draft_is_never_longer_than_what_a_row_may_still_take():
     assert asked == [(0, 0, 3), (1, 0, 6), (1, 7, 1)]
 
 
-def test_a_draft_fits_what_the_cache_still_holds():
+def test_a_draft_fits_the_remaining_cache():
     """A row near the end of the cache bounds the padded drafts of all: the scripted cache complains of an overflow."""
     model = scripted_model(follow, vocab_size=VOCAB)
     prompts, new = [[1] * 14, [2]], [2, 12]
@@ -211,7 +211,7 @@ def test_a_draft_fits_what_the_cache_still_holds():
         assert drafted == plain
 
 
-def test_eos_inside_an_accepted_draft_ends_the_row_there_and_the_cache_with_it():
+def test_eos_inside_an_accepted_draft_ends_the_row_and_its_cache():
     model = scripted_model(lambda tokens: (tokens[-1] + 1) % 32)
     params = [SamplingParams(repetition_penalty=1.01)]  # so that there is a history
     (sequence,) = sequences_of([[3]], [20], params, eos=frozenset({8}))
@@ -225,7 +225,7 @@ def test_eos_inside_an_accepted_draft_ends_the_row_there_and_the_cache_with_it()
     assert (counts.accepted, counts.rounds) == (4, 1)
 
 
-def test_a_ban_that_a_wrong_draft_would_bring_about_does_not_end_the_text():
+def test_a_ban_caused_by_a_wrong_draft_does_not_end_the_text():
     """After the drafted 0, 1 every id but those has been said; plain decoding never says 1."""
     model = scripted_model([0, 2, 3], vocab_size=4)
     params = [SamplingParams(no_repeat_ngram_size=1)]
@@ -234,7 +234,7 @@ def test_a_ban_that_a_wrong_draft_would_bring_about_does_not_end_the_text():
     assert texts(model, [[1]], [3], params, speculator=fixed(Guess(lambda row: [3, 2, 0]), 3)) == plain
 
 
-def test_what_is_past_the_offset_is_never_read():
+def test_entries_past_the_offset_are_never_read():
     """Over a poisoned cache, with drafts that leave wrong entries behind, as over a new one."""
     model = tiny_model()
     asked = [[1, 2, 3], [4]], [12, 9], [SamplingParams(temperature=1.0, seed=1)] * 2
@@ -253,7 +253,7 @@ def test_what_is_past_the_offset_is_never_read():
 @given(st.integers(0, 2**32))
 @example(0)
 @settings(max_examples=20)
-def test_rows_with_drafts_of_their_own_accept_numbers_of_their_own(seed):
+def test_rows_accept_their_own_drafts_independently(seed):
     model = scripted_model(follow, vocab_size=VOCAB)
     prompts = [[1, 2], [3], [4, 5, 6]]
     rows = [SamplingParams(temperature=1.0, seed=seed + row) for row in range(3)]

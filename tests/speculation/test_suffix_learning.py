@@ -47,7 +47,7 @@ def matched(automaton, text):
 
 
 @given(OUTPUTS, st.data())
-def test_overlapping_requests_teach_what_they_teach_one_after_another(outputs, data):
+def test_concurrent_requests_teach_the_same_as_sequential_ones(outputs, data):
     """Rows grow in any order, others begin meanwhile, and some are asked twice."""
     lookup = SuffixLookup(1)
     rows = [DraftRow([9], []) for _ in outputs]
@@ -95,7 +95,7 @@ def places(text, run):
     return [at for at in range(len(text) - len(run) + 1) if text[at : at + len(run)] == run]
 
 
-def test_a_text_that_has_been_learnt_to_its_end_is_drafted_for_from_itself():
+def test_a_fully_learned_text_is_drafted_for_from_itself():
     """Another request begins between two drafts, so all of the row's own output is among what was learnt."""
     lookup = SuffixLookup(1)
     row = DraftRow([9], [1, 2, 3, 1, 2], 2)
@@ -104,7 +104,7 @@ def test_a_text_that_has_been_learnt_to_its_end_is_drafted_for_from_itself():
     assert lookup.propose([row]) == [[3, 1]]
 
 
-def test_no_more_than_max_tokens_are_remembered_of_texts_that_grow_together():
+def test_concurrent_texts_together_remember_max_tokens_at_most():
     lookup = SuffixLookup(2, max_tokens=300)
     for turn in range(6):
         outputs = [[] for _ in range(5)]
@@ -128,7 +128,7 @@ def test_a_row_copies_only_from_outputs_with_its_salt():
         assert lookup.propose([DraftRow([], [2, 3], 2, salt=salt)]) == [expected]
 
 
-def test_outputs_of_the_last_salts_are_remembered_and_those_that_grow_are_learnt_again():
+def test_outputs_of_recent_salts_are_remembered_and_growing_ones_relearned():
     lookup = SuffixLookup(1)
     rows = [DraftRow([9], [100 * salt, 100 * salt + 1], salt=str(salt)) for salt in range(20)]
     for row in rows:
@@ -185,7 +185,7 @@ def test_an_engine_teaches_whole_outputs(limits):
         assert matched(learnt, output) == list(range(1, len(output) + 1))
 
 
-def test_what_a_request_put_out_before_it_was_cancelled_or_failed_is_learnt():
+def test_output_of_cancelled_and_failed_requests_is_learned():
     def fails(ids, text):
         if len(ids) == 20:
             raise LookupError("mine")
@@ -210,7 +210,7 @@ def test_what_a_request_put_out_before_it_was_cancelled_or_failed_is_learnt():
         assert matched(lookup._earlier[None].automaton, learnt) == list(range(1, len(learnt) + 1))
 
 
-def test_the_counts_of_drafts_outlive_a_preemption():
+def test_draft_counts_survive_a_preemption():
     """With room for little more than one text the others give way again and again."""
     limits = {"cache_memory": 5 * MODEL.new_blocks(1).block_nbytes, "overcommit": 100.0}
     requests = [(f"{seed}", {"seed": seed, "max_new_tokens": 3 * BLOCK, "temperature": 1.0}) for seed in range(3)]

@@ -22,7 +22,7 @@ def counting(tokens):
 
 @pytest.mark.parametrize("drafter", ["right", "the model itself"])
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.5, "seed": 1}, {"no_repeat_ngram_size": 1}], ids=str)
-def test_logits_that_are_nan_are_an_error_where_they_are_reached_and_nowhere_else(drafter, options):
+def test_nan_logits_are_an_error_only_where_they_are_reached(drafter, options):
     model = scripted_model(counting, vocab_size=V)
     guess = Guess(lambda row: [1, 2, 3, 4][len(row.output) :][: row.limit])
     right = fixed(guess if drafter == "right" else ModelDrafter(model, "eager"), 4)
@@ -45,7 +45,7 @@ class Counting:
         return PrefillOutput(sample_strategy(logits[:, -1]).unsqueeze(1), logits)
 
 
-def test_the_same_holds_for_a_function_of_the_users():
+def test_nan_logits_with_a_custom_select_function():
     one, prompt = Counting(), torch.tensor([[0]])
     for select in (greedy, lambda logits: logits.argmax(-1)):
         assert speculate(one, one, prompt, 10, select, eos=3, length=4).token_ids.tolist() == [[1, 2, 3]]
@@ -53,7 +53,7 @@ def test_the_same_holds_for_a_function_of_the_users():
             speculate(one, one, prompt, 10, select, length=4)
 
 
-def test_a_row_that_cannot_go_on_after_a_wrong_draft_takes_no_id_from_the_others():
+def test_a_row_stopped_by_a_wrong_draft_takes_no_id_from_the_others():
     """Row 0 would have said everything after its draft; row 1 is right to its last id, and keeps all of it."""
     model = scripted_model(lambda tokens: (tokens[-1] + 1) % V, vocab_size=V)
     params = [SamplingParams(no_repeat_ngram_size=1), SamplingParams()]
@@ -67,7 +67,7 @@ def test_a_row_that_cannot_go_on_after_a_wrong_draft_takes_no_id_from_the_others
     assert speculation_of(sequences[1]).acceptance == 1
 
 
-def test_what_a_speculator_refuses():
+def test_invalid_arguments_of_a_speculator():
     with pytest.raises(RequestError, match="length must be a whole number of 1 or more; got 0"):
         Speculator(Guess(list), length=0)
     with pytest.raises(TypeError, match="unexpected keyword argument 'verifier'"):

@@ -41,13 +41,13 @@ def streamed(name, ids):
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 @given(text=st.text(max_size=40))
-def test_a_text_comes_back_from_its_ids(name, text):
+def test_text_makes_the_round_trip(name, text):
     assert tokenizer(name).decode(tokenizer(name).encode(text)) == text
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 @given(text=st.text(max_size=40) | st.sampled_from(SAMPLES))
-def test_pieces_add_up_to_the_text_and_hold_no_half_character(name, text):
+def test_pieces_add_up_to_the_text_without_partial_characters(name, text):
     pieces, last = streamed(name, tokenizer(name).encode(text))
     assert "".join(pieces) + last == text
     so_far = ""
@@ -57,7 +57,7 @@ def test_pieces_add_up_to_the_text_and_hold_no_half_character(name, text):
 
 
 @given(text=st.text(st.characters(exclude_categories=["Cs"], exclude_characters=REPLACEMENT), max_size=20))
-def test_a_character_is_given_out_with_its_last_byte(text):
+def test_a_character_is_emitted_with_its_last_byte(text):
     pieces, last = streamed("bytes", tokenizer("bytes").encode(text))
     assert [piece for piece in pieces if piece] == list(text)
     assert last == ""
@@ -65,7 +65,7 @@ def test_a_character_is_given_out_with_its_last_byte(text):
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 @given(data=st.data())
-def test_pieces_of_any_ids_add_up_to_what_they_decode_to(name, data):
+def test_pieces_of_any_ids_add_up_to_their_decoding(name, data):
     """Most sequences of ids are no UTF-8; special tokens among them decode to nothing."""
     ids = data.draw(st.lists(st.integers(0, tokenizer(name).vocab_size - 1), max_size=30))
     pieces, last = streamed(name, ids)
@@ -80,12 +80,12 @@ TRICKY = [0x61, 0x80, 0xBF, 0xC3, 0xE2, 0x82, 0xAC, 0xED, 0xA0, 0xF0, 0x9F, 0xFF
 @example([0xE2, 0x82, 0x61])
 @example([0xE2, 256, 0x82, 0xAC])
 @example([0x61, 0xF0, 0x9F, 0xE2, 0x82, 0xAC])
-def test_broken_characters_come_as_decoding_shows_them(ids):
+def test_broken_characters_are_emitted_as_decoded(ids):
     pieces, last = streamed("bytes", ids)
     assert "".join(pieces) + last == tokenizer("bytes").decode(ids)
 
 
-def test_the_bytes_of_an_unfinished_character_wait_for_each_other():
+def test_bytes_of_an_unfinished_character_are_buffered():
     pieces, last = streamed("bytes", tokenizer("bytes").encode("a€b"))
     assert (pieces, last) == (["a", "", "", "€", "b"], "")
 
@@ -103,7 +103,7 @@ def test_flush_leaves_nothing_behind():
     assert detokenizer.push(0x61) == "a"
 
 
-def test_a_token_written_differently_after_another_is_written_as_decode_writes_it():
+def test_context_dependent_tokens_are_emitted_as_decoded():
     """As sentencepiece does: the space of the first word is not part of the text."""
     words = ["▁Once", "▁upon", "▁", "a", "▁time"]
 
@@ -159,7 +159,7 @@ def test_whole_characters_before_a_text_change_nothing(before, text):
 
 
 @given(st.text("aé€🦊", max_size=6), st.sampled_from(["é", "€", "🦊"]), st.integers(1, 3))
-def test_a_cut_character_of_bytes_breaks_no_other(text, last, cut):
+def test_a_truncated_byte_character_breaks_no_other(text, last, cut):
     begun = last.encode()[:cut]
     assume(len(begun) < len(last.encode()))
     assert pushed([], list(text.encode() + begun)) == text + REPLACEMENT * len(begun)

@@ -49,7 +49,7 @@ stops = st.lists(st.text("ab<", min_size=1, max_size=4), max_size=3)
 
 
 @given(pieces, stops)
-def test_the_text_is_what_stands_before_the_first_stop_string(pieces, stops):
+def test_the_text_ends_before_the_first_stop_string(pieces, stops):
     given_out, last, stopped = stream_of(pieces, stops)
     taken = "".join(pieces[: len(given_out)])
     assert stopped == (earliest("".join(pieces), stops) is not None)
@@ -58,14 +58,14 @@ def test_the_text_is_what_stands_before_the_first_stop_string(pieces, stops):
 
 
 @given(pieces, stops)
-def test_it_stops_with_the_token_that_completes_a_stop_string(pieces, stops):
+def test_decoding_stops_at_the_token_that_completes_a_stop_string(pieces, stops):
     given_out, _, stopped = stream_of(pieces, stops)
     assume(stopped)
     assert earliest("".join(pieces[: len(given_out) - 1]), stops) is None
 
 
 @given(pieces, stops)
-def test_nothing_is_held_back_but_what_may_begin_a_stop_string(pieces, stops):
+def test_only_possible_stop_strings_are_delayed(pieces, stops):
     given_out, _, stopped = stream_of(pieces, stops)
     for count in range(1, len(given_out) + 1 - stopped):
         text = "".join(pieces[:count])
@@ -75,7 +75,7 @@ def test_nothing_is_held_back_but_what_may_begin_a_stop_string(pieces, stops):
 
 
 @given(st.text("ab€", max_size=12), st.lists(st.text("ab€", min_size=1, max_size=3), max_size=2))
-def test_stop_strings_and_half_characters_together(text, stops):
+def test_stop_strings_and_partial_characters_together(text, stops):
     tokenizer = ByteTokenizer()
     sequence = Sequence([0], 1000, text=StopStrings(StreamingDetokenizer(tokenizer.decode), stops))
     streamed = ""
@@ -103,13 +103,13 @@ def test_a_stop_string_over_three_tokens_never_leaks():
     assert (sequence.text, sequence.finish_reason) == ("Hi ", "stop")
 
 
-def test_what_was_held_back_comes_when_it_turns_out_to_be_nothing():
+def test_delayed_text_is_released_when_it_is_no_stop_string():
     sequence = sequence_over(["a<", "|", "b"], 10, stop=["<|end|>"])
     assert [sequence.accept(token) for token in range(3)] == ["a", "", "<|b"]
 
 
 @pytest.mark.parametrize("ending", ["length", "eos"])
-def test_what_was_held_back_comes_when_the_text_ends(ending):
+def test_delayed_text_is_released_at_the_end(ending):
     sequence = sequence_over(["a<", "|", "unseen"], 2 if ending == "length" else 10, {2}, ["<|end|>"])
     got = [sequence.accept(token) for token in range(2 if ending == "length" else 3)]
     assert "".join(got) == sequence.text == "a<|"
@@ -129,21 +129,21 @@ def test_the_tokens_of_a_stop_string_are_part_of_the_ids():
     assert (sequence.text, sequence.token_ids, sequence.finish_reason) == ("a", [0, 1], "stop")
 
 
-def test_a_stop_string_at_the_last_token_is_a_stop_and_no_length():
+def test_a_stop_string_at_the_last_token_finishes_with_stop():
     sequence = sequence_over(["a", "b"], 2, stop="b")
     sequence.accept(0)
     sequence.accept(1)
     assert sequence.finish_reason == "stop"
 
 
-def test_a_stop_string_that_the_flush_completes_stops():
+def test_a_stop_string_completed_by_the_flush_stops():
     """The broken character is shown only when nothing can follow it any more, and then it is the stop string."""
     sequence = Sequence([0], 2, text=StopStrings(StreamingDetokenizer(ByteTokenizer().decode), ["\ufffd"]))
     assert [sequence.accept(0x61), sequence.accept(0xE2)] == ["a", ""]
     assert (sequence.text, sequence.finish_reason) == ("a", "stop")
 
 
-def test_after_a_stop_nothing_follows():
+def test_nothing_follows_a_stop():
     stream = StopStrings(Pieces(["stop", "more"]), ["stop"])
     assert (stream.push(0), stream.push(1), stream.flush()) == ("", "", "")
 
@@ -189,7 +189,7 @@ def first_match(ids, stops):
 
 
 @given(texts_with_special_tokens(), st.booleans())
-def test_stop_strings_see_special_tokens(case, as_eos):
+def test_stop_strings_match_special_tokens(case, as_eos):
     ids, stops = case
     special = special_tokens(demo_tokenizer())
     eos = set(special) if as_eos else frozenset()

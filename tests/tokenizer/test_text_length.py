@@ -69,7 +69,7 @@ texts = st.lists(parts | st.text(st.characters(exclude_categories=["Cs"]))).map(
 
 @pytest.mark.parametrize("name", BOUNDED)
 @given(text=texts)
-def test_a_text_has_as_many_tokens_or_more(name, text):
+def test_a_text_has_at_least_the_estimated_tokens(name, text):
     tokenizer = JsonTokenizer(BOUNDED[name], NAMES if name != "demo" else {})
     least = tokenizer.least_tokens(text)
     assert (least > 0) == bool(text)
@@ -77,7 +77,7 @@ def test_a_text_has_as_many_tokens_or_more(name, text):
 
 
 @pytest.mark.parametrize("name", UNBOUNDED)
-def test_where_characters_vanish_there_is_no_bound(name):
+def test_normalizers_that_drop_characters_have_no_bound(name):
     assert JsonTokenizer(UNBOUNDED[name], NAMES).least_tokens("a" * 10_000) == 0
 
 
@@ -88,7 +88,7 @@ def test_the_bound_is_that_of_the_longest_token():
     assert JsonTokenizer(BOUNDED["NFC"], NAMES).least_tokens("é" * 4) == 1
 
 
-def test_a_text_too_long_for_the_context_is_refused_before_it_is_encoded(monkeypatch):
+def test_a_text_too_long_for_the_context_is_refused_unencoded(monkeypatch):
     lm = onward.load("demo")
     assert lm.model.max_seq_len == 1024
     monkeypatch.setattr(JsonTokenizer, "encode", None)
@@ -112,7 +112,7 @@ def test_a_long_text_has_the_ids_of_a_short_one(name, text, special):
     assert inner.encode_batch_fast([text], add_special_tokens=special)[0].ids == alone
 
 
-def test_a_long_text_does_not_stop_other_threads():
+def test_a_long_text_does_not_block_other_threads():
     tokenizer, gaps = onward.load("demo").tokenizer, []
     text = "The fox ran over the hill. " * 20_000
     ended = threading.Event()

@@ -33,7 +33,7 @@ class OnlyDecodes:
 
 @pytest.mark.parametrize("name", KINDS)
 @given(data=st.data())
-def test_bytes_add_up_and_are_those_that_each_token_adds(name, data):
+def test_token_bytes_add_up_to_those_of_the_text(name, data):
     tokenizer = KINDS[name]
     ids = tokenizer.encode(data.draw(texts), add_special_tokens=data.draw(st.booleans()))
     before = data.draw(st.integers(0, len(ids)))
@@ -78,13 +78,13 @@ def test_alternatives_inside_a_character(name):
     assert middle.top[1] == ("bytes:" + "".join(f"\\x{each:02x}" for each in byte), byte, ())
 
 
-def test_special_tokens_have_no_bytes_as_they_have_no_text():
+def test_special_tokens_have_neither_bytes_nor_text():
     tokenizer = KINDS["demo"]
     assert token_texts([2], [TokenLogprobs(0.0, ((1, -1.0),))], [], tokenizer) == [("", b"", (("", b"", ()),))]
 
 
 @given(text=texts)
-def test_without_bytes_of_a_character_is_in_its_last_token(text):
+def test_without_token_bytes_a_character_belongs_to_its_last_token(text):
     tokenizer = OnlyDecodes(ByteTokenizer())
     ids = ByteTokenizer().encode(text)
     tokens = token_texts(ids, None, [], tokenizer)

@@ -52,7 +52,7 @@ def pieces(tokenizer, ids):
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 @given(text=texts)
-def test_any_text_comes_back(name, text):
+def test_any_text_makes_the_round_trip(name, text):
     tokenizer = TOKENIZERS[name]
     expected = comes_back_as(name, text)
     assert tokenizer.decode(tokenizer.encode(text)) == expected
@@ -69,7 +69,7 @@ def test_streamed_pieces_add_up_to_the_text(name, text):
 @pytest.mark.parametrize("name", TOKENIZERS)
 @settings(max_examples=200)
 @given(data=st.data())
-def test_no_piece_holds_half_a_character(name, data):
+def test_no_piece_has_a_partial_character(name, data):
     """Until the end: there, what was never finished is shown as its replacement."""
     tokenizer = TOKENIZERS[name]
     ids = tokenizer.encode(data.draw(texts.filter(lambda text: "\ufffd" not in text)))
@@ -87,7 +87,7 @@ def test_streamed_pieces_of_any_ids_add_up_to_their_text(ids):
 @pytest.mark.parametrize(
     "text", ["hello hello", " hello", "  hello", "hello ", " ", "   ", "\n hello", "東 京", " 東", "🦊 "]
 )
-def test_spaces_of_sentencepiece_are_the_texts_own(text):
+def test_sentencepiece_preserves_spaces(text):
     ids = SENTENCEPIECE.encode(text)
     assert SENTENCEPIECE.decode(ids) == text
     assert "".join(pieces(SENTENCEPIECE, ids)) == text
@@ -97,7 +97,7 @@ def test_a_space_between_two_words_is_streamed_with_the_second():
     assert pieces(SENTENCEPIECE, SENTENCEPIECE.encode("hello hello")) == ["", "hello", " hello", ""]
 
 
-def test_a_character_of_several_byte_tokens_comes_whole():
+def test_a_character_of_several_byte_tokens_is_streamed_whole():
     ids = SENTENCEPIECE.encode("é🦊", add_special_tokens=False)
     assert len(ids) == 1 + 2 + 4  # "▁" and the bytes
     assert pieces(SENTENCEPIECE, ids) == ["", "", "é", "", "", "", "🦊", ""]
@@ -116,25 +116,25 @@ def test_the_name_of_a_special_token_in_a_text_is_the_token():
     assert BYTE_LEVEL.decode(BYTE_LEVEL.encode("<|im_start|>hello<|im_end|>")) == "hello"
 
 
-def test_ids_that_only_the_models_vocabulary_has_are_no_text():
+def test_ids_beyond_the_tokenizers_vocabulary_decode_to_nothing():
     assert BYTE_LEVEL.decode([BYTE_LEVEL.vocab_size, BYTE_LEVEL.vocab_size + 100]) == ""
 
 
 @pytest.mark.parametrize("ids", [[-1], [2**40], ["a"], [None], [1.5]], ids=str)
-def test_what_are_no_ids(ids):
+def test_invalid_ids(ids):
     with refused(RequestError, "ids must be whole numbers"):
         BYTE_LEVEL.decode(ids)
 
 
 @pytest.mark.parametrize("text", ["\ud800", "caf\udce9", "ok \udfff"], ids=ascii)
-def test_half_a_character_in_a_prompt_is_refused(text):
+def test_a_lone_surrogate_in_a_prompt_is_refused(text):
     """As os.fsdecode makes them of an argument that is not UTF-8."""
     with refused(TextError, "not valid Unicode"):
         BYTE_LEVEL.encode(text)
 
 
 @pytest.mark.parametrize("text", [None, 5, b"bytes", ["a"]], ids=str)
-def test_what_is_no_text(text):
+def test_invalid_texts(text):
     with refused(RequestError, "str"):
         BYTE_LEVEL.encode(text)
 
@@ -154,7 +154,7 @@ def adding(bos: bool) -> Tokenizer:
 
 @pytest.mark.parametrize("by_itself", [True, False])
 @pytest.mark.parametrize("said", [True, False, None, ...], ids=str)
-def test_a_bos_is_added_once_where_add_bos_token_says_so_or_else_where_the_tokenizer_does(said, by_itself):
+def test_a_bos_is_added_once_by_add_bos_token_or_the_tokenizer(said, by_itself):
     config = {"bos_token": "<s>"} | ({} if said is ... else {"add_bos_token": said})
     tokenizer = JsonTokenizer(adding(by_itself), config)
     wanted = said if isinstance(said, bool) else by_itself
@@ -170,7 +170,7 @@ def test_add_bos_token_without_a_bos_warns():
     assert (tokenizer.bos_id, tokenizer.encode("hello")) == (None, HELLO)
 
 
-def test_add_eos_token_would_end_every_prompt_and_warns():
+def test_add_eos_token_is_ignored_with_a_warning():
     with pytest.warns(OnwardWarning, match="add_eos_token"):
         tokenizer = JsonTokenizer(adding(False), {"add_eos_token": True, "eos_token": "</s>"})
     assert tokenizer.encode("hello") == HELLO
@@ -217,7 +217,7 @@ SAVED = byte_level_tokenizer().to_str().encode()
 
 
 @given(st.integers(0, len(SAVED) - 1))
-def test_a_tokenizer_cut_anywhere_is_refused(tmp_path_factory, cut):
+def test_a_truncated_tokenizer_is_refused(tmp_path_factory, cut):
     file = tmp_path_factory.getbasetemp() / "cut-tokenizer.json"
     file.write_bytes(SAVED[:cut])
     with refused(TokenizerError, file.name, "cannot be read"):
@@ -225,7 +225,7 @@ def test_a_tokenizer_cut_anywhere_is_refused(tmp_path_factory, cut):
 
 
 @pytest.mark.parametrize("name", ["bos_token", "eos_token"])
-def test_a_special_token_that_the_tokenizer_does_not_have_is_refused(name, folder):
+def test_an_unknown_special_token_is_refused(name, folder):
     for value in ("<|nowhere|>", {"content": "<|nowhere|>"}):
         change_json(folder / "tokenizer_config.json", **{name: value})
         with refused(TokenizerError, name, "'<|nowhere|>'", "tokenizer.json"):
@@ -239,14 +239,14 @@ def test_a_special_token_is_a_text(value, folder):
         onward.load(folder)
 
 
-def test_special_tokens_may_be_objects_and_in_a_file_of_their_own(folder):
+def test_special_tokens_may_be_objects_in_a_separate_file(folder):
     write_json(folder / "tokenizer_config.json", {"eos_token": {"content": "<|im_end|>", "special": True}})
     write_json(folder / "special_tokens_map.json", {"bos_token": "<s>", "eos_token": "</s>"})
     tokenizer = CheckpointFolder(folder).tokenizer
     assert (tokenizer.bos_id, tokenizer.eos_id) == (0, 3)
 
 
-def test_tokens_that_only_the_config_adds_are_refused(folder):
+def test_tokens_added_only_by_the_config_are_refused(folder):
     known = {str(token_id): {"content": text, "special": True} for token_id, text in enumerate(SPECIAL)}
     change_json(folder / "tokenizer_config.json", added_tokens_decoder=known)
     onward.load(folder)
@@ -257,7 +257,7 @@ def test_tokens_that_only_the_config_adds_are_refused(folder):
 
 
 @pytest.mark.parametrize("given", [[], [1], {"0": None}, {"0": {}}, "x"], ids=str)
-def test_what_are_no_added_tokens(given, folder):
+def test_invalid_added_tokens(given, folder):
     change_json(folder / "tokenizer_config.json", added_tokens_decoder=given)
     if not given:
         onward.load(folder)
@@ -274,7 +274,7 @@ def test_a_tokenizer_with_more_ids_than_the_model_is_refused(tmp_path):
     assert onward.load(exact).tokenizer.vocab_size == 320
 
 
-def test_truncation_and_padding_of_the_file_are_off(folder):
+def test_truncation_and_padding_of_the_file_are_disabled(folder):
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.enable_truncation(4)
     tokenizer.enable_padding(length=16, pad_id=0, pad_token="<s>")
@@ -287,7 +287,7 @@ def test_truncation_and_padding_of_the_file_are_off(folder):
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"5", b"{", b"\xff\xfe", b"[" * 100_000, b"9" * 5000], ids=range(7))
 @pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json"])
-def test_a_damaged_config_of_the_tokenizer_is_refused(name, content, folder):
+def test_a_damaged_tokenizer_config_is_refused(name, content, folder):
     (folder / name).write_bytes(content)
     with refused(TokenizerError, name):
         onward.load(folder)
@@ -307,7 +307,7 @@ def unknown_letters(unk_token: str) -> str:
     )
 
 
-def test_a_text_that_the_vocabulary_cannot_spell_is_an_error_that_names_the_file(folder):
+def test_a_text_the_vocabulary_cannot_encode_is_an_error_with_the_file(folder):
     (folder / "tokenizer.json").write_text(unknown_letters("zz"))
     tokenizer = CheckpointFolder(folder).tokenizer
     assert tokenizer.encode("hello") == [2]
@@ -329,13 +329,13 @@ class Panics:
 
 
 @pytest.mark.parametrize("method", ["no_truncation", "get_vocab", "token_to_id", "encode", "decode"])
-def test_a_panic_of_the_library_is_an_error_that_names_the_file(method):
+def test_a_panic_of_the_library_is_an_error_with_the_file(method):
     with refused(TokenizerError, "the/tokenizer.json", "unwrap()"):
         tokenizer = JsonTokenizer(Panics(method), {"bos_token": "<s>"}, "the/tokenizer.json")
         tokenizer.decode([5])
 
 
-def test_what_is_no_error_of_the_library_passes():
+def test_interrupts_in_the_library_are_passed_on():
     class Interrupted(Panics):
         def __getattr__(self, name: str):
             raise KeyboardInterrupt
@@ -345,7 +345,7 @@ def test_what_is_no_error_of_the_library_passes():
 
 
 @pytest.mark.parametrize("name", ["bos_token", "eos_token"])
-def test_half_a_character_is_no_special_token(name, folder):
+def test_a_lone_surrogate_is_no_special_token(name, folder):
     change_json(folder / "tokenizer_config.json", **{name: "\ud800"})
     with refused(TokenizerError, name, "tokenizer_config.json"):
         onward.load(folder)

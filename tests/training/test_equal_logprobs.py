@@ -12,7 +12,7 @@ from onward.models import architecture_of
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("family", TRAINED)
-def test_they_equal_those_of_generate_alone_and_packed_in_any_order(family, dtype):
+def test_logprobs_equal_generate_alone_and_packed_in_any_order(family, dtype):
     lm = trainable(family, dtype)
     texts = samples(lm)
     assert_equal(texts, lm.logprobs(texts))
@@ -28,7 +28,7 @@ def test_they_equal_those_of_generate_alone_and_packed_in_any_order(family, dtyp
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("family", VARIED)
-def test_they_equal_those_of_engines_drafts_and_prefix_hits_over_ten_steps(family, dtype):
+def test_logprobs_equal_engines_drafts_and_prefix_hits_over_ten_steps(family, dtype):
     lm = trainable(family, dtype)
     with onward.Engine(lm, max_sequences=4) as engine:
         for _ in range(10):
@@ -49,7 +49,7 @@ def test_they_equal_those_of_engines_drafts_and_prefix_hits_over_ten_steps(famil
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("family", VARIED)
-def test_texts_as_padded_rows_have_the_bits_of_texts_one_after_the_other(family, dtype):
+def test_padded_rows_equal_packed_texts(family, dtype):
     lm = trainable(family, dtype)
     architecture, params = architecture_of(lm.model), lm.model.trainable.in_graph()
     texts = [list(range(3, 3 + length)) for length in (90, 1, 70)]
@@ -62,7 +62,7 @@ def test_texts_as_padded_rows_have_the_bits_of_texts_one_after_the_other(family,
         assert torch.equal(row[: len(ids)], text)
 
 
-def test_ids_pairs_and_texts_have_those_of_score():
+def test_ids_pairs_and_texts_equal_score():
     lm = onward.load("demo", trainable=True)
     text = "Once upon a time there was an owl."
     ids = lm.encode(text)
@@ -77,7 +77,7 @@ def test_ids_pairs_and_texts_have_those_of_score():
     assert nothing.shape == (0,)
 
 
-def test_a_model_that_is_not_trained_has_the_same_without_a_gradient():
+def test_an_untrained_model_has_the_same_logprobs_without_a_gradient():
     for options in ({}, {"quantize": "int8"}):
         lm = onward.load("demo", **options)
         texts = lm.generate(["Once", "The owl"], max_new_tokens=20, temperature=1.0, seed=0, logprobs=0)
@@ -88,7 +88,7 @@ def test_a_model_that_is_not_trained_has_the_same_without_a_gradient():
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("family", ["qwen3", "gemma2", "granite"])
-def test_few_logits_at_a_time_give_the_same(family, dtype, monkeypatch):
+def test_chunked_logits_give_the_same(family, dtype, monkeypatch):
     lm = trainable(family, dtype)
     texts = samples(lm)
 

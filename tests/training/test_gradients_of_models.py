@@ -52,7 +52,7 @@ def _error(found, exact):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("family", sorted({*TRAINED} - {"mistral4"}))  # transformers has it as a part of Mistral 3 only
-def test_they_are_as_exact_as_those_of_plain_torch(family, dtype, tmp_path):
+def test_gradients_are_as_exact_as_those_of_plain_torch(family, dtype, tmp_path):
     folder = random_checkpoint(tmp_path, family, dtype=dtype, **_FIELDS.get(family, {}))
     lm = onward.load(folder, trainable=True)
     if dtype == torch.bfloat16 and any(".experts." in name for name, _ in lm.named_parameters()):

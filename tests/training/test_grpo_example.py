@@ -40,7 +40,7 @@ def test_a_fresh_sample_has_the_gradient_of_the_policy(grpo):
     torch.testing.assert_close(gradient, torch.full_like(gradient, -2.0 / grpo.NEW_TOKENS))
 
 
-def test_it_runs_with_ratios_of_one(grpo, capsys):
+def test_the_example_runs_with_ratios_of_one(grpo, capsys):
     lm = onward.load("demo", trainable=True)
     before = {name: parameter.detach().clone() for name, parameter in lm.named_parameters()}
     shares = grpo.train(lm, 2, 1e-4, 0, prompts=2, group=3)  # it asserts the ratios
@@ -49,7 +49,7 @@ def test_it_runs_with_ratios_of_one(grpo, capsys):
     assert not any(torch.equal(parameter, before[name]) for name, parameter in lm.named_parameters())
 
 
-def test_it_is_short():
+def test_the_example_is_short():
     assert len(EXAMPLE.read_text().splitlines()) < 150
 
 

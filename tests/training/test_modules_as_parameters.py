@@ -16,7 +16,7 @@ def _module(folder, family, dtype, **fields):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("family", ["qwen3", "llama", "gemma2", "olmo2"])
-def test_the_parameters_are_those_of_the_module(family, dtype, tmp_path):
+def test_parameters_are_those_of_the_module(family, dtype, tmp_path):
     module = _module(tmp_path, family, dtype, tie_word_embeddings=True)
     lm = onward.LanguageModel.from_module(module)
     own = dict(module.named_parameters())
@@ -40,7 +40,7 @@ def test_float32_parameters_can_compute_in_bfloat16(tmp_path):
     assert_equal(texts, map(reported, samples(onward.load(tmp_path, dtype="bfloat16"))))
 
 
-def test_modules_that_cannot_be_read(tmp_path):
+def test_unsupported_modules(tmp_path):
     with pytest.raises(RequestError, match=r"takes a causal language model of transformers.*Model\.from_module"):
         onward.LanguageModel.from_module(torch.nn.Linear(2, 2))
     from transformers import GPT2Config, GPT2LMHeadModel

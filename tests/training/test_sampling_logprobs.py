@@ -35,7 +35,7 @@ def assert_equal(texts, found):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("family", TRAINED)
-def test_they_equal_those_of_generate(family, dtype):
+def test_sampling_logprobs_equal_those_of_generate(family, dtype):
     lm = trainable(family, dtype)
     texts = samples(lm, **COMBINED, **ASKED)
     assert_equal(texts[::-1], lm.logprobs(texts[::-1], sampling=True))
@@ -70,7 +70,7 @@ def test_all_ways_of_decoding_report_the_same(family, options):
         assert_equal([text], [lm.logprobs((text.prompt_ids, text.token_ids), sampling=plain)])
 
 
-def test_rows_that_do_not_ask_for_them_have_none():
+def test_rows_that_do_not_request_them_have_none():
     lm = trainable("qwen3")
     chosen = {"max_new_tokens": 12, "logprobs": 0, "temperature": 1.0, "seed": 0, "eos": [3]}
     asks = [{"sampling_logprobs": True, "top_p": 0.9}, {}, {"sampling_logprobs": True, "presence_penalty": 0.5}]
@@ -80,7 +80,7 @@ def test_rows_that_do_not_ask_for_them_have_none():
         assert all((token.sampling is None) == (token.support is None) == (own == {}) for token in text.logprobs)
 
 
-def test_they_are_those_of_the_softmax_of_scores():
+def test_sampling_logprobs_equal_the_softmax_of_scores():
     lm = trainable("qwen3")
     text = samples(lm, n=1, **COMBINED, **ASKED)[0]
     sampler = Sampler([text.request.options.with_values(seed=text.seed)])
@@ -147,7 +147,7 @@ def test_ids_that_could_not_be_drawn():
 
 @pytest.mark.parametrize("sampling", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_most_likely_ids_are_those_of_generate(dtype, sampling):
+def test_the_most_likely_ids_equal_those_of_generate(dtype, sampling):
     lm = trainable("gemma2", dtype)
     texts = samples(lm, logprobs=4, **OPTIONS["filters"], **ASKED)
     found = lm.logprobs(texts, sampling=sampling, top=4)
@@ -264,18 +264,18 @@ def test_gradcheck_of_the_scores():
     ],
     ids=str,
 )
-def test_options_without_them(options, message):
+def test_unsupported_options(options, message):
     with pytest.raises(RequestError, match=message):
         onward.GenerateOptions(**options)
 
 
-def test_no_logprobs_leave_them_out():
+def test_logprobs_false_leaves_them_out():
     options = onward.GenerateOptions(logprobs=0, sampling_logprobs=True)
     assert not options.replace(logprobs=None).sampling_logprobs
     assert not options.replace(beams=2).sampling_logprobs
 
 
-def test_texts_whose_sampling_is_unknown():
+def test_texts_with_unknown_sampling():
     lm = trainable("qwen3")
     greedy = lm.generate([5, 6], temperature=0, max_new_tokens=2)
     beams = lm.generate([5, 6], beams=2, max_new_tokens=2)

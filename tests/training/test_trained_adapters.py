@@ -33,7 +33,7 @@ def _step(lm, name, texts):
 
 @pytest.mark.parametrize("base", BASES)
 @pytest.mark.parametrize("family", ["qwen3", "gemma2"])
-def test_logprobs_are_those_that_were_sampled_over_steps(family, base, tmp_path):
+def test_logprobs_equal_the_sampled_ones_over_steps(family, base, tmp_path):
     lm = onward.load(random_checkpoint(tmp_path, family), trainable="poet", **BASES[base])
     plain = _samples(lm)
     assert_equal(plain, map(reported, _samples(lm, adapter="poet")))  # a new adapter changes nothing
@@ -58,7 +58,7 @@ def test_logprobs_are_those_that_were_sampled_over_steps(family, base, tmp_path)
     assert_equal(_samples(lm, adapter="poet"), map(reported, _samples(lm, adapter="again")))
 
 
-def test_gradients_are_those_of_peft_in_float64(tmp_path):
+def test_gradients_equal_peft_in_float64(tmp_path):
     base = random_checkpoint(tmp_path / "base", "qwen3")
     lm = onward.load(base)
     lm.new_adapter("poet", rank=4, alpha=6.0, targets=["q_proj", "down_proj"], seed=3)
@@ -94,7 +94,7 @@ def test_gradients_are_those_of_peft_in_float64(tmp_path):
     assert error(ours) <= 2 * error(plain)
 
 
-def test_requests_that_run_keep_the_older_values():
+def test_running_requests_keep_the_older_values():
     lm = onward.load("demo", trainable="poet")
     options = {"max_new_tokens": 12, "temperature": 0, "adapter": "poet", "ignore_eos": True}
     before = lm.generate("Once", **options)
@@ -162,7 +162,7 @@ def test_a_quantized_model_has_copies_of_trained_adapters(tmp_path, trainable):
     assert_equal(_samples(small, adapter="saved"), map(reported, before))
 
 
-def test_training_changes_no_model_that_was_made_from_it(tmp_path):
+def test_training_changes_no_model_derived_from_it(tmp_path):
     lm = _trained(random_checkpoint(tmp_path / "base", "qwen3"), trainable=True)
     with torch.no_grad():
         for parameter in lm.parameters():
@@ -185,7 +185,7 @@ def test_training_changes_no_model_that_was_made_from_it(tmp_path):
             other.parameters().__next__()
 
 
-def test_a_folder_that_has_changed_is_not_loaded_again(tmp_path):
+def test_a_changed_folder_is_not_reloaded(tmp_path):
     lm = _trained(random_checkpoint(tmp_path / "base", "qwen3"))
     folder = lm.save_adapter("poet", tmp_path / "saved")
     lm.load_adapter("saved", folder)

@@ -20,7 +20,7 @@ from onward.testing import random_checkpoint
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("family", TRAINED)
-def test_the_packed_weights_are_those_of_a_model_loaded_without_parameters(family, dtype, tmp_path):
+def test_packed_weights_equal_a_model_loaded_without_parameters(family, dtype, tmp_path):
     folder = random_checkpoint(tmp_path / "before", family, dtype=dtype)
     lm = onward.load(folder, trainable=True)
     assert all(parameter.dtype == torch.float32 for parameter in lm.parameters())
@@ -38,7 +38,7 @@ def test_the_packed_weights_are_those_of_a_model_loaded_without_parameters(famil
     assert_equal(changed, map(reported, samples(saved)))
 
 
-def test_prefixes_of_older_weights_are_never_found():
+def test_prefixes_of_older_weights_are_never_reused():
     lm = trainable("qwen3")
     prompt = [3, 5] * 50
     options = {"max_new_tokens": 4, "temperature": 0, "logprobs": 0}
@@ -61,7 +61,7 @@ def test_prefixes_of_older_weights_are_never_found():
     assert lm.generate(prompt, **options).cached_tokens == 0
 
 
-def test_only_what_changed_is_packed_again(monkeypatch):
+def test_only_changed_weights_are_repacked(monkeypatch):
     lm, count = trainable("qwen3moe"), 0
     pack_into = packing.pack_into
 
@@ -79,7 +79,7 @@ def test_only_what_changed_is_packed_again(monkeypatch):
     assert count == 1
 
 
-def test_parameters_that_are_frozen_get_no_gradient_and_the_others_theirs():
+def test_only_frozen_parameters_get_no_gradient():
     lm = trainable("qwen3")
     everything = lm.logprobs([1, 2, 3, 4]).sum()
     everything.backward()
@@ -94,7 +94,7 @@ def test_parameters_that_are_frozen_get_no_gradient_and_the_others_theirs():
             assert torch.equal(parameter.grad, wanted[name])
 
 
-def test_weights_that_change_before_the_backward_pass_raise():
+def test_weights_changed_before_the_backward_pass_raise():
     lm = trainable("qwen3")
     total = lm.logprobs([1, 2, 3, 4]).sum()
     with torch.no_grad():
@@ -120,7 +120,7 @@ def test_a_tied_head_is_one_parameter_with_the_gradients_of_both():
 
 
 @pytest.mark.parametrize("again", [copy.deepcopy, lambda lm: pickle.loads(pickle.dumps(lm))])
-def test_a_copy_is_trained_by_itself(again):
+def test_a_copy_is_trained_independently(again):
     lm = trainable("gemma2")
     before, other = samples(lm), again(lm)
     step(other, before)
@@ -218,7 +218,7 @@ def test_texts_without_logprobs():
         onward.LanguageModel(model).logprobs([1, 2, 3])
 
 
-def test_a_destination_that_exists_and_a_model_without_a_folder(tmp_path):
+def test_an_existing_destination_and_a_model_without_a_folder(tmp_path):
     lm = onward.load("demo", trainable=True)
     (tmp_path / "file").write_text("x")
     with pytest.raises(RequestError, match="file"):

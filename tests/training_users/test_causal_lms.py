@@ -99,7 +99,7 @@ def module(request):
     return build(request.param)
 
 
-def test_ids_are_those_of_transformers_alone_batched_chunked_and_drafted(module):
+def test_ids_equal_transformers_alone_batched_chunked_and_drafted(module):
     lm = onward.LanguageModel(onward.Model.from_module(module), prefill_chunk=4)
     expected = [continued(module, prompt) for prompt in PROMPTS]
     assert [lm.generate(prompt, max_new_tokens=NEW_TOKENS).token_ids for prompt in PROMPTS] == expected
@@ -108,7 +108,7 @@ def test_ids_are_those_of_transformers_alone_batched_chunked_and_drafted(module)
 
 
 @torch.no_grad()
-def test_positions_count_from_where_the_module_counts_them():
+def test_positions_start_where_the_modules_do():
     """In transformers 5 `generate` gives RoBERTa other positions than its forward, so the forward is the judge."""
     module = build("roberta, positions behind padding").eval()
     ids = list(PROMPTS[0])
@@ -120,7 +120,7 @@ def test_positions_count_from_where_the_module_counts_them():
     assert lm.generate(PROMPTS[0], max_new_tokens=NEW_TOKENS).token_ids == ids[len(PROMPTS[0]) :]
 
 
-def test_broken_weights_are_named_when_they_are_decoded():
+def test_invalid_weights_are_named_at_the_first_decode():
     module = build("llama")
     module.model.norm.weight.data.fill_(float("nan"))
     lm = onward.LanguageModel(onward.Model.from_module(module))
@@ -129,7 +129,7 @@ def test_broken_weights_are_named_when_they_are_decoded():
 
 
 @torch.no_grad()
-def test_logits_are_those_of_transformers(module):
+def test_logits_equal_transformers(module):
     module.eval()
     expected = module(torch.tensor(PROMPTS[:1]), use_cache=False).logits[0]
     assert expected.std() > 0.5
@@ -138,7 +138,7 @@ def test_logits_are_those_of_transformers(module):
         torch.testing.assert_close(logits, expected, rtol=0, atol=TOLERANCE)
 
 
-def test_beams_are_those_of_transformers(module):
+def test_beams_equal_transformers(module):
     lm = onward.LanguageModel(onward.Model.from_module(module))
     beams = [continued(module, prompt, num_beams=3, max_new_tokens=8) for prompt in PROMPTS]
     assert ids_of(lm.generate(PROMPTS, beams=3, max_new_tokens=8)) == beams
@@ -151,7 +151,7 @@ def test_torchs_fused_attention_serves_ragged_rows_too():
     assert ids_of(lm.generate(PROMPTS, max_new_tokens=NEW_TOKENS)) == expected
 
 
-def test_rows_that_end_leave_the_others_as_they_were(module):
+def test_ended_rows_do_not_change_the_others(module):
     """Rows of a batch are copied and the batch narrowed when one ends."""
     lm = onward.LanguageModel(onward.Model.from_module(module))
     expected = [continued(module, prompt) for prompt in PROMPTS]
@@ -160,7 +160,7 @@ def test_rows_that_end_leave_the_others_as_they_were(module):
     assert ids_of(completions) == [ids[:length] for ids, length in zip(expected, lengths, strict=True)]
 
 
-def test_tokens_are_taken_back_row_by_row(module):
+def test_tokens_are_rejected_per_row(module):
     inferencer = onward.inferencer.ModelInferencer(onward.Model.from_module(module))
     prompts = torch.tensor([PROMPTS[0], PROMPTS[0][::-1]])
     held = inferencer.new_cache(2, 40)
@@ -173,14 +173,14 @@ def test_tokens_are_taken_back_row_by_row(module):
     assert again.token_ids[1].tolist() == continued(module, prompts[1, :6].tolist(), max_new_tokens=3)
 
 
-def test_what_a_cache_holds_past_an_offset_is_never_read(module):
+def test_entries_past_an_offset_are_never_read(module):
     model = onward.Model.from_module(module)
     dirty = dataclasses.replace(model, new_cache=lambda *size: poison(model.new_cache(*size)))
     expected = [continued(module, prompt) for prompt in PROMPTS]
     assert ids_of(onward.LanguageModel(dirty).generate(PROMPTS, max_new_tokens=NEW_TOKENS)) == expected
 
 
-def test_a_training_step_is_seen_by_the_next_decode():
+def test_a_training_step_affects_the_next_decode():
     module = build("llama").train()
     model = onward.Model.from_module(module)
     prompt = torch.tensor([PROMPTS[0]])
@@ -194,7 +194,7 @@ def test_a_training_step_is_seen_by_the_next_decode():
     assert not torch.equal(before, after)
 
 
-def test_other_weights_of_the_same_names_may_be_given():
+def test_other_weights_of_the_same_names_may_be_passed():
     module, averaged = build("llama"), build("llama")
     with torch.no_grad():
         for weight in averaged.parameters():
@@ -207,7 +207,7 @@ def test_other_weights_of_the_same_names_may_be_given():
     )
 
 
-def test_what_is_known_of_the_model_and_how_it_runs():
+def test_properties_of_a_model_from_a_module():
     model = onward.Model.from_module(build("gpt2, learned positions"))
     assert (model.vocab_size, model.max_seq_len) == (101, 64)
     assert onward.Model.from_module(build("bloom, alibi")).max_seq_len is None
@@ -220,7 +220,7 @@ def test_what_is_known_of_the_model_and_how_it_runs():
     assert "does not allow compilation" in run.why_eager
 
 
-def test_the_whole_context_is_served():
+def test_the_whole_context_is_usable():
     """Padding after short rows never uses a position past the learned ones."""
     module = build("gpt2, learned positions")
     lm = onward.LanguageModel(onward.Model.from_module(module))
@@ -232,7 +232,7 @@ def test_the_whole_context_is_served():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_the_cache_is_of_the_modules_dtype(dtype):
+def test_the_cache_has_the_modules_dtype(dtype):
     module = build("llama").to(dtype)
     model = onward.Model.from_module(module)
     assert model.new_cache(1, 4).keys[0].dtype == dtype
@@ -240,7 +240,7 @@ def test_the_cache_is_of_the_modules_dtype(dtype):
     assert ids == continued(module, PROMPTS[0], max_new_tokens=6)
 
 
-def test_another_dtype_than_the_caches_is_refused():
+def test_a_dtype_other_than_the_caches_is_refused():
     module = build("llama").to(torch.bfloat16)
     model = onward.Model.from_module(module)
     module.to(torch.float32)
@@ -298,6 +298,6 @@ def with_silent_layers():
     ],
     ids=["encoder-decoder", "recurrent", "convolutions", "linear attention", "silent layers", "no head", "both ways"],
 )
-def test_what_cannot_be_decoded_says_why(make, says):
+def test_unsupported_modules_raise_a_clear_error(make, says):
     with pytest.raises(RequestError, match=says):
         onward.Model.from_module(make())

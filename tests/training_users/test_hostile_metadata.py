@@ -67,7 +67,7 @@ def test_a_call_is_refused_by_name_and_does_not_run(folder, tmp_path, function, 
 @pytest.mark.parametrize(
     "name", ["Size.__reduce__", "nn.Module", "float32.__class__", "os.system", "serialization._get_layout"]
 )
-def test_a_dotted_name_is_no_way_around(folder, name):
+def test_dotted_names_are_refused_too(folder, name):
     # Protocol 4 looks names with dots up part by part, from an admitted module on.
     wanted = b"\x8c" + bytes([len("torch")]) + b"torch" + b"\x8c" + bytes([len(name)]) + name.encode()
     (folder / ".metadata").write_bytes(b"\x80\x04" + wanted + b"\x93.")
@@ -122,7 +122,7 @@ def test_a_value_of_nested_tuples_is_not_printed(folder):
         onward.load(folder)
 
 
-def test_memory_is_not_taken_for_what_is_not_there(folder):
+def test_no_memory_is_allocated_for_missing_bytes(folder):
     (folder / ".metadata").write_bytes(b"\x80\x05N\x96" + (2**50).to_bytes(8, "little"))
     with pytest.raises(CheckpointError, match="cannot be read"):
         onward.load(folder)
@@ -146,7 +146,7 @@ def test_one_list_of_chunks_for_many_tensors_is_refused(folder):
         onward.load(folder)
 
 
-def test_a_tensor_larger_than_its_bytes_is_refused_before_memory_is_taken(folder):
+def test_a_tensor_larger_than_its_bytes_is_refused_before_allocation(folder):
     """The config agrees to a vocabulary that would be terabytes."""
     rows = 2**31 - 1
 
@@ -205,7 +205,7 @@ def test_boxes_that_no_plane_divides():
     assert not covers_once((3, 3), [*wheel[:-1], ((0, 0), (1, 1))])
 
 
-def test_a_hundred_thousand_chunks_are_not_compared_each_with_each():
+def test_a_hundred_thousand_chunks_are_not_compared_pairwise():
     grid = [((row, column), (1, 1)) for row in range(400) for column in range(250)]
     assert covers_once((400, 250), grid)
     assert not covers_once((400, 250), [((0, 0), (1, 1))] * 100_000)
@@ -229,7 +229,7 @@ def test_a_hundred_thousand_chunks_are_not_compared_each_with_each():
     ],
     ids=["COO", "CSR", "CSC", "meta", "nested"],
 )
-def test_a_weight_that_is_no_dense_tensor_is_refused_by_its_layout(folder, make, layout):
+def test_weights_other_than_dense_tensors_are_refused_by_layout(folder, make, layout):
     replace_entry(folder, "lm_head.weight", make(torch.ones(258, 32)))
     with pytest.raises(CheckpointError) as caught:
         onward.load(folder)
@@ -278,7 +278,7 @@ def test_a_compressed_shard_is_refused_before_it_is_unpacked(folder):
         onward.load(folder)
 
 
-def test_a_file_name_too_long_for_any_file_is_missing(tmp_path):
+def test_a_file_with_a_too_long_name_is_missing(tmp_path):
     stock, tensors = stock_checkpoint(tmp_path / "stock")
     folder = write_sharded(tmp_path / "run", stock, tensors, {})
 
@@ -291,7 +291,7 @@ def test_a_file_name_too_long_for_any_file_is_missing(tmp_path):
         onward.load(folder)
 
 
-def test_a_changed_byte_of_a_shard_or_its_metadata_is_refused_or_harmless(folder):
+def test_a_changed_byte_is_refused_or_harmless(folder):
     """Whatever torch's reader of it raises is an error of ours."""
     random_ = random.Random(11)
     for name in (".metadata", "__0_0.distcp"):

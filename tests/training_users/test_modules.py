@@ -45,7 +45,7 @@ def uncached(module, prompt, steps):
     return ids
 
 
-def test_a_decoded_module_says_what_its_training_forward_says(module):
+def test_a_decoded_module_equals_its_training_forward(module):
     model = onward.Model.from_module(module)
     assert torch.equal(onward.generate(model, PROMPT, 12, temperature=0), uncached(module, PROMPT, 12))
     assert model.max_seq_len == 48
@@ -53,7 +53,7 @@ def test_a_decoded_module_says_what_its_training_forward_says(module):
     assert model.num_parameters == sum(p.numel() for p in module.parameters())
 
 
-def test_what_a_cache_holds_past_an_offset_is_never_read(module):
+def test_entries_past_an_offset_are_never_read(module):
     """Large numbers, not NaN: PyTorch's attention multiplies what it has masked by 0."""
     model = onward.Model.from_module(module)
     cache = module.new_cache(2, 11)
@@ -64,7 +64,7 @@ def test_what_a_cache_holds_past_an_offset_is_never_read(module):
     assert torch.equal(onward.generate(dirty, PROMPT, **options), onward.generate(model, PROMPT, **options))
 
 
-def test_batched_and_chunked_are_as_alone(module):
+def test_batched_and_chunked_equal_alone(module):
     lm = onward.LanguageModel(onward.Model.from_module(module), prefill_chunk=2)
     prompts = [[5, 77, 130, 8, 4], [200, 1], [9]]
     batched = [c.token_ids for c in lm.generate(prompts, max_new_tokens=8)]
@@ -72,7 +72,7 @@ def test_batched_and_chunked_are_as_alone(module):
     assert batched == alone
 
 
-def test_a_training_step_is_seen_by_the_next_decode(module):
+def test_a_training_step_affects_the_next_decode(module):
     model = onward.Model.from_module(module)
     optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
     for _ in range(3):
@@ -93,7 +93,7 @@ def test_replaced_tensors_are_seen_too(module):
     assert model.params["head.weight"] is module.head.weight
 
 
-def test_other_weights_of_the_same_names_may_be_given(module):
+def test_other_weights_of_the_same_names_may_be_passed(module):
     torch.manual_seed(4)
     other = example.ByteModel(width=32, layers=2, heads=2, max_seq_len=48)
     model = onward.Model.from_module(module)
@@ -128,7 +128,7 @@ class Tied(nn.Module):
         return ()
 
 
-def test_a_tied_weight_is_one_and_a_buffer_is_live():
+def test_tied_weights_count_once_and_buffers_are_live():
     module = Tied()
     model = onward.Model.from_module(module)
     assert model.num_parameters == 44
@@ -143,7 +143,7 @@ def test_a_tied_weight_is_one_and_a_buffer_is_live():
 
 @pytest.mark.parametrize("raises", [False, True], ids=["returns", "raises"])
 @pytest.mark.parametrize("mixed", [False, True], ids=["training", "a part frozen in eval"])
-def test_every_part_gets_its_mode_back(raises, mixed):
+def test_every_submodule_keeps_its_mode(raises, mixed):
     module = Tied()
     module.dropout.train(not mixed)
     before = [part.training for part in module.modules()]
@@ -165,7 +165,7 @@ def test_every_part_gets_its_mode_back(raises, mixed):
     assert [part.training for part in module.modules()] == before
 
 
-def test_logits_have_no_gradient_whatever_the_mode():
+def test_logits_have_no_gradient_in_any_mode():
     model = onward.Model.from_module(Tied())
     tokens, offsets = torch.tensor([[1, 2]], dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
     with torch.enable_grad():
@@ -212,7 +212,7 @@ def test_another_signature_by_call(module):
         onward.generate(model, PROMPT, 18)
 
 
-def test_logits_only_where_they_are_wanted():
+def test_logits_only_at_requested_positions():
     module = Tied()
     asked = []
 
@@ -246,7 +246,7 @@ def test_a_compiled_module_decodes(module):
         (lambda logits, cache: (logits.argmax(-1), cache), r"\[1, 1, 11\]; got torch.int64 \[1, 1\]"),
     ],
 )
-def test_what_is_no_logits_and_cache(returned, says):
+def test_invalid_logits_and_caches(returned, says):
     module = Tied()
     model = onward.Model.from_module(module, call=lambda module, *arguments: returned(*module(*arguments)))
     with pytest.raises(RequestError, match=says):
@@ -254,7 +254,7 @@ def test_what_is_no_logits_and_cache(returned, says):
     assert all(part.training for part in module.modules())
 
 
-def test_what_makes_no_model(module):
+def test_invalid_models(module):
     with pytest.raises(RequestError, match="Module; got function"):
         onward.Model.from_module(uncached)
     with pytest.raises(RequestError, match="needs new_cache, and this Linear has no such attribute"):
@@ -269,14 +269,14 @@ def test_what_makes_no_model(module):
         onward.Model.from_module(module, new_cache=3)
 
 
-def test_a_peft_model_is_refused_with_the_way_to_pass_it():
+def test_a_peft_model_is_refused_with_advice():
     peft = pytest.importorskip("peft")
     wrapped = peft.get_peft_model(nn.Sequential(nn.Linear(2, 2)), peft.LoraConfig(target_modules=["0"]))
     with pytest.raises(RequestError, match=r"this Peft\w*Model has no such attribute: pass module.get_base_model\(\)"):
         onward.Model.from_module(wrapped)
 
 
-def test_a_module_that_was_moved():
+def test_a_module_moved_to_another_device_or_dtype():
     module = Tied()
     model = onward.Model.from_module(module)
     module.to("meta")
@@ -287,7 +287,7 @@ def test_a_module_that_was_moved():
 # ── generate ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_rows_that_end_early_are_filled_up():
+def test_rows_that_end_early_are_padded():
     model = scripted_model(lambda history: {1: 4, 2: 3, 4: 5, 5: 6, 6: 7}.get(history[-1], 9))
     prompts = torch.tensor([[8, 1], [8, 2]], dtype=torch.int32)
     out = onward.generate(model, prompts, 4, temperature=0, eos=(3, 6))
@@ -307,7 +307,7 @@ def test_no_forward_is_wasted():
     assert len(model.calls) == 3
 
 
-def test_a_row_is_what_its_seed_makes_of_it(module):
+def test_a_row_depends_only_on_its_seed(module):
     model = onward.Model.from_module(module)
     options = {"temperature": 1.0, "top_k": 50, "top_p": 0.95}
     both = onward.generate(model, PROMPT, 10, seed=[7, 8], **options)
@@ -343,7 +343,7 @@ def test_a_row_is_what_its_seed_makes_of_it(module):
         ({"seed": -1}, "seed must be a whole number"),
     ],
 )
-def test_what_cannot_be_generated(change, says):
+def test_invalid_arguments_of_generate(change, says):
     arguments = {"model": scripted_model([1]), "prompt_tokens": torch.tensor([[1], [2]]), "max_new_tokens": 1} | change
     with pytest.raises(RequestError, match=says):
         onward.generate(**arguments)

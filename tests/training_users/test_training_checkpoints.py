@@ -37,7 +37,7 @@ def same(lm, expected):
     return torch.equal(lm.logits(PROMPT), expected)
 
 
-def test_a_folder_of_torch_decodes_as_the_export(tmp_path, stock, expected):
+def test_a_distributed_checkpoint_equals_its_export(tmp_path, stock, expected):
     path, tensors = stock
     folder = save(tmp_path / "step-10", path, tensors)
     lm = onward.load(folder)
@@ -46,7 +46,7 @@ def test_a_folder_of_torch_decodes_as_the_export(tmp_path, stock, expected):
     assert lm.generate(PROMPT, max_new_tokens=12, temperature=0.9, seed=4).token_ids == exported.token_ids
 
 
-def test_training_state_beside_the_weights_is_left_alone(tmp_path, stock, expected):
+def test_training_state_next_to_the_weights_is_ignored(tmp_path, stock, expected):
     path, tensors = stock
     moments = {"state": {name: {"exp_avg": tensor + 1, "step": torch.tensor(3.0)} for name, tensor in tensors.items()}}
     state = {"app": {"model": tensors, "optim": moments}, "step": 12, "dataloader": {"rng": torch.ones(3)}}
@@ -55,7 +55,7 @@ def test_training_state_beside_the_weights_is_left_alone(tmp_path, stock, expect
     assert same(onward.load(folder), expected)
 
 
-def test_wrappers_write_themselves_into_no_name(tmp_path, stock, expected):
+def test_wrapper_prefixes_are_removed_from_names(tmp_path, stock, expected):
     path, tensors = stock
     renamed = {
         name.replace("layers.1.", "layers.1._checkpoint_wrapped_module."): tensor for name, tensor in tensors.items()
@@ -72,7 +72,7 @@ def test_metas_names_and_rotation_by_a_name_map(tmp_path, stock, expected):
     assert same(onward.load(folder, name_map=write_map(tmp_path / "names.json", names)), expected)
 
 
-def test_fused_matrices_are_divided(tmp_path, stock, expected):
+def test_fused_matrices_are_split(tmp_path, stock, expected):
     path, tensors = stock
     fused = dict(tensors)
     for layer in range(2):
@@ -120,14 +120,14 @@ def test_shards_of_ranks_are_assembled(tmp_path, stock, expected):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_converted_and_quantized_as_an_export_is(tmp_path, stock, dtype):
+def test_dtypes_and_quantization_equal_those_of_an_export(tmp_path, stock, dtype):
     path, tensors = stock
     folder = write_sharded(tmp_path / "mesh", path, tensors, sharded(tensors))
     assert same(onward.load(folder, dtype=dtype), onward.load(path, dtype=dtype).logits(PROMPT))
     assert same(onward.load(folder, quantize="int8"), onward.load(path, quantize="int8").logits(PROMPT))
 
 
-def test_a_tied_head_may_be_there_but_not_differ(tmp_path):
+def test_a_tied_head_may_be_stored_but_not_differ(tmp_path):
     path, tensors = stock_checkpoint(tmp_path / "tied", "qwen3", tie_word_embeddings=True)
     expected = onward.load(path).logits(PROMPT)
     head = {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
@@ -140,7 +140,7 @@ def test_a_tied_head_may_be_there_but_not_differ(tmp_path):
 # ── weights that do not fit ───────────────────────────────────────────────────────────────────────────────────
 
 
-def test_missing_weights_say_what_is_there_instead(tmp_path, stock):
+def test_the_error_for_missing_weights_lists_the_stored_ones(tmp_path, stock):
     path, tensors = stock
     folder = save(tmp_path / "titan", path, in_metas_names(tensors, HEAD_DIM))
     with pytest.raises(
@@ -154,7 +154,7 @@ def test_missing_weights_say_what_is_there_instead(tmp_path, stock):
         onward.load(folder, name_map=names)
 
 
-def test_weights_without_a_place_are_an_error_unless_left_out(tmp_path, stock, expected):
+def test_surplus_weights_are_an_error_unless_ignored(tmp_path, stock, expected):
     path, tensors = stock
     extra = {"ema.shadow": torch.ones(2), "model.layers.2.mlp.up_proj.weight": torch.ones(2)}
     folder = save(tmp_path / "extra", path, tensors | extra)
@@ -184,7 +184,7 @@ def test_two_tensors_for_one_weight_are_refused(tmp_path, stock):
         onward.load(folder, name_map={"model.": "", "ema.": ""})
 
 
-def test_a_single_number_is_no_weight_and_left_alone(tmp_path, stock, expected):
+def test_scalars_are_ignored(tmp_path, stock, expected):
     """Trainers store the step as a tensor next to the weights."""
     path, tensors = stock
     state = tensors | {"step": torch.tensor(3), "loss": torch.tensor(0.5)}
@@ -206,7 +206,7 @@ BARE = {
 
 
 @pytest.mark.parametrize("form", BARE)
-def test_the_error_proposes_the_name_map_that_works(tmp_path, stock, expected, form):
+def test_the_error_suggests_a_name_map_that_works(tmp_path, stock, expected, form):
     path, tensors = stock
     state = {BARE[form](name): tensor for name, tensor in tensors.items()}
     state |= {"step": torch.tensor([3]), "ema.shadow": torch.ones(2), "ema.more": torch.ones(2)}
@@ -218,7 +218,7 @@ def test_the_error_proposes_the_name_map_that_works(tmp_path, stock, expected, f
     assert same(onward.load(folder, name_map=names), expected)
 
 
-def test_the_error_of_what_is_left_over_proposes_to_leave_it_out(tmp_path, stock, expected):
+def test_the_error_for_surplus_weights_suggests_ignoring_them(tmp_path, stock, expected):
     path, tensors = stock
     folder = save(tmp_path / "run", path, {"app": tensors, "step": torch.tensor([3]), "rng": torch.ones(9)})
     with pytest.raises(CheckpointError, match=r'for example \{"rng": null\}') as caught:
@@ -227,7 +227,7 @@ def test_the_error_of_what_is_left_over_proposes_to_leave_it_out(tmp_path, stock
     assert same(onward.load(folder, name_map=proposed(caught.value)), expected)
 
 
-def test_nothing_is_proposed_that_does_not_fit(tmp_path, stock):
+def test_mismatched_names_are_not_suggested(tmp_path, stock):
     path, tensors = stock
     state = {f"model.{name}": tensor for name, tensor in tensors.items()}
     state["model.model.layers.1.mlp.up_proj.weight"] = torch.ones(48, 31)
@@ -244,7 +244,7 @@ def mesh(tmp_path, stock):
     return write_sharded(tmp_path / "mesh", *stock, sharded(stock[1]))
 
 
-def test_a_shard_that_is_missing_or_cut_short(mesh):
+def test_a_missing_or_truncated_shard(mesh):
     shard = mesh / "__2_0.distcp"
     whole = shard.read_bytes()
     shard.write_bytes(whole[:-1])
@@ -262,7 +262,7 @@ def test_bytes_that_are_no_tensor(mesh):
         onward.load(mesh)
 
 
-def test_the_parts_of_two_tensors_exchanged(mesh):
+def test_swapped_parts_of_two_tensors(mesh):
     def exchange(metadata):
         one, other = (
             MetadataIndex(f"model.layers.0.{name}.weight", [0, 0]) for name in ("mlp.up_proj", "mlp.down_proj")
@@ -289,19 +289,19 @@ def test_chunks_that_do_not_cover_their_tensor(mesh, offsets):
         onward.load(mesh)
 
 
-def test_a_save_that_was_not_finished(mesh):
+def test_an_unfinished_save(mesh):
     (mesh / ".metadata").unlink()
     with pytest.raises(CheckpointError, match=r"no \.metadata, which is written last: the save did not finish"):
         onward.load(mesh)
 
 
-def test_a_folder_without_a_config_says_what_to_add(mesh):
+def test_the_error_for_a_missing_config_says_what_to_add(mesh):
     (mesh / "config.json").unlink()
     with pytest.raises(ConfigError, match="beside the training checkpoint"):
         onward.load(mesh)
 
 
-def test_every_cut_of_the_metadata_is_refused(mesh):
+def test_every_truncation_of_the_metadata_is_refused(mesh):
     file = mesh / ".metadata"
     whole = file.read_bytes()
     for end in range(0, len(whole), 97):
@@ -354,13 +354,13 @@ def test_a_transformed_tensor_is_refused(mesh):
         ({3: "b"}, "a name must be text"),
     ],
 )
-def test_entries_that_mean_nothing(mesh, entries, says):
+def test_invalid_name_map_entries(mesh, entries, says):
     with pytest.raises(ConfigError) as caught:
         onward.load(mesh, name_map=entries)
     assert says in str(caught.value)
 
 
-def test_name_maps_that_cannot_be_read(mesh, tmp_path, stock):
+def test_unreadable_name_maps(mesh, tmp_path, stock):
     with pytest.raises(ConfigError, match="cannot be read as JSON"):
         onward.load(mesh, name_map=tmp_path / "none.json")
     (tmp_path / "list.json").write_text("[]")

@@ -9,6 +9,6 @@ from dcp_folders import META_NAMES
 PAGE = (Path(__file__).parents[2] / "docs" / "training.md").read_text(encoding="utf-8")
 
 
-def test_the_map_of_the_page_is_the_one_that_is_tested():
+def test_the_documented_name_map_is_the_tested_one():
     (block,) = re.findall(r"```json\n(.*?)```", PAGE, re.DOTALL)
     assert json.loads(block) == META_NAMES

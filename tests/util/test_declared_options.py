@@ -109,7 +109,7 @@ def test_the_generated_files_are_current(generate: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("option", NUMBERS, ids=lambda option: option.name)
-def test_the_bounds_of_a_number_are_where_they_are_declared(option: Option) -> None:
+def test_numbers_are_admitted_up_to_their_declared_bounds(option: Option) -> None:
     step = 1 if option.kind is int else 1e-6
     for bound, inside in [(option.low, 1), (option.above, 1), (option.high, -1), (option.below, -1)]:
         if bound is not None:

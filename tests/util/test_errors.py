@@ -31,7 +31,7 @@ def subclasses(of: type[Exception]) -> Iterator[type[Exception]]:
         yield from subclasses(subclass)
 
 
-def test_the_drawn_tree_has_every_error_with_its_bases():
+def test_the_documented_tree_has_every_error_with_its_bases():
     for module in pkgutil.walk_packages(onward.__path__, "onward."):
         if not module.name.endswith("__main__"):
             try:

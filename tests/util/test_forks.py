@@ -105,7 +105,7 @@ class Wide(nn.Module):
         return self.head(self.embedding(tokens)), cache
 
 
-def test_a_child_runs_a_model_that_is_all_torchs():
+def test_a_child_runs_a_pure_torch_model():
     lm = onward.LanguageModel(Model.from_module(Wide().eval()))
     prompt = list(range(300))
     tokens = lm.generate(prompt, max_new_tokens=8).token_ids
@@ -156,7 +156,7 @@ def test_children_forked_while_a_thread_decodes_decode_the_same(loaded):
     assert generated(lm) == tokens
 
 
-def test_a_session_that_another_thread_runs_begins_anew_in_a_child():
+def test_a_session_running_in_another_thread_is_reset_in_a_child():
     lm = onward.load("demo")
     session, going, over = onward.Session(lm), threading.Event(), threading.Event()
     expected = lm.generate("The fox", **OPTIONS).token_ids
@@ -233,14 +233,14 @@ def test_a_child_runs_no_program_that_another_thread_was_running():
     assert len(programs.by_shape) == made
 
 
-def test_programs_are_not_kept_for_the_forks_sake():
+def test_fork_handlers_do_not_keep_programs_alive():
     programs = ProgramCache()
     gone = weakref.ref(programs)
     del programs
     assert gone() is None
 
 
-def test_what_is_to_be_called_in_children_is_not_called_in_the_parent():
+def test_fork_handlers_are_called_only_in_children():
     called = []
     call_in_forks(lambda: called.append(os.getpid()))
     assert in_child(lambda: called == [os.getpid()]) == 0

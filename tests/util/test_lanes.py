@@ -52,7 +52,7 @@ def test_one_client_leaves_a_thread_to_the_others() -> None:
         call.result(SECONDS)
 
 
-def test_calls_that_come_at_once_run_at_once() -> None:
+def test_concurrent_calls_run_at_once() -> None:
     lane, blocked = Lane("test", 3), Blocked()
     lane.submit(lambda: 1).result(SECONDS)  # a thread is idle, and is notified once
     calls = [lane.submit(blocked, client) for client in "abc"]
@@ -85,7 +85,7 @@ def test_a_cancelled_call_is_dropped_with_its_arguments() -> None:
         queued.result(0)
 
 
-def test_errors_arrive_and_the_thread_goes_on() -> None:
+def test_errors_are_raised_and_the_thread_continues() -> None:
     lane = Lane("test", 1)
     with pytest.raises(ZeroDivisionError):
         lane.submit(lambda: 1 // 0).result(SECONDS)
@@ -118,7 +118,7 @@ def test_many_calls_from_many_threads() -> None:
     assert (len(lane), lane.running) == (0, 0)
 
 
-def test_a_forked_child_has_threads_of_its_own() -> None:
+def test_a_forked_child_has_its_own_threads() -> None:
     lane = Lane("test", 1)
     lane.submit(lambda: 1).result(SECONDS)
     if not (child := os.fork()):

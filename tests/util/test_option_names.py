@@ -34,7 +34,7 @@ def tiny_lm() -> LanguageModel:
         ("pipeline_parallel_size", "pipeline"),
     ],
 )
-def test_load_names_the_option_that_was_meant(name: str, meant: str) -> None:
+def test_load_suggests_the_intended_option(name: str, meant: str) -> None:
     with pytest.raises(RequestError) as raised:
         onward.load("/no/such/folder", **{name: True})
     assert str(raised.value) == f"unknown option {name!r}: did you mean {meant}?"
@@ -52,7 +52,7 @@ def test_load_names_the_option_that_was_meant(name: str, meant: str) -> None:
         (lambda lm: Engine(lm, max_num_seqs=2), "unknown option 'max_num_seqs': did you mean max_sequences?"),
     ],
 )
-def test_every_verb_names_the_option_that_was_meant(
+def test_every_method_suggests_the_intended_option(
     tiny_lm: LanguageModel, call: Callable[[LanguageModel], Any], message: str
 ) -> None:
     with pytest.raises(RequestError) as raised:
@@ -60,7 +60,7 @@ def test_every_verb_names_the_option_that_was_meant(
     assert message in str(raised.value)
 
 
-def test_every_constructor_and_function_with_options_names_the_one_that_was_meant(tiny_lm: LanguageModel) -> None:
+def test_every_constructor_and_function_suggests_the_intended_option(tiny_lm: LanguageModel) -> None:
     from onward.server import Settings, create_app
 
     calls: dict[str, Callable[..., Any]] = {
@@ -84,7 +84,7 @@ def test_every_constructor_and_function_with_options_names_the_one_that_was_mean
         assert str(raised.value) == f"unknown option {typo!r}: did you mean {option}?"
 
 
-def test_a_function_that_takes_any_keyword_is_no_place_for_a_check() -> None:
+def test_functions_that_take_any_keyword_cannot_be_checked() -> None:
     def anything(**named: Any) -> None: ...
 
     with pytest.raises(TypeError, match="accepts any keyword"):

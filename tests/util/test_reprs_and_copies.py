@@ -34,7 +34,7 @@ def test_reprs_fit_on_a_line(lm):
         assert type(thing).__name__ in repr(thing)
 
 
-def test_a_repr_of_options_makes_them_again():
+def test_a_repr_of_options_evaluates_to_them():
     options = GenerateOptions(temperature=0.5, stop=["a"], logit_bias={3: 1.0}, eos=7)
     assert eval(repr(options)) == options
     assert repr(GenerateOptions()) == "GenerateOptions()"
@@ -56,7 +56,7 @@ def test_a_copy_decodes_the_same(quantize, copied):
     assert other.draft is not lm.draft
 
 
-def test_what_cannot_be_copied_says_why(lm):
+def test_objects_that_cannot_be_copied_raise_a_clear_error(lm):
     cache = KVCache.new(
         num_layers=1, batch=1, num_kv_heads=1, max_len=4, head_dim=2, dtype=torch.float32, device=torch.device("cpu")
     )
@@ -70,11 +70,11 @@ def test_what_cannot_be_copied_says_why(lm):
             copied(program)
 
 
-def test_a_speculator_says_what_it_drafts_with():
+def test_a_speculators_repr_names_its_drafter():
     assert repr(Speculator("lookup", length=3)) == "<Speculator: PromptLookup, length 3>"
 
 
-def test_logs_are_quiet_by_default_and_say_what_was_loaded_when_asked():
+def test_logs_are_quiet_by_default_and_report_loading_on_request():
     code = "import onward; onward.load('demo').generate('Once', max_new_tokens=2)"
     quiet = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert quiet.stderr == ""

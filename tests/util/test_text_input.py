@@ -34,14 +34,14 @@ def nested(depth: int) -> str:
         ('{"a": [1, -1e999]}', "a[1] is -Infinity", "a[1]"),
     ],
 )
-def test_json_that_no_request_can_hold(text: str | bytes, message: str, at: str | None) -> None:
+def test_refused_json(text: str | bytes, message: str, at: str | None) -> None:
     with pytest.raises(TextError) as raised:
         parse_request_json(text)
     assert message in str(raised.value)
     assert raised.value.at == at
 
 
-def test_json_that_is_read() -> None:
+def test_accepted_json() -> None:
     assert parse_request_json(b'\xef\xbb\xbf{"a": 1, "a": 2}') == {"a": 2}
     assert parse_request_json("9" * MAX_DIGITS) == 10**MAX_DIGITS - 1
     assert parse_request_json('"\\ud83d\\ude00"') == "\U0001f600"
@@ -62,7 +62,7 @@ def test_a_lone_surrogate_is_found_among_any_escapes() -> None:
             assert is_lone, text
 
 
-def test_a_value_that_holds_itself_is_nested_too_deep() -> None:
+def test_a_value_that_contains_itself_is_nested_too_deep() -> None:
     value: list[object] = []
     value += [value, value]
     with pytest.raises(TextError, match="stop is nested too deep"):
@@ -86,7 +86,7 @@ BAD_OPTIONS = [
 
 
 @pytest.mark.parametrize(("name", "value"), BAD_OPTIONS, ids=lambda value: value if isinstance(value, str) else "")
-def test_an_option_that_holds_no_text_or_number_is_refused_by_name(name: str, value: object) -> None:
+def test_options_with_invalid_text_or_numbers_are_refused_by_name(name: str, value: object) -> None:
     with pytest.raises(RequestError, match=name):
         LM.generate("a", max_new_tokens=1, **{name: value})
 

@@ -52,12 +52,12 @@ def printed(*command: str | Path, environment: dict[str, str] | None = None) -> 
     return done.stdout.strip()
 
 
-def test_every_client_of_the_page_is_run() -> None:
+def test_every_client_on_the_page_is_run() -> None:
     assert set(SECTIONS) == {*PYTHON, *WITH_OPENAI2, "llm", "Vercel AI SDK", *AGENTS}
 
 
 @pytest.mark.parametrize("section", PYTHON)
-def test_a_section_of_python_runs(section: str, server: LiveServer) -> None:
+def test_a_python_section_runs(section: str, server: LiveServer) -> None:
     if find_spec(PYTHON[section]) is None:
         pytest.skip(f"{PYTHON[section]} is missing: run `make clients`")
     assert printed(sys.executable, "-c", block_of(section, "python", server))
@@ -68,7 +68,7 @@ def test_a_section_with_openai_2_runs(section: str, server: LiveServer) -> None:
     assert printed(*openai2(), "-c", block_of(section, "python", server))
 
 
-def test_the_section_of_llm_runs(server: LiveServer, tmp_path: Path) -> None:
+def test_the_llm_section_runs(server: LiveServer, tmp_path: Path) -> None:
     pytest.importorskip("llm")
     models = block_of("llm", "yaml", server)
     assert yaml.safe_load(models)
@@ -78,6 +78,6 @@ def test_the_section_of_llm_runs(server: LiveServer, tmp_path: Path) -> None:
     assert printed(*command, environment={"LLM_USER_PATH": str(tmp_path)})
 
 
-def test_the_section_of_the_ai_sdk_runs(server: LiveServer) -> None:
+def test_the_ai_sdk_section_runs(server: LiveServer) -> None:
     code = block_of("Vercel AI SDK", "js", server)
     assert printed(node_with_packages(), "--input-type=module", "--eval", code)

@@ -11,7 +11,7 @@ CHECKS = "not_a_server_error,status_code_conformance,content_type_conformance,re
 SECONDS = 240
 
 
-def test_schemathesis_finds_no_answer_that_is_not_described(
+def test_schemathesis_finds_no_undocumented_answer(
     server: LiveServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("schemathesis")

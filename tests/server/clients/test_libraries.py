@@ -103,7 +103,7 @@ def test_instructor_reads_and_streams_objects(server: LiveServer) -> None:
         assert all(parts[-1]["mood"].startswith(part["mood"] or "") for part in parts)
 
 
-def test_the_command_line_of_llm_chats(server: LiveServer, lm: onward.LanguageModel, tmp_path: Path) -> None:
+def test_llms_command_line_chats(server: LiveServer, lm: onward.LanguageModel, tmp_path: Path) -> None:
     pytest.importorskip("llm")
     model = f"- model_id: onward\n  model_name: demo\n  api_base: {server.url}/v1\n"
     (tmp_path / "extra-openai-models.yaml").write_text(model)

@@ -26,11 +26,11 @@ def test_help_fits_80_columns_and_gives_an_example(cli: Cli, command: tuple[str,
     assert cli(*command, "-h") == result
 
 
-def test_no_command_is_a_question_for_help(cli: Cli) -> None:
+def test_no_command_points_to_help(cli: Cli) -> None:
     assert cli() == cli("--help")
 
 
-def test_the_options_stand_in_groups_and_the_model_near_the_top(cli: Cli) -> None:
+def test_options_are_grouped_with_the_model_near_the_top(cli: Cli) -> None:
     lines = cli("generate", "--help").out.splitlines()
     sections = [line for line in lines if line.endswith(":") and not line.startswith(" ")]
     assert sections[:3] == ["Arguments:", "Input:", "Model:"]
@@ -41,7 +41,7 @@ def test_the_options_stand_in_groups_and_the_model_near_the_top(cli: Cli) -> Non
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_a_shell_is_given_its_completion(shell: str) -> None:
+def test_shell_completion_is_installed(shell: str) -> None:
     environment = ENVIRONMENT | {"_ONWARD_COMPLETE": f"source_{shell}"}
     done = subprocess.run(PROGRAM, env=environment, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")
@@ -57,7 +57,7 @@ def test_a_shell_is_given_its_completion(shell: str) -> None:
         ("onward generate --quantize i", {"int8", "int4", "iq4_nl"}),
     ],
 )
-def test_what_is_typed_is_completed(typed: str, offered: set[str]) -> None:
+def test_words_are_completed(typed: str, offered: set[str]) -> None:
     words = {"COMP_WORDS": typed, "COMP_CWORD": str(len(typed.split()) - 1), "_ONWARD_COMPLETE": "complete_bash"}
     done = subprocess.run(PROGRAM, env=ENVIRONMENT | words, capture_output=True, text=True, timeout=120)
     assert set(done.stdout.split()) == offered, done.stderr
@@ -92,7 +92,7 @@ def loaded_by(*arguments: str) -> set[str]:
     return set(in_a_new_python(program).splitlines()[-1].split())
 
 
-def test_the_list_of_commands_imports_none_of_them() -> None:
+def test_the_list_of_commands_imports_no_command() -> None:
     for arguments in (["--help"], ["--version"]):
         loaded = loaded_by(*arguments)
         assert "typer" in loaded
@@ -102,7 +102,7 @@ def test_the_list_of_commands_imports_none_of_them() -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_the_help_of_a_command_imports_nothing_heavy_and_no_other_command(command: str) -> None:
+def test_the_help_of_a_command_imports_only_that_command(command: str) -> None:
     loaded = loaded_by(command, "--help")
     assert not HEAVY & loaded
     module = {"deploy": "serve", "score": "evaluate", "eval": "evaluate", "quantize": "convert"}.get(command, command)
@@ -112,7 +112,7 @@ def test_the_help_of_a_command_imports_nothing_heavy_and_no_other_command(comman
     assert not others & loaded
 
 
-def test_importing_onward_is_quick_and_its_names_are_there() -> None:
+def test_importing_onward_is_quick_and_exports_its_names() -> None:
     in_a_new_python(
         "import sys, onward\n"
         "assert 'torch' not in sys.modules\n"
@@ -125,12 +125,12 @@ def test_importing_onward_is_quick_and_its_names_are_there() -> None:
     )
 
 
-def test_a_name_that_is_not_there() -> None:
+def test_an_unknown_attribute() -> None:
     with pytest.raises(AttributeError, match="no attribute 'lode'"):
         _ = onward.lode
 
 
-def test_what_is_imported_is_old_and_the_collector_goes_on() -> None:
+def test_imported_objects_are_in_the_oldest_generation() -> None:
     in_a_new_python(
         "import gc, onward\n"
         "load = onward.load\n"
@@ -142,7 +142,7 @@ def test_what_is_imported_is_old_and_the_collector_goes_on() -> None:
     )
 
 
-def test_what_the_program_has_frozen_stays_frozen() -> None:
+def test_objects_frozen_by_the_program_stay_frozen() -> None:
     in_a_new_python(
         "import gc, onward\n"
         "gc.freeze()\n"

@@ -55,7 +55,7 @@ def test_every_way_to_decode(tmp_path: Path) -> None:
         assert (again.token_ids, again.logprobs) == (first[0].token_ids, first[0].logprobs)
 
 
-def test_many_rows_go_in_parts(tmp_path: Path) -> None:
+def test_many_rows_are_split_into_microbatches(tmp_path: Path) -> None:
     folder = random_checkpoint(tmp_path, num_hidden_layers=2)
     prompts = [[row % 200 + 1, 3, 4] for row in range(40)]
     one = onward.load(folder)
@@ -74,7 +74,7 @@ def test_rows_that_read_each_other_stay_together() -> None:
     assert len(microbatches(Microbatch(tokens, offsets, table, None), 2)) == 1, "a row that reads what another writes"
 
 
-def test_a_prompt_goes_in_parts_of_which_the_last_alone_has_a_result() -> None:
+def test_only_the_last_microbatch_of_a_prompt_has_a_result() -> None:
     tokens, offsets = torch.zeros(1, 128, dtype=torch.int32), torch.tensor([64], dtype=torch.int32)
     table, last = torch.arange(4, dtype=torch.int32).view(1, 4), torch.tensor([[127]])
     parts = microbatches(Microbatch(tokens, offsets, table, last), 3)
@@ -87,7 +87,7 @@ def test_a_prompt_goes_in_parts_of_which_the_last_alone_has_a_result() -> None:
     assert parts[-1].logits_at.tolist() == [[42]]
 
 
-def test_session_lives_on(tmp_path: Path) -> None:
+def test_session_over_several_calls(tmp_path: Path) -> None:
     folder = random_checkpoint(tmp_path / "model", num_hidden_layers=3)
     one = onward.load(folder)
     with over_ranks(folder, 2) as split:
@@ -136,7 +136,7 @@ def test_too_many_tokens_at_once_are_refused_and_change_nothing(tmp_path: Path) 
         assert same(one, split, temperature=0)
 
 
-def test_fingerprints_tell_what_every_rank_holds(tmp_path: Path) -> None:
+def test_fingerprints_cover_every_ranks_weights(tmp_path: Path) -> None:
     folders = [random_checkpoint(tmp_path / str(seed), seed=0) for seed in range(3)]
     weights = load_file(folders[2] / "model.safetensors")
     weights["model.layers.1.mlp.up_proj.weight"][13, 7] += 2**-8  # of rank 1
@@ -154,7 +154,7 @@ def test_layers_are_divided_evenly() -> None:
     assert divide_layers([1] * 4, 4, ends=100) == [range(1), range(1, 2), range(2, 3), range(3, 4)]
 
 
-def test_each_rank_reads_its_layers_alone(tmp_path: Path) -> None:
+def test_each_rank_only_reads_its_layers(tmp_path: Path) -> None:
     """Without the other ranks' tensors the checkpoint is enough for a stage."""
     from onward.distributed.pipeline import stage_of
     from onward.models import read_config
@@ -178,7 +178,7 @@ def test_each_rank_reads_its_layers_alone(tmp_path: Path) -> None:
         ("qwen3", {"pipeline": 2, "adapters": {"a": "b"}}, "adapters"),
     ],
 )
-def test_what_cannot_be_split_is_named(family: str, options: dict[str, Any], wanted: str, tmp_path: Path) -> None:
+def test_unsupported_models_are_named(family: str, options: dict[str, Any], wanted: str, tmp_path: Path) -> None:
     folder = random_checkpoint(tmp_path, family)
     with pytest.raises(RequestError, match=wanted):
         onward.load(folder, **options)

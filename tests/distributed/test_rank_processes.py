@@ -51,7 +51,7 @@ def test_ranks_live_as_long_as_the_model(tmp_path: Path) -> None:
     await_end(pids)
 
 
-def test_ranks_keep_keys_and_values_in_8_bits(tmp_path: Path) -> None:
+def test_ranks_use_an_8_bit_cache(tmp_path: Path) -> None:
     folder = random_checkpoint(tmp_path, "qwen2", num_hidden_layers=3)
     one, lm = (onward.load(folder, cache_format="int8", pipeline=ranks) for ranks in (1, 2))
     expected = one.generate(PROMPT, max_new_tokens=8)
@@ -76,7 +76,7 @@ def test_a_dead_rank_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     await_end(pids)
 
 
-def test_ranks_end_when_one_of_them_cannot_be_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_exit_when_one_of_them_is_unreachable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lm = onward.load(random_checkpoint(tmp_path, num_hidden_layers=3), pipeline=3)
     pids, forward = pids_of(lm), lm.model.forward
     links = forward.group.links  # type: ignore[attr-defined]
@@ -110,7 +110,7 @@ def test_a_rank_that_hangs_is_an_error(tmp_path: Path, monkeypatch: pytest.Monke
     await_end(pids)
 
 
-def test_ranks_that_have_nothing_to_do_are_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_ranks_are_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "HEARTBEAT_TIMEOUT", 2.5)
     folder = random_checkpoint(tmp_path, num_hidden_layers=3)
     lm = onward.load(folder, pipeline=2)
@@ -122,7 +122,7 @@ def test_ranks_that_have_nothing_to_do_are_not_lost(tmp_path: Path, monkeypatch:
     assert lm.generate(PROMPT, max_new_tokens=8).token_ids == expected
 
 
-def test_a_program_that_ends_leaves_no_rank(tmp_path: Path) -> None:
+def test_an_exiting_program_leaves_no_rank(tmp_path: Path) -> None:
     folder = random_checkpoint(tmp_path, num_hidden_layers=3)
     code = (
         "import onward\n"
@@ -136,7 +136,7 @@ def test_a_program_that_ends_leaves_no_rank(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
-def test_a_forked_child_is_refused_and_harms_nobody(tmp_path: Path) -> None:
+def test_a_forked_child_is_refused_without_side_effects(tmp_path: Path) -> None:
     folder = random_checkpoint(tmp_path, num_hidden_layers=3)
     code = (
         "import onward, os, sys\n"
@@ -155,7 +155,7 @@ def test_a_forked_child_is_refused_and_harms_nobody(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-def test_a_rank_that_cannot_load_says_why(tmp_path: Path) -> None:
+def test_a_rank_that_fails_to_load_reports_why(tmp_path: Path) -> None:
     folder = random_checkpoint(tmp_path, num_hidden_layers=3, shards=2)
     weights = next(folder.glob("*-00002-of-*"))
     weights.write_bytes(weights.read_bytes()[:200])

@@ -189,7 +189,7 @@ def test_long_contexts_agree_with_the_definition(isa: str, dtype: torch.dtype, q
 
 @given(data=st.data(), threads=st.tuples(st.integers(1, 4), st.integers(1, 4)))
 @per_isa
-def test_bits_depend_on_the_query_alone(isa: str, data: st.DataObject, threads: tuple[int, int]) -> None:
+def test_bits_depend_only_on_the_query(isa: str, data: st.DataObject, threads: tuple[int, int]) -> None:
     """Alone == batched, chunked == whole, whatever the threads."""
     case = data.draw(cases(longest=1400, queries=600, dims=(17, 32, 48)))
     native.set_num_threads(threads[0])
@@ -204,7 +204,7 @@ def test_bits_depend_on_the_query_alone(isa: str, data: st.DataObject, threads: 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_every_query_of_a_chunk_has_the_bits_it_has_alone(isa: str, dtype: torch.dtype) -> None:
+def test_batched_query_equals_the_query_alone(isa: str, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(1)
     keys, values = (torch.randn(1, 2, 600, 32, generator=generator).to(dtype) for _ in range(2))
     q = torch.randn(1, 4, 600, 32, generator=generator).to(dtype)
@@ -216,7 +216,7 @@ def test_every_query_of_a_chunk_has_the_bits_it_has_alone(isa: str, dtype: torch
 
 @given(case=cases(longest=700), threads=st.integers(1, 3))
 @per_isa
-def test_what_no_query_of_a_row_sees_is_not_read(isa: str, case: Case, threads: int) -> None:
+def test_entries_that_no_query_sees_are_not_read(isa: str, case: Case, threads: int) -> None:
     if case.offsets is None:
         case = dataclasses.replace(case, offsets=torch.zeros(case.q.shape[0], dtype=torch.int32))
     native.set_num_threads(threads)
@@ -233,7 +233,7 @@ def test_what_no_query_of_a_row_sees_is_not_read(isa: str, case: Case, threads: 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("window", [0, 9])
-def test_a_broken_token_reaches_those_that_see_it_and_no_others(
+def test_a_nonfinite_token_affects_only_the_queries_that_see_it(
     isa: str, dtype: torch.dtype, bad: float, window: int
 ) -> None:
     generator = torch.Generator().manual_seed(2)
@@ -249,7 +249,7 @@ def test_a_broken_token_reaches_those_that_see_it_and_no_others(
 
 @given(case=cases(longest=1200, queries=90), threads=st.integers(1, 3), data=st.data())
 @per_isa
-def test_broken_tokens_anywhere_reach_no_query_that_does_not_see_them(
+def test_nonfinite_tokens_do_not_affect_queries_that_mask_them(
     isa: str, case: Case, threads: int, data: st.DataObject
 ) -> None:
     """Later tokens of the same chunk, and those that a window has left behind: 0 times infinity must not happen."""
@@ -287,7 +287,7 @@ def test_strided_and_unaligned_tensors(isa: str, dtype: torch.dtype) -> None:
         assert same_bits(out.transpose(1, 2), plain.run())
 
 
-def test_a_query_that_sees_nothing_gives_zeros(isa: str) -> None:
+def test_a_query_without_visible_keys_gives_zeros(isa: str) -> None:
     q, kv = torch.ones(1, 1, 2, 8), torch.ones(1, 1, 5, 8)
     hide_all = torch.full((1, 1, 2, 5), -math.inf)
     hide_all[0, 0, 1, 2] = 0.0
@@ -322,7 +322,7 @@ def test_a_softcap_bounds_scores_before_the_mask(isa: str) -> None:
     assert out.item() == pytest.approx(1 / (1 + math.exp(-2)), rel=8 * U)
 
 
-def test_values_may_be_a_part_of_the_keys(isa: str) -> None:
+def test_values_may_be_a_slice_of_the_keys(isa: str) -> None:
     """As the absorbed form of multi-head latent attention has them: 576 features of a key, the first 512 its value."""
     generator = torch.Generator().manual_seed(5)
     for dtype in DTYPES:
@@ -334,7 +334,7 @@ def test_values_may_be_a_part_of_the_keys(isa: str) -> None:
 
 
 @pytest.mark.parametrize("softcap", [-1.0, math.nan])
-def test_a_softcap_below_zero_is_refused(isa: str, softcap: float) -> None:
+def test_a_negative_softcap_is_refused(isa: str, softcap: float) -> None:
     one = torch.ones(1, 1, 1, 8)
     with pytest.raises(NativeError, match="bad argument"):
         Case(one, one, one, None, softcap=softcap).run()
@@ -347,7 +347,7 @@ def test_positions_outside_the_cache_are_refused(isa: str, offset: int) -> None:
         Case(q, kv, kv, torch.tensor([offset], dtype=torch.int32)).run()
 
 
-def test_heads_that_are_no_multiple_are_refused(isa: str) -> None:
+def test_query_heads_must_be_a_multiple_of_key_heads(isa: str) -> None:
     with pytest.raises(NativeError, match="bad argument"):
         Case(torch.ones(1, 3, 1, 8), torch.ones(1, 2, 4, 8), torch.ones(1, 2, 4, 8), None).run()
 

@@ -16,7 +16,7 @@ def test_the_largest_cache_counts(tmp_path):
 
 
 @pytest.mark.parametrize(("size", "cached"), [(0, False), (1 << 40, True)])
-def test_a_table_gives_no_rate_of_weights_that_stay_in_the_cache(size, cached, monkeypatch):
+def test_no_bandwidth_is_reported_for_weights_that_fit_the_cpu_cache(size, cached, monkeypatch):
     monkeypatch.setattr("onward.program.program.last_level_cache_bytes", lambda: size)
     report = onward.LanguageModel(tiny_model()).explain()
     if report.rows:

@@ -111,7 +111,7 @@ def test_extremes(isa: str, kind: tuple[str, int]) -> None:
 
 @given(seed=seeds, dtype=st.sampled_from(DTYPES), threads=st.integers(1, 4))
 @settings(parent=per_isa, max_examples=10)
-def test_an_element_has_the_same_bits_wherever_it_lies(isa: str, seed: int, dtype: torch.dtype, threads: int) -> None:
+def test_an_element_has_the_same_bits_at_any_position(isa: str, seed: int, dtype: torch.dtype, threads: int) -> None:
     a, b = normal(seed, 1, 20_000, dtype=dtype), normal(seed + 1, 1, 20_000, dtype=dtype)
     native.set_num_threads(threads)
     for name, *options in (("swiglu",), ("sigmoid_gate",), ("geglu", 0), ("geglu", 1)):
@@ -139,7 +139,7 @@ def test_an_id_outside_the_table_is_refused(isa: str, bad: int) -> None:
     threads=st.integers(1, 4), ties=st.booleans(), sorted_row=st.booleans(),
 )  # fmt: skip
 @per_isa
-def test_argmax_is_the_first_of_the_largest(
+def test_argmax_is_the_first_maximum(
     isa: str, seed: int, columns: int, dtype: torch.dtype, threads: int, ties: bool, sorted_row: bool
 ) -> None:
     native.set_num_threads(threads)
@@ -157,14 +157,12 @@ def test_argmax_is_the_first_of_the_largest(
     fill=st.sampled_from((0.0, -math.inf, math.inf)),
 )  # fmt: skip
 @per_isa
-def test_argmax_finds_the_first_that_is_no_number(
-    isa: str, seed: int, columns: int, at: list[float], fill: float
-) -> None:
+def test_argmax_finds_the_first_nan(isa: str, seed: int, columns: int, at: list[float], fill: float) -> None:
     x = torch.full((1, columns), fill)
     places = [int(share * (columns - 1)) for share in at]
     x[0, places] = math.nan
     assert argmax(x).item() == min(places)
 
 
-def test_argmax_of_a_hopeless_row(isa: str) -> None:
+def test_argmax_of_rows_without_a_finite_value(isa: str) -> None:
     assert argmax(torch.full((2, 700), -math.inf)).tolist() == [0, 0]

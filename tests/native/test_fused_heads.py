@@ -111,7 +111,7 @@ def test_heads_have_the_bits_of_the_separate_kernels(
 
 
 @pytest.mark.parametrize("offsets", [(0, -1), (3, 0), (2**31 - 1, 0)])
-def test_heads_that_do_not_fit_the_cache_leave_it_alone(isa: str, offsets: tuple[int, int]) -> None:
+def test_heads_that_exceed_the_cache_change_nothing(isa: str, offsets: tuple[int, int]) -> None:
     x = torch.randn(2, 3, 2, 16)
     plain, cache = Part(x, poisoned(x.shape, x.dtype)), Part(x, poisoned((2, 3, 4, 16), x.dtype), to_cache=True)
     cos = sin = torch.ones(2, 2, 8)
@@ -122,7 +122,7 @@ def test_heads_that_do_not_fit_the_cache_leave_it_alone(isa: str, offsets: tuple
 
 
 @pytest.mark.parametrize(("shape", "pairs"), [((-1, 1, 8), 4), ((1, -1, 8), 4), ((1, 1, -8), 0), ((1, 1, 8), 5)])
-def test_heads_of_a_shape_that_cannot_be_are_refused(isa: str, shape: tuple[int, int, int], pairs: int) -> None:
+def test_invalid_shapes_are_refused(isa: str, shape: tuple[int, int, int], pairs: int) -> None:
     angles = torch.ones(1, 1, 8)
     with pytest.raises(NativeError, match="bad argument"):
         call(
@@ -139,7 +139,7 @@ def test_heads_of_a_shape_that_cannot_be_are_refused(isa: str, shape: tuple[int,
         )
 
 
-def test_without_a_rotation_or_a_cache_there_need_be_no_angles_and_offsets(isa: str) -> None:
+def test_angles_and_offsets_are_optional_without_rotation_and_cache(isa: str) -> None:
     x = torch.randn(1, 2, 3, 8)
     part = Part(x, poisoned(x.shape, x.dtype))
     call("onward_heads", (HeadsArguments * 1)(part.arguments()), 1, 1, 3, 8, 0, None, None, None, 0, None)
@@ -147,7 +147,7 @@ def test_without_a_rotation_or_a_cache_there_need_be_no_angles_and_offsets(isa: 
 
 
 @pytest.mark.parametrize("missing", ["angles", "offsets"])
-def test_heads_without_the_angles_or_offsets_they_need_are_refused(isa: str, missing: str) -> None:
+def test_missing_angles_and_offsets_are_refused(isa: str, missing: str) -> None:
     x = torch.randn(1, 2, 3, 8)
     part = Part(x, poisoned(x.shape, x.dtype), rotate=missing == "angles", to_cache=missing == "offsets")
     with pytest.raises(NativeError, match="bad argument"):

@@ -39,7 +39,7 @@ def linear_many(
     threads=st.integers(1, 4), seed=st.integers(0, 2**31), data=st.data(),
 )  # fmt: skip
 @per_isa
-def test_many_linears_have_the_bits_of_each(
+def test_fused_linears_equal_separate_ones(
     isa: str, fmt: Format, t: int, k: int, sizes: list[int], threads: int, seed: int, data: st.DataObject
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -61,7 +61,7 @@ def test_many_linears_have_the_bits_of_each(
     ("wrong", "value"),
     [("n", -1), ("bias_dtype", 3), ("out_dtype", -1)],
 )
-def test_a_matrix_that_cannot_be_is_refused_before_anything_is_written(isa: str, wrong: str, value: int) -> None:
+def test_an_invalid_matrix_is_refused_before_any_write(isa: str, wrong: str, value: int) -> None:
     weight = Packed.random(Format.F32, 16, 4, torch.Generator().manual_seed(0))
     x, outs = torch.ones(1, 4), poisoned((2, 16), torch.float32)
     products = (LinearArguments * 2)(
@@ -77,6 +77,6 @@ def test_a_matrix_that_cannot_be_is_refused_before_anything_is_written(isa: str,
 
 
 @pytest.mark.parametrize("shape", [(-1, 4), (1, -1), (1, 70_000)])
-def test_a_shape_that_cannot_be_is_refused(isa: str, shape: tuple[int, int]) -> None:
+def test_invalid_shapes_are_refused(isa: str, shape: tuple[int, int]) -> None:
     with pytest.raises(NativeError, match="bad argument"):
         call("onward_linear_many", None, 0, Format.INT8, *shape, None, 0, 0)

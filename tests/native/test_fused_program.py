@@ -108,7 +108,7 @@ def test_a_program_has_the_bits_of_its_calls(
     assert torch.equal(last, second.linear(between[0]))
 
 
-def test_a_program_ends_at_the_instruction_that_fails(isa: str) -> None:
+def test_a_program_ends_at_the_failing_instruction(isa: str) -> None:
     weight = Packed.random(Format.BF16, 500, 64, torch.Generator().manual_seed(0))
     x, program = torch.randn(1, 64), Program()
     (before,) = add_linear(program, [weight], x)
@@ -121,7 +121,7 @@ def test_a_program_ends_at_the_instruction_that_fails(isa: str) -> None:
     assert after.isnan().all()
 
 
-def test_a_program_with_an_instruction_cut_short_ends_there(isa: str) -> None:
+def test_a_program_ends_at_a_truncated_instruction(isa: str) -> None:
     weight = Packed.random(Format.BF16, 500, 64, torch.Generator().manual_seed(0))
     x, program = torch.randn(1, 64), Program()
     (before,) = add_linear(program, [weight], x)

@@ -43,7 +43,7 @@ def as_torch_takes_them(indices: list[Tensor | None]) -> tuple[Tensor | slice, .
     index_dtype=st.sampled_from((torch.int32, torch.int64)), threads=st.integers(1, 3),
 )  # fmt: skip
 @per_isa
-def test_indexing_is_torchs(
+def test_indexing_equals_torch(
     isa: str, seed: int, case: dict[int, tuple[int, ...]], layout: str, index_layout: str, dtype: torch.dtype,
     index_dtype: torch.dtype, threads: int,
 ) -> None:  # fmt: skip
@@ -57,7 +57,7 @@ def test_indexing_is_torchs(
 
 @given(seed=seeds, case=st.sampled_from(CASES), layout=layouts, values_layout=layouts)
 @per_isa
-def test_putting_is_torchs(
+def test_index_put_equals_torch(
     isa: str, seed: int, case: dict[int, tuple[int, ...]], layout: str, values_layout: str
 ) -> None:
     x, indices = numbers(SHAPE, torch.float32), indices_of(seed, case, torch.int64)
@@ -77,14 +77,14 @@ def test_putting_is_torchs(
 
 @pytest.mark.parametrize("bad", [-4, 3, 2**31, -(2**40)])
 @pytest.mark.parametrize("put", [False, True])
-def test_outside_indices_are_refused_before_anything_is_written(isa: str, bad: int, put: bool) -> None:
+def test_indices_out_of_range_are_refused_before_any_write(isa: str, bad: int, put: bool) -> None:
     x, values = torch.zeros(3, 4), torch.ones(3, 4)
     with pytest.raises(NativeError, match="bad argument"):
         index(x, [torch.tensor([0, 1, bad])], values if put else None)
     assert (x == 0).all()
 
 
-def test_large_gathers_are_shared_out(isa: str) -> None:
+def test_large_gathers_are_split_over_threads(isa: str) -> None:
     native.set_num_threads(2)
     x = torch.randn(500, 300, generator=torch.Generator().manual_seed(0))
     rows = torch.randint(0, 500, (2000,), generator=torch.Generator().manual_seed(1))
@@ -96,7 +96,7 @@ def test_large_gathers_are_shared_out(isa: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int64])
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
-def test_selected_columns_of_long_rows_are_torchs(isa: str, dtype: torch.dtype, index_dtype: torch.dtype) -> None:
+def test_selected_columns_of_long_rows_equal_torch(isa: str, dtype: torch.dtype, index_dtype: torch.dtype) -> None:
     """More rows and columns than a thread takes at once, so that a share begins in the middle of a row."""
     native.set_num_threads(3)
     generator = torch.Generator().manual_seed(0)

@@ -107,7 +107,7 @@ def test_strides_and_threads_do_not_matter(
 
 @given(seed=seeds, shape=shapes, layout=layouts, source=dtypes, target=dtypes)
 @per_isa
-def test_casts_are_torchs(
+def test_casts_equal_torch(
     isa: str, seed: int, shape: list[int], layout: str, source: torch.dtype, target: torch.dtype
 ) -> None:
     x = sample(seed, shape, source, 100.0)
@@ -116,7 +116,7 @@ def test_casts_are_torchs(
 
 @pytest.mark.parametrize("source", FLOATS)
 @pytest.mark.parametrize("target", FLOATS)
-def test_every_short_float_is_cast_as_torch_casts_it(isa: str, source: torch.dtype, target: torch.dtype) -> None:
+def test_every_short_float_is_cast_as_by_torch(isa: str, source: torch.dtype, target: torch.dtype) -> None:
     # All 16-bit patterns that are no bf16 subnormals (AVX-512 writes those as 0), what lies between them, and the
     # limits of float16.
     bits = torch.arange(-(2**15), 2**15).to(torch.int16)
@@ -128,7 +128,7 @@ def test_every_short_float_is_cast_as_torch_casts_it(isa: str, source: torch.dty
     assert same(unary(Unary.COPY, x, target), x.to(target))
 
 
-def test_large_tensors_are_shared_out(isa: str) -> None:
+def test_large_tensors_are_split_over_threads(isa: str) -> None:
     native.set_num_threads(2)
     x = sample(3, [300, 1001], torch.float32)
     assert torch.equal(unary(Unary.COPY, x.t(), torch.float64), x.t().double())
@@ -138,7 +138,7 @@ def test_large_tensors_are_shared_out(isa: str) -> None:
 
 @pytest.mark.parametrize("value", [2.0**31, 2.0**63, -(2.0**63) * 1.5, math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("target", [torch.int32, torch.int64])
-def test_what_fits_no_integer_becomes_the_lowest(isa: str, value: float, target: torch.dtype) -> None:
+def test_floats_outside_the_integer_range_become_the_minimum(isa: str, value: float, target: torch.dtype) -> None:
     got = unary(Unary.COPY, torch.tensor([value, 7.9, -7.9]), target)
     fits = math.isfinite(value) and abs(value) <= torch.iinfo(target).max
     assert got.tolist() == [int(value) if fits else torch.iinfo(target).min, 7, -7]
@@ -146,7 +146,7 @@ def test_what_fits_no_integer_becomes_the_lowest(isa: str, value: float, target:
 
 @pytest.mark.parametrize("op", TESTS)
 @pytest.mark.parametrize("dtype", ELEMENTS)
-def test_tests_give_booleans(isa: str, op: Unary, dtype: torch.dtype) -> None:
+def test_comparisons_give_booleans(isa: str, op: Unary, dtype: torch.dtype) -> None:
     x = EDGES.to(dtype) if dtype.is_floating_point else torch.tensor([0, 1, 3]).to(dtype)
     assert same(unary(op, x, torch.bool), TESTS[op](x))
 
@@ -232,7 +232,7 @@ def test_rows_columns_and_single_values_broadcast(isa: str, seed: int, dtype: to
 
 @given(seed=seeds, shape=shapes, layout=layouts, a_dtype=dtypes, b_dtype=dtypes)
 @per_isa
-def test_where_is_torchs(
+def test_where_equals_torch(
     isa: str, seed: int, shape: list[int], layout: str, a_dtype: torch.dtype, b_dtype: torch.dtype
 ) -> None:
     condition = sample(seed, shape, torch.bool)
@@ -245,7 +245,7 @@ def test_where_is_torchs(
 
 
 @pytest.mark.parametrize("shape", [[0], [3, 0], [0, 4]])
-def test_nothing_is_done_to_no_elements(isa: str, shape: list[int]) -> None:
+def test_empty_tensors(isa: str, shape: list[int]) -> None:
     x = torch.zeros(shape)
     assert unary(Unary.EXP, x).shape == x.shape
     assert binary(Binary.ADD, Element.F32, x, x, torch.float32).shape == x.shape
@@ -265,7 +265,7 @@ def test_unknown_codes_are_refused(isa: str) -> None:
         unary(Unary.BITWISE_NOT, x)
 
 
-def test_lists_of_operations_are_as_long_as_the_librarys(isa: str) -> None:
+def test_every_operation_of_the_library_is_listed(isa: str) -> None:
     """Every listed operation exists; the next code does not (checked above)."""
     x = torch.ones(1)
     for op in Unary:

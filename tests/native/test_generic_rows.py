@@ -86,7 +86,7 @@ def test_integers_and_booleans(
 
 @pytest.mark.parametrize("dtype", ELEMENTS)
 @pytest.mark.parametrize("count", [1, 64, 65, 1300])
-def test_any_and_all_see_every_place(isa: str, dtype: torch.dtype, count: int) -> None:
+def test_any_and_all_check_every_position(isa: str, dtype: torch.dtype, count: int) -> None:
     ones = torch.eye(count).to(dtype)
     assert reduce(Reduce.ANY, ones, [1], torch.bool).all()
     assert not reduce(Reduce.ALL, torch.ones_like(ones) - ones if dtype != torch.bool else ~ones, [1], torch.bool).any()
@@ -102,7 +102,7 @@ def test_sums_of_doubles(isa: str, seed: int, count: int) -> None:
 
 
 @pytest.mark.parametrize("at", [0, 5, 63, 64, 599, 1299])
-def test_no_number_wins(isa: str, at: int) -> None:
+def test_nan_is_propagated(isa: str, at: int) -> None:
     x = sample(1, (2, 1300), torch.float32)
     x[1, at] = math.nan
     for op in (Reduce.MAX, Reduce.MIN, Reduce.SUM, Reduce.MEAN):
@@ -110,7 +110,7 @@ def test_no_number_wins(isa: str, at: int) -> None:
     assert reduce(Reduce.ARGMAX, x, [1], torch.int64).tolist() == [int(x[0].argmax()), at]
 
 
-def test_no_elements(isa: str) -> None:
+def test_empty_reductions(isa: str) -> None:
     x = torch.zeros(3, 0)
     assert reduce(Reduce.SUM, x, [1], torch.float32).tolist() == [0.0] * 3
     assert reduce(Reduce.MEAN, x, [1], torch.float32).isnan().all()
@@ -162,7 +162,7 @@ def test_softmax_and_its_logarithm(
     assert_rounded(softmax(y, dim, log=True, out=torch.float32), log_want, log_error)
 
 
-def test_hopeless_rows_and_masked_places(isa: str) -> None:
+def test_rows_without_finite_values_and_masked_positions(isa: str) -> None:
     x = torch.tensor([[-math.inf] * 70, [0.0] * 35 + [-math.inf] * 35, [math.nan] + [0.0] * 69])
     got = softmax(x, 1)
     assert got[0].isnan().all()

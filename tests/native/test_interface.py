@@ -195,7 +195,7 @@ def sources() -> str:
     return cpp_sources(NATIVE)
 
 
-def test_the_declarations_are_those_of_the_sources(sources: str) -> None:
+def test_the_declarations_equal_those_of_the_sources(sources: str) -> None:
     assert differences(sources) == []
     assert set(SIGNATURES) == set(python_declarations())
     assert DType.__members__.items() <= {name: Element[name] for name in Element.__members__}.items()
@@ -219,7 +219,7 @@ def test_the_declarations_are_those_of_the_sources(sources: str) -> None:
         ("kClampedSwiglu, kRelu2", "kRelu2, kClampedSwiglu", "enum Activation RELU2"),
     ],
 )  # fmt: skip
-def test_a_change_of_the_sources_alone_is_a_difference(sources: str, old: str, new: str, difference: str) -> None:
+def test_a_change_of_only_the_sources_is_detected(sources: str, old: str, new: str, difference: str) -> None:
     changed = sources.replace(old, new)
     assert changed != sources
     assert any(difference in each for each in differences(changed))

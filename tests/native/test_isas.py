@@ -24,14 +24,14 @@ def drawn(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def test_no_kernel_asks_which_set_it_is_compiled_for() -> None:
+def test_kernels_do_not_depend_on_the_instruction_set_directly() -> None:
     for path in SOURCES.rglob("*.*"):
         if path.parent.name != "isa":
             asked = re.findall(r"__AVX\w*|__ARM_FEATURE\w*|_mm\d*_\w+|\bv\w+q_[fsu]\d+\b", path.read_text())
             assert not asked, f"{path}: {asked[0]}"
 
 
-def test_a_set_is_a_header_a_line_and_a_row_of_the_docs() -> None:
+def test_every_isa_has_a_header_a_line_and_documentation() -> None:
     assert LINES
     for isa in LINES:
         assert (SOURCES / "isa" / f"{isa}.h").is_file()

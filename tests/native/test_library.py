@@ -27,7 +27,7 @@ def test_the_chosen_library_answers(isa: str) -> None:
     assert library.onward_isa_name().decode() == isa
 
 
-def test_the_environment_chooses(isa: str) -> None:
+def test_environment_variables_choose_isa_and_threads(isa: str) -> None:
     code = "from onward import native; print(native.isa(), native.num_threads())"
     assert run_python(code, ONWARD_ISA=isa, ONWARD_NUM_THREADS="3") == f"{isa} 3"
     assert run_python(code, ONWARD_ISA="none", ONWARD_NUM_THREADS="1") == "none 1"
@@ -35,7 +35,7 @@ def test_the_environment_chooses(isa: str) -> None:
     assert "must be an integer in 1 … 256, got 'many'" in run_python(code, ONWARD_NUM_THREADS="many")
 
 
-def test_without_libraries_everything_imports_and_says_so(tmp_path: Path) -> None:
+def test_without_libraries_imports_work_and_report_it(tmp_path: Path) -> None:
     code = "from onward import native; print(native.isa(), native.library(), native.available_isas())"
     assert run_python(code, ONWARD_NATIVE_DIR=str(tmp_path), ONWARD_ISA="auto") == "none None []"
     code = "from onward import native; native.select_isa('portable')"
@@ -49,7 +49,7 @@ def test_an_isa_that_the_machine_lacks_is_refused(isa: str, monkeypatch: pytest.
     assert native.isa() == isa
 
 
-def test_a_library_of_other_sources_is_refused(tmp_path: Path) -> None:
+def test_a_library_built_from_other_sources_is_refused(tmp_path: Path) -> None:
     source = tmp_path / "stub.c"
     source.write_text('const char *onward_isa_name(void) { return "stub"; }')
     subprocess.run(["cc", "-shared", "-fPIC", "-o", str(tmp_path / "stub.so"), str(source)], check=True)
@@ -58,7 +58,7 @@ def test_a_library_of_other_sources_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("count", [0, -1, 257, 1.5, True])
-def test_a_number_of_threads_that_is_none(isa: str, count: int) -> None:
+def test_invalid_number_of_threads(isa: str, count: int) -> None:
     with pytest.raises(RequestError, match="must be an integer in 1 … 256"):
         native.set_num_threads(count)
 

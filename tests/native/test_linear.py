@@ -80,7 +80,7 @@ def test_float_weights_agree_with_the_definition(
 
 @given(shape=shapes, seed=seeds, x_dtype=st.sampled_from(DTYPES))
 @per_isa
-def test_int8_is_the_exact_integer_product(
+def test_int8_equals_the_exact_integer_product(
     isa: str, shape: tuple[int, int, int], seed: int, x_dtype: torch.dtype
 ) -> None:
     t, n, k = shape
@@ -111,7 +111,7 @@ def test_int4_agrees_with_the_definition_on_quantized_activations(
 
 @pytest.mark.parametrize("size", [2.0**-95, 1e-20, 1.0, 127.0, 127.00001, 1e20, 1e33])
 @pytest.mark.parametrize("scale", [2.0**-24, 6.1e-5, 1.0, 65504.0])
-def test_int4_takes_scales_of_every_size(isa: str, size: float, scale: float) -> None:
+def test_int4_accepts_scales_of_every_size(isa: str, size: float, scale: float) -> None:
     """The last place of a float counts by the scale of a group: it may neither vanish nor be too large for one."""
     q = torch.randint(-8, 8, (33, 64), generator=drawn(15)).to(torch.int8)
     weight = Packed.of_int4(q, torch.full((33, 2), scale).half() * torch.tensor([1.0, -1.0]).half())
@@ -126,7 +126,7 @@ def test_int4_takes_scales_of_every_size(isa: str, size: float, scale: float) ->
 
 
 @pytest.mark.parametrize("scale", [0.0, -0.0, float("inf"), -float("inf"), float("nan")])
-def test_int4_scales_that_are_nothing_or_no_number(isa: str, scale: float) -> None:
+def test_int4_scales_of_zero_and_nonfinite_scales(isa: str, scale: float) -> None:
     """A group with the scale 0 counts for nothing whatever its integers; one that is not finite spoils its output."""
     q = torch.randint(-8, 8, (33, 128), generator=drawn(17)).to(torch.int8)
     scales = torch.full((33, 4), 0.5).half()
@@ -167,7 +167,7 @@ def test_quantized_activations_are_within_half_a_step(isa: str, fmt: Format) -> 
     seed=seeds,
 )
 @per_isa
-def test_a_row_has_the_same_bits_in_any_company(
+def test_batched_row_equals_the_row_alone(
     isa: str, fmt: Format, n: int, k: int, t: int, start: int, threads: int, seed: int
 ) -> None:
     weight = Packed.random(fmt, n, k, drawn(seed))
@@ -191,7 +191,7 @@ def test_every_number_of_rows_gives_the_same_bits(isa: str, fmt: Format) -> None
 
 @pytest.mark.parametrize("fmt", Format)
 @pytest.mark.stride(2)
-def test_large_matrices_cut_into_many_chunks(isa: str, fmt: Format) -> None:
+def test_large_matrices_split_into_many_chunks(isa: str, fmt: Format) -> None:
     weight = Packed.random(fmt, 1000, 700, drawn(5))
     x = torch.randn(300, 700, generator=drawn(6))
     together = weight.linear(x)
@@ -219,7 +219,7 @@ def test_unaligned_and_strided_rows(isa: str, fmt: Format, dtype: torch.dtype) -
 
 @pytest.mark.parametrize("fmt", Format)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_a_row_with_no_number_in_it_comes_out_as_no_number(isa: str, fmt: Format, bad: float) -> None:
+def test_a_row_with_nan_gives_nan(isa: str, fmt: Format, bad: float) -> None:
     weight = Packed.random(fmt, 20, 100, drawn(9))
     x = torch.randn(3, 100, generator=drawn(10))
     good = weight.linear(x)
@@ -257,7 +257,7 @@ def test_no_rows_no_outputs_and_no_inputs(isa: str) -> None:
     assert Packed.random(Format.BF16, 0, 8, drawn(14)).linear(torch.ones(3, 8)).shape == (3, 0)
 
 
-def test_what_the_library_refuses(isa: str) -> None:
+def test_invalid_arguments_are_refused(isa: str) -> None:
     library = native.library()
     assert library is not None
     assert library.onward_linear_packed_bytes(99, 16, 16) == -1

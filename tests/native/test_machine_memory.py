@@ -65,12 +65,12 @@ def memory(root: Path, files: dict[str, object]) -> tuple[int | None, int | None
         ),
     ],
 )
-def test_the_least_limit_counts(tmp_path: Path, files: dict[str, object], total: int, available: int) -> None:
+def test_the_lowest_limit_counts(tmp_path: Path, files: dict[str, object], total: int, available: int) -> None:
     assert memory(tmp_path, files) == (total * GIB, available * GIB)
 
 
 @given(st.integers(0, 100), st.integers(0, 100), st.integers(0, 100), st.integers(0, 100))
-def test_what_is_available_is_from_nothing_to_all(tmp_path_factory, limit, used, inactive, active):
+def test_available_memory_is_between_zero_and_all(tmp_path_factory, limit, used, inactive, active):
     files = {
         "proc/self/cgroup": "0::/",
         f"{V2}/memory.max": limit * GIB,
@@ -82,5 +82,5 @@ def test_what_is_available_is_from_nothing_to_all(tmp_path_factory, limit, used,
     assert 0 <= available <= total
 
 
-def test_without_files_it_is_what_the_system_says(tmp_path: Path) -> None:
+def test_without_files_the_system_is_asked(tmp_path: Path) -> None:
     assert machine_memory(tmp_path)[1] is None

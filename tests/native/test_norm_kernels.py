@@ -117,7 +117,7 @@ def test_layer_norm_agrees_with_the_definition(
 
 @given(seed=seeds, dim=st.sampled_from((17, 64, 127, 1000)), dtype=st.sampled_from(DTYPES), threads=st.integers(1, 4))
 @settings(parent=per_isa, max_examples=15)
-def test_bits_depend_on_the_row_alone(isa: str, seed: int, dim: int, dtype: torch.dtype, threads: int) -> None:
+def test_bits_depend_only_on_the_row(isa: str, seed: int, dim: int, dtype: torch.dtype, threads: int) -> None:
     x, weight, bias = (normal(seed + i, *shape, dtype=dtype) for i, shape in enumerate(((600, dim), (dim,), (dim,))))
     native.set_num_threads(threads)
     whole_rms, whole_layer = rms_norm(x, weight), layer_norm(x, weight, bias)
@@ -128,7 +128,7 @@ def test_bits_depend_on_the_row_alone(isa: str, seed: int, dim: int, dtype: torc
         assert torch.equal(layer_norm(alone, weight, bias)[0], whole_layer[row])
 
 
-def test_what_is_no_number_stays_in_its_row(isa: str) -> None:
+def test_nan_stays_in_its_row(isa: str) -> None:
     x = torch.ones(3, 50)
     x[1, 49] = torch.nan
     out = rms_norm(x, torch.ones(50))

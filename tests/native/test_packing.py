@@ -23,9 +23,7 @@ def random(fmt: Format, matrix: tuple[int, int, int]) -> Packed:
 @pytest.mark.parametrize("fmt", Format)
 @given(matrix=matrices, dtype=st.sampled_from(DTYPES))
 @per_isa
-def test_rows_come_back_as_they_were_packed(
-    isa: str, fmt: Format, matrix: tuple[int, int, int], dtype: torch.dtype
-) -> None:
+def test_packed_rows_unpack_unchanged(isa: str, fmt: Format, matrix: tuple[int, int, int], dtype: torch.dtype) -> None:
     weight = random(fmt, matrix)
     # The scale times the integer is rounded to float32, then to the dtype.
     want = weight.values.float().to(dtype)

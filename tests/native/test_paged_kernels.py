@@ -45,7 +45,7 @@ def in_blocks(generator: torch.Generator, *dense: Tensor) -> tuple[list[Tensor],
     threads=st.integers(1, 4), data=st.data(),
 )  # fmt: skip
 @per_isa
-def test_attention_through_a_table_has_the_bits_of_the_dense_one(
+def test_paged_attention_has_the_bits_of_the_dense_one(
     isa: str, seed: int, dtype: torch.dtype, batch: int, kv_heads: int, group: int, dim: int, row_blocks: int,
     queries: int, causal: bool, windowed: bool, with_sinks: bool, masked: bool, value_dim: int | None, softcap: float,
     threads: int, data: st.DataObject,
@@ -89,7 +89,7 @@ def test_attention_through_a_table_has_the_bits_of_the_dense_one(
     windowed=st.booleans(), with_sinks=st.booleans(), threads=st.integers(1, 4), data=st.data(),
 )  # fmt: skip
 @per_isa
-def test_neighbouring_positions_of_a_text_as_rows_have_the_bits_of_one_row(
+def test_positions_of_a_text_as_separate_rows_equal_one_row(
     isa: str, seed: int, dtype: torch.dtype, kv_heads: int, group: int, dim: int, row_blocks: int, windowed: bool,
     with_sinks: bool, threads: int, data: st.DataObject,
 ) -> None:  # fmt: skip
@@ -128,7 +128,7 @@ def test_neighbouring_positions_of_a_text_as_rows_have_the_bits_of_one_row(
     count=st.sampled_from((1, 3, 8)), rotate=st.booleans(), threads=st.integers(1, 4), data=st.data(),
 )  # fmt: skip
 @per_isa
-def test_heads_go_to_the_blocks_of_the_table_and_nowhere_else(
+def test_heads_are_written_only_to_the_blocks_of_the_table(
     isa: str, seed: int, dtype: torch.dtype, batch: int, count: int, dim: int, row_blocks: int, queries: int,
     rotate: bool, threads: int, data: st.DataObject,
 ) -> None:  # fmt: skip
@@ -170,7 +170,7 @@ def write(
 
 
 @pytest.mark.parametrize(("offset", "first_block"), [(-1, 0), (126, 0), (64, 0), (2**31 - 1, 0), (10, -1)])
-def test_positions_past_the_table_and_blocks_below_zero_are_refused(isa: str, offset: int, first_block: int) -> None:
+def test_positions_past_the_table_and_negative_blocks_are_refused(isa: str, offset: int, first_block: int) -> None:
     x, blocks = torch.ones(1, 1, 3, 8), torch.zeros(2, 1, BLOCK, 8)
     table = torch.tensor([[first_block, -1]], dtype=torch.int32)
     with pytest.raises(NativeError, match="onward_heads failed: bad argument"):
@@ -181,7 +181,7 @@ def test_positions_past_the_table_and_blocks_below_zero_are_refused(isa: str, of
 
 
 @pytest.mark.parametrize("code", [2, -1, 2**31 - 1])
-def test_unknown_formats_of_rows_are_refused(isa: str, code: int) -> None:
+def test_unknown_row_formats_are_refused(isa: str, code: int) -> None:
     x, cache = torch.ones(1, 1, 1, 8), torch.zeros(1, 1, BLOCK, 8)
     with pytest.raises(NativeError, match="onward_heads failed: bad argument"):
         write(x, cache, [0], False, to_cache=3 if code == 2 else code)

@@ -43,7 +43,7 @@ def test_the_kernel_has_the_bits_of_the_definition(isa, fmt, matrix, kind):
 @pytest.mark.parametrize("fmt", ROUNDED_FORMATS)
 @given(matrix=matrices, threads=st.integers(1, 4))
 @per_isa
-def test_the_bits_do_not_depend_on_the_threads_or_on_other_rows(isa, fmt, matrix, threads):
+def test_bits_do_not_depend_on_threads_or_other_rows(isa, fmt, matrix, threads):
     weight = weight_of(matrix, 1.0)
     native.set_num_threads(1)
     alone = quantize_weight(weight[-1:], fmt).dequantize()
@@ -55,7 +55,7 @@ def test_the_bits_do_not_depend_on_the_threads_or_on_other_rows(isa, fmt, matrix
 
 @given(matrix=matrices, place=st.integers(0, 2**20), value=st.sampled_from((math.nan, math.inf, -math.inf)))
 @per_isa
-def test_a_weight_that_is_no_number_is_found_wherever_it_lies(isa, matrix, place, value):
+def test_a_nonfinite_weight_is_found_at_any_position(isa, matrix, place, value):
     weight = weight_of(matrix, 1.0).clone()
     weight.view(-1)[place % weight.numel()] = value
     for fmt in ROUNDED_FORMATS:
@@ -63,7 +63,7 @@ def test_a_weight_that_is_no_number_is_found_wherever_it_lies(isa, matrix, place
             quantize_weight(weight, fmt)
 
 
-def test_large_weights_are_for_int8(isa):
+def test_large_weights_need_int8(isa):
     weight = torch.full((3, 40), 1e30)
     quantized, error = rounding.quantize_and_measure(weight, "int8")
     assert quantized.shape == (3, 40)

@@ -89,7 +89,7 @@ def test_in_place_and_unaligned(isa: str, interleaved: bool, pairs: int) -> None
 
 @given(seed=seeds, threads=st.integers(1, 4), start=st.integers(0, 599), row=st.integers(0, 2))
 @settings(parent=per_isa, max_examples=20)
-def test_bits_depend_on_the_token_alone(isa: str, seed: int, threads: int, start: int, row: int) -> None:
+def test_bits_depend_only_on_the_token(isa: str, seed: int, threads: int, start: int, row: int) -> None:
     x, radians = normal(seed, 3, 2, 600, 24, dtype=torch.float32), 100 * normal(seed, 3, 600, 11, dtype=torch.float32)
     native.set_num_threads(threads)
     cos, sin = rotary_angles(radians)
@@ -100,6 +100,6 @@ def test_bits_depend_on_the_token_alone(isa: str, seed: int, threads: int, start
     assert torch.equal(alone, whole[one, :, part])
 
 
-def test_an_angle_of_zero_leaves_all_as_it_is(isa: str) -> None:
+def test_an_angle_of_zero_changes_nothing(isa: str) -> None:
     x = normal(2, 1, 2, 1, 16, dtype=torch.float32)
     assert torch.equal(rotate(x, torch.ones(1, 1, 8), torch.zeros(1, 1, 8)), x)

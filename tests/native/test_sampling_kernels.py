@@ -109,7 +109,7 @@ def test_filters_together_admit_the_same_ids(isa, seed, kind, chosen):
 
 @given(seed=seeds, chosen=options, mark=st.sampled_from((math.nan, INF, -INF)), places=st.lists(st.integers(0, 299)))
 @settings(parent=per_isa, max_examples=60)
-def test_a_broken_row_gives_the_place_of_its_mark(isa, seed, chosen, mark, places):
+def test_a_row_with_nonfinite_logits_gives_its_first_one(isa, seed, chosen, mark, places):
     logits = torch.full((ROWS, 300), -INF) if mark == -INF else logits_of("normal", seed, 300)
     logits[:, places] = mark
     draw, positions = draw_of(chosen, seed), torch.arange(ROWS)
@@ -132,7 +132,7 @@ def same_bits(got: torch.Tensor, want: torch.Tensor) -> bool:
     mark=st.sampled_from((None, None, math.nan, INF, -INF)),
 )
 @settings(parent=per_isa, max_examples=80)
-def test_the_sums_of_logprobs_are_those_of_the_definition(isa, seed, kind, columns, dtype, threads, mark):
+def test_the_sums_of_logprobs_equal_the_definition(isa, seed, kind, columns, dtype, threads, mark):
     native.set_num_threads(threads)
     logits = logits_of(kind, seed, columns).to(dtype)
     if mark is not None:

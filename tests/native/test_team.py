@@ -55,7 +55,7 @@ def test_workers_leave_when_another_library_is_chosen(isa: str) -> None:
     assert torch.equal(weight.linear(x), want)
 
 
-def test_a_forked_child_gets_a_team_of_its_own(isa: str) -> None:
+def test_a_forked_child_gets_its_own_team(isa: str) -> None:
     native.set_num_threads(2)
     weight, x, want = small_product()
     for _ in range(5):
@@ -68,7 +68,7 @@ def test_a_forked_child_gets_a_team_of_its_own(isa: str) -> None:
         assert os.waitpid(child, 0)[1] == 0
 
 
-def test_callers_at_the_same_time_take_turns(isa: str) -> None:
+def test_concurrent_callers_take_turns(isa: str) -> None:
     native.set_num_threads(2)
     weight, x, want = small_product()
     wrong: list[int] = []

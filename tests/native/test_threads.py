@@ -13,7 +13,9 @@ from onward.native import machine as cores
 SAY = "from onward import native; print(native.num_threads(), *native.threads_wanted())"
 
 
-def test_the_environment_limits_the_threads_and_ours_wins(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_omp_num_threads_limits_the_threads_and_onwards_variable_wins(
+    isa: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("ONWARD_NUM_THREADS", raising=False)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     one = "1 1 OMP_NUM_THREADS" if cores.default_threads()[0] > 1 else "1 1 physical cores"  # the process may have one
@@ -34,7 +36,7 @@ def test_an_omp_num_threads_that_limits_nothing(nothing: str, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("text", ["²", "٣", "", "0", "257", "1.5", " "])
-def test_a_number_of_threads_that_is_none_is_an_error_of_ours(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_numbers_of_threads_are_an_onward_error(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ONWARD_NUM_THREADS", text)
     with pytest.raises(RequestError, match="ONWARD_NUM_THREADS must be an integer in 1 … 256, got"):
         cores.default_threads()

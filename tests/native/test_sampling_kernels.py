@@ -81,7 +81,7 @@ def logits_of(kind: str, seed: int, columns: int) -> torch.Tensor:
     position=st.integers(0, 2**31),
 )
 @settings(parent=per_isa, max_examples=150)
-def test_the_kernel_draws_what_the_definition_draws(isa, seed, kind, columns, chosen, dtype, threads, position):
+def test_kernel_draws_equal_the_definition(isa, seed, kind, columns, chosen, dtype, threads, position):
     native.set_num_threads(threads)
     draw, positions = draw_of(chosen, seed), position + torch.arange(ROWS) * 3
     logits = logits_of(kind, seed, columns).to(dtype)

@@ -85,8 +85,8 @@ def with_random_prompts(model: Model) -> Model:
         new = rows[:, :, :count]
         for layer in range(len(shapes)):
             cache.attend(layer, new[:, :, :1], new, new, offsets)
-        wanted = count if logits_at is None else logits_at.shape[1]
-        return torch.zeros(1, wanted, model.vocab_size), cache
+        count_at = count if logits_at is None else logits_at.shape[1]
+        return torch.zeros(1, count_at, model.vocab_size), cache
 
     return replace(model, forward=forward, params=(model.params, rows))
 

@@ -122,12 +122,12 @@ def killed(url: str, body: dict[str, Any], state: str, rounds: int) -> dict[str,
             wait_for_replicas(REPLICAS)
             expected = Reading(url, asked)
         time.sleep(_UNUSED if state == "opening" else 0.0)
-        beside = [threading.Thread(target=Reading, args=[url, {**asked, "prompt": str(at)}]) for at in range(_BESIDE)]
-        for thread in beside:
+        others = [threading.Thread(target=Reading, args=[url, {**asked, "prompt": str(at)}]) for at in range(_BESIDE)]
+        for thread in others:
             thread.start()
         loads.append(os.getloadavg()[0])
         got = _killed_reading(url, asked, state, expected.pid)
-        for thread in beside:
+        for thread in others:
             thread.join()
         differ += got.told != expected.told
         gaps.append(got.gap * 1e3)

@@ -70,8 +70,8 @@ def prefix(folder: Path, blocks: int, runs: int, cold: bool) -> dict[str, float]
 
     def read() -> None:
         whole = memoryview(target)
-        wanted = [(block[0], [whole[at * NBYTES :][:NBYTES]]) for at, block in enumerate(found)]
-        assert store.read(wanted) == blocks
+        requests = [(block[0], [whole[at * NBYTES :][:NBYTES]]) for at, block in enumerate(found)]
+        assert store.read(requests) == blocks
 
     first_touch = seconds(read)
     again = median(read, runs)

@@ -78,9 +78,9 @@ def main() -> None:
         saved_ms = timed(lambda: session.save(file))
         loaded_ms = timed(lambda: onward.Session.load(file, lm))
         nbytes = os.path.getsize(file)
-    held = len(session.tokens)
-    print(f"file of {held} tokens: {nbytes / 1e6:.1f} MB, saved in {saved_ms:.0f} ms, loaded in {loaded_ms:.0f} ms")
-    print(json.dumps({"turns": rows, "tokens": held, "bytes": nbytes, "save_ms": saved_ms, "load_ms": loaded_ms}))
+    length = len(session.tokens)
+    print(f"file of {length} tokens: {nbytes / 1e6:.1f} MB, saved in {saved_ms:.0f} ms, loaded in {loaded_ms:.0f} ms")
+    print(json.dumps({"turns": rows, "tokens": length, "bytes": nbytes, "save_ms": saved_ms, "load_ms": loaded_ms}))
 
 
 if __name__ == "__main__":

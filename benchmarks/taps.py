@@ -151,9 +151,9 @@ def compared(count: int, seed: int) -> dict[str, Any]:
                 found = lm.generate(texts, **options)
             else:
                 with onward.Engine(lm, max_sequences=draws.choice((2, 8))) as engine:
-                    beside = [engine.submit(each, max_new_tokens=8, ignore_eos=True) for each in texts[:4]]
+                    others = [engine.submit(each, max_new_tokens=8, ignore_eos=True) for each in texts[:4]]
                     found = [each.result() for each in [engine.submit(each, **options) for each in texts]]
-                    assert all(each.result().taps is None for each in beside)
+                    assert all(each.result().taps is None for each in others)
             pairs = [([*ids, *one.token_ids[:-1]], one.taps or {}) for ids, one in zip(texts, found, strict=True)]
         for ids, values in pairs:
             wrong += differing(ids, values)

@@ -16,20 +16,20 @@ def check_accounts(slots):
     """Assert that the accounts of `PagedCacheManager` add up, and that slots share no block that one may write."""
     with slots.lock:
         slots.stats()  # earlier releases come first
-        held, allocator, index = list(slots._slots), slots._allocator, slots._index
+        live, allocator, index = list(slots._slots), slots._allocator, slots._index
         nodes = list(index)
         for kind in allocator.kinds:
-            check_kind(kind, held, nodes)
+            check_kind(kind, live, nodes)
         check_nodes(allocator.kinds[0], nodes, index.size)
         used = sum(kind.used * kind.price for kind in allocator.kinds)
         assert used <= allocator.total, f"{used} units are used of {allocator.total}"
         assert allocator.available >= 0, f"{-allocator.available} units are reserved that are not there"
         cached = sum(len(kind.cached) * kind.price for kind in allocator.kinds if kind.max_cached is None)
         assert cached <= allocator.max_cached, f"{cached} units are cached, above {allocator.max_cached}"
-        for slot in held:
+        for slot in live:
             check_slot(slot, allocator.kinds[0], index)
         for window in slots._windows:
-            check_windows(window, held)
+            check_windows(window, live)
 
 
 def blocks_of(slot, kind):

@@ -174,8 +174,8 @@ def test_tool_arguments_are_the_users_words_and_results_are_repeated() -> None:
             assert isinstance(value, str if kind == "string" else int)
             assert value in properties[name].get("enum", [value])
         if topic.gives:
-            told = json.loads(use.result) if use.result.startswith("{") else use.result.split(", ")[0].split()[-1]
-            values = list(told.values()) if isinstance(told, dict) else [told]
+            result = json.loads(use.result) if use.result.startswith("{") else use.result.split(", ")[0].split()[-1]
+            values = list(result.values()) if isinstance(result, dict) else [result]
             assert any(str(value) in use.answer for value in values), (use.result, use.answer)
 
 
@@ -185,9 +185,9 @@ def test_conversations_with_tools_equal_the_rendered_template() -> None:
     kinds = set()
     for text in tool_chats(7, 200):
         (_, system), *turns = turn.findall(text)
-        said, _, lines = system.rpartition("Tools:\n")
+        start, _, lines = system.rpartition("Tools:\n")
         tools = [{"type": "function", "function": json.loads(line)} for line in lines.split("\n")]
-        messages: list[dict[str, Any]] = [{"role": "system", "content": said.strip()}] if said else []
+        messages: list[dict[str, Any]] = [{"role": "system", "content": start.strip()}] if start else []
         for role, content in turns:
             calls = calls_of(content)
             assert calls is not None
@@ -257,20 +257,20 @@ def test_answers_are_found_in_chats_questions_and_json(tokenizer: Tokenizer) -> 
     }
     for text, answer in texts.items():
         ids = tokenizer.encode(text).ids
-        kept = [token for token, flag in zip(ids, finder.flags(ids), strict=True) if flag]
-        assert tokenizer.decode(kept, skip_special_tokens=False) == answer
+        answers = [token for token, flag in zip(ids, finder.flags(ids), strict=True) if flag]
+        assert tokenizer.decode(answers, skip_special_tokens=False) == answer
 
 
 def test_thinning_keeps_every_answer_and_a_share_of_the_text(tokenizer: Tokenizer) -> None:
     corpus, finder = tokenize(tokenizer, list(documents(9, 60))), AnswerFinder(tokenizer)
     whole, thin = (batches(corpus, 2048, 1, 0, finder, share) for share in (1.0, 0.25))
-    kept = total = 0
+    flagged = total = 0
     for _ in range(20):
         (inputs, targets), (same, fewer) = next(whole), next(thin)
         assert torch.equal(inputs, same)
         assert torch.equal(fewer[fewer != IGNORED], targets[fewer != IGNORED])
-        kept, total = kept + int((fewer != IGNORED).sum()), total + int((targets != IGNORED).sum())
-    assert 0.4 < kept / total < 0.8
+        flagged, total = flagged + int((fewer != IGNORED).sum()), total + int((targets != IGNORED).sum())
+    assert 0.4 < flagged / total < 0.8
 
 
 # The rebuild

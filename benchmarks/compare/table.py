@@ -51,9 +51,9 @@ def check_lines(checks: Sequence[Check], width: int = 64) -> Iterator[str]:
     yield f"{'':{width}}{'measured':>12}{'wanted':>14}"
     for check in checks:
         sign = ">=" if check.at_least else "<="
-        wanted = f"{sign} {check.wanted:.2f}{check.unit if check.unit == 'x' else ' ' + check.unit}".rstrip()
+        required = f"{sign} {check.wanted:.2f}{check.unit if check.unit == 'x' else ' ' + check.unit}".rstrip()
         verdict = "met" if check.met else "not met"
-        yield f"{check.what:{width}}{check.measured:>12.2f}{wanted:>14}  {verdict}"
+        yield f"{check.what:{width}}{check.measured:>12.2f}{required:>14}  {verdict}"
 
 
 def context_lines(reports: Sequence[PrecisionReport]) -> Iterator[str]:

@@ -141,10 +141,10 @@ def _long_prompt(course: Course) -> None:
         requests = [*rows, Request(course.prompt(LONG_PROMPT), 1, after=ROWS_BESIDE - 1, tokens=LONG_AFTER)]
         for name in course.everyone(turn):
             if records := course.run(name, requests):
-                *beside, long = records
-                began = max(record.tokens[0] for record in beside)
-                before = median([gap for record in beside for gap in gaps(record, began, long.sent)])
-                during = quantile([g for record in beside for g in gaps(record, long.sent, long.tokens[0])], 0.99)
+                *others, long = records
+                began = max(record.tokens[0] for record in others)
+                before = median([gap for record in others for gap in gaps(record, began, long.sent)])
+                during = quantile([g for record in others for g in gaps(record, long.sent, long.tokens[0])], 0.99)
                 course.note(name, "gap before p50", 1e3 * before)
                 course.note(name, "gap during p99", 1e3 * during)
                 course.note(name, "growth", during / before)

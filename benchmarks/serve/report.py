@@ -30,8 +30,8 @@ def sheet_lines(sheet: Sheet) -> Iterator[str]:
     if any(leads):
         yield _row(sheet, f"{_who(sheet)} / best peer", [times(lead[1] if lead else None) for lead in leads])
     if any(column.wanted and lead for column, lead in zip(sheet.columns, leads, strict=True)):
-        wanted = ["" if column.wanted is None else f">={column.wanted:.1f}x" for column in sheet.columns]
-        yield _row(sheet, "wanted", wanted)
+        required = ["" if column.wanted is None else f">={column.wanted:.1f}x" for column in sheet.columns]
+        yield _row(sheet, "wanted", required)
         yield _row(sheet, "", [_verdict(column, lead) for column, lead in zip(sheet.columns, leads, strict=True)])
     for reason in sheet.failed.values():
         yield from textwrap.wrap(f"failed: {reason}", NAME + ROOM, subsequent_indent="  ")

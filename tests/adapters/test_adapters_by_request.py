@@ -123,11 +123,11 @@ def test_updates_of_quantized_models_are_stored_in_8_bits(folders, format):
     from onward.models.adapters.forward import row_updates
 
     updates = row_updates(exact.model, read_adapter(by_form["plain"]))
-    held = rounded._adapters._stacks._updates
-    assert held.keys() == updates.keys()
+    stacks = rounded._adapters._stacks._updates
+    assert stacks.keys() == updates.keys()
     index = rounded.adapters["it"].index
     for name, update in updates.items():
-        stack, rank = held[name], update.rank
+        stack, rank = stacks[name], update.rank
         assert stack.a.dtype == stack.b.dtype == torch.int8
         product = (stack.a[index, :rank].double() * stack.factors[index, :rank, None]).T @ stack.b[
             index, :rank
@@ -142,19 +142,19 @@ def test_updates_of_quantized_models_are_stored_in_8_bits(folders, format):
 def test_row_without_adapter_equals_a_model_without_adapters(folders, loaded):
     bare = onward.load(folders[0])
     alone = bare.generate(IDS, max_new_tokens=6, temperature=0, logprobs=5)
-    (beside, _) = loaded.generate(
+    (mixed, _) = loaded.generate(
         [IDS, IDS], per_prompt=[{}, {"adapter": "plain"}], max_new_tokens=6, temperature=0, logprobs=5
     )
-    assert (alone.token_ids, alone.logprobs) == (beside.token_ids, beside.logprobs)
+    assert (alone.token_ids, alone.logprobs) == (mixed.token_ids, mixed.logprobs)
 
 
 def test_samples_beams_and_drafts_use_the_adapter(loaded):
     merged = loaded.merge("plain")
     repeated = [7, 8, 9, 7, 8, 9, 7, 8]
     for options in ({"n": 3, "seed": 5, "temperature": 1.0}, {"beams": 3}, {"draft": "lookup", "temperature": 0}):
-        beside = loaded.generate(repeated, adapter="plain", max_new_tokens=8, **options)
+        adapted = loaded.generate(repeated, adapter="plain", max_new_tokens=8, **options)
         whole = merged.generate(repeated, max_new_tokens=8, **options)
-        assert [text.token_ids for text in beside.choices] == [text.token_ids for text in whole.choices], options
+        assert [text.token_ids for text in adapted.choices] == [text.token_ids for text in whole.choices], options
     plain = loaded.generate(repeated, adapter="plain", max_new_tokens=8, temperature=0, logprobs=2)
     drafted = loaded.generate(repeated, adapter="plain", max_new_tokens=8, temperature=0, logprobs=2, draft="lookup")
     assert (plain.token_ids, plain.logprobs) == (drafted.token_ids, drafted.logprobs)
@@ -184,9 +184,9 @@ def test_session_continues_only_with_its_own_adapter(folders):
     lm = onward.load(source, adapters={"a": by_form["plain"], "b": by_form["patterns"]})
     lm.prefix_memory = 0
     session = onward.Session(lm)
-    for adapter, kept in (("a", 0), ("a", 99), ("b", 0), (None, 0), ("a", 0)):
+    for adapter, cached in (("a", 0), ("a", 99), ("b", 0), (None, 0), ("a", 0)):
         answer = session.generate(LONG, adapter=adapter, max_new_tokens=4, temperature=0)
-        assert answer.cached_tokens == kept
+        assert answer.cached_tokens == cached
         assert answer.token_ids == lm.generate(LONG, adapter=adapter, max_new_tokens=4, temperature=0).token_ids
     lm.load_adapter("equal", by_form["plain"])
     assert session.generate(LONG, adapter="equal", max_new_tokens=1).cached_tokens == 99

@@ -56,10 +56,10 @@ class House:
                 self.check_window(slot, ids)
             else:
                 assert slot is changed
-        kept = [slot for slot in (self.two, self.one) if slot in slots._slots]
-        table = slots.view(kept, [0] * len(kept), 0).cache
+        live = [slot for slot in (self.two, self.one) if slot in slots._slots]
+        table = slots.view(live, [0] * len(live), 0).cache
         table = table if memory.windows is None else table[0]
-        assert table.tolist() == [slot.blocks + [memory.count] * (8 - len(slot.blocks)) for slot in kept]
+        assert table.tolist() == [slot.blocks + [memory.count] * (8 - len(slot.blocks)) for slot in live]
         for ids in ([*TEXT, 1], [7] * 7):
             slot, reused = slots.acquire(ids, 8) or (None, 0)
             if slot is not None:

@@ -474,9 +474,9 @@ def test_an_unused_block_counts_among_the_warm_ones():
 def test_memory_is_freed_with_its_slots():
     memory, slots = slots_over()
     slots.release(filled(slots, [1, 2, 3]), [1, 2, 3])
-    kept = weakref.ref(memory)
+    reference = weakref.ref(memory)
     del memory, slots
-    assert kept() is None, "it does not wait for the collector"
+    assert reference() is None, "it does not wait for the collector"
 
 
 def test_threads_share_without_losing_blocks():

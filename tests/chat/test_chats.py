@@ -37,7 +37,7 @@ TEXTS = {
 }
 
 
-def said(completion: onward.Completion) -> AssistantMessage:
+def message_of(completion: onward.Completion) -> AssistantMessage:
     assert completion.message is not None
     return completion.message
 
@@ -64,19 +64,19 @@ def test_stream_chat_engine_and_openai_agree(format: str, tokenizer: MarkTokeniz
     assert plain.message is None
     content = None if format == "llama3" else "I look."
     reasoning = "Oslo?" if "Oslo?" in text else None
-    assert without_ids(said(whole)) == (content, reasoning, [("weather", OSLO)])
+    assert without_ids(message_of(whole)) == (content, reasoning, [("weather", OSLO)])
     pieces = list(chat.lm.stream_chat(ASKED, tools=TOOLS))
     assert "".join(piece.text for piece in pieces) == whole.text
-    assert fold(pieces) == said(whole)
+    assert fold(pieces) == message_of(whole)
     with onward.Engine(chat.lm) as engine:
         generation = engine.submit(messages=ASKED, tools=TOOLS)
-        assert fold(list(generation)) == said(whole) == said(generation.result())
-    assert fold(list(onward.Session(chat.lm).stream_chat(ASKED, tools=TOOLS))) == said(whole)
+        assert fold(list(generation)) == message_of(whole) == message_of(generation.result())
+    assert fold(list(onward.Session(chat.lm).stream_chat(ASKED, tools=TOOLS))) == message_of(whole)
     body = BodyReader(chat.lm, "m").read("/v1/chat/completions", {"messages": ASKED, "tools": TOOLS})
     assert body.requests == (chat.lm.chat_request(ASKED, tools=TOOLS),)
     (choice,) = body.protocol.answer(body, [whole])["choices"]
     assert choice["finish_reason"] == "tool_calls"
-    (call,) = said(whole).tool_calls
+    (call,) = message_of(whole).tool_calls
     function = {"name": "weather", "arguments": OSLO}
     assert choice["message"]["content"] == content
     assert choice["message"]["tool_calls"] == [{"id": call.id, "type": "function", "function": function}]
@@ -97,7 +97,7 @@ def test_a_stop_string_ends_message_and_text_at_the_same_place(stop: str) -> Non
     whole = chat.chat(tools=TOOLS, stop=stop)
     unstopped = chat.chat(tools=TOOLS)
     assert whole.text == unstopped.text.split(stop)[0]
-    assert fold(list(chat.lm.stream_chat(ASKED, tools=TOOLS, stop=stop))) == said(whole)
+    assert fold(list(chat.lm.stream_chat(ASKED, tools=TOOLS, stop=stop))) == message_of(whole)
     expected = {
         "look": ("I ", "Oslo?", []),
         "I l": (None, "Oslo?", []),
@@ -106,15 +106,15 @@ def test_a_stop_string_ends_message_and_text_at_the_same_place(stop: str) -> Non
         "Oslo?I": ("", None, []),
         "Oslo?]": ("I look.", "Oslo?", [("weather", OSLO)]),
     }
-    assert without_ids(said(whole)) == expected[stop]
+    assert without_ids(message_of(whole)) == expected[stop]
 
 
 def test_the_last_piece_flushes_delayed_text() -> None:
     for text, options in (("Hi <tool_", {}), ("Hi <tool_call>{", {}), ("Hi <tool_call>x", {"max_new_tokens": 10})):
         chat = answering("hermes", text)
         whole = chat.chat(tools=TOOLS, **options)
-        assert said(whole).content == whole.text
-        assert fold(list(chat.lm.stream_chat(ASKED, tools=TOOLS, **options))) == said(whole)
+        assert message_of(whole).content == whole.text
+        assert fold(list(chat.lm.stream_chat(ASKED, tools=TOOLS, **options))) == message_of(whole)
 
 
 @given(
@@ -128,10 +128,10 @@ def test_the_last_piece_flushes_delayed_text() -> None:
 def test_stream_equals_chat_with_stop_strings_and_marks(parts: list[str], stop: list[str], tokens: int) -> None:
     chat = answering("mistral-args", "".join(parts), MarkTokenizer())
     whole = chat.chat(tools=TOOLS, stop=stop, max_new_tokens=tokens)
-    assert fold(list(chat.lm.stream_chat(ASKED, tools=TOOLS, stop=stop, max_new_tokens=tokens))) == said(whole)
+    assert fold(list(chat.lm.stream_chat(ASKED, tools=TOOLS, stop=stop, max_new_tokens=tokens))) == message_of(whole)
     searched = chat.chat(tools=TOOLS, stop=stop, max_new_tokens=tokens, beams=2, early_stopping=True)
     if searched.token_ids == whole.token_ids:
-        assert without_ids(said(searched)) == without_ids(said(whole))
+        assert without_ids(message_of(searched)) == without_ids(message_of(whole))
 
 
 def test_speculative_pieces_equal_plain_ones() -> None:
@@ -145,23 +145,23 @@ def test_speculative_pieces_equal_plain_ones() -> None:
 def test_every_choice_has_a_message_and_the_ids_of_its_text() -> None:
     chat = answering("hermes", THOUGHT)
     whole = chat.chat(tools=TOOLS, n=3, temperature=0.1, seed=5)
-    ids = [said(choice).tool_calls[0].id for choice in whole.choices]
+    ids = [message_of(choice).tool_calls[0].id for choice in whole.choices]
     assert len(set(ids)) == 3
     assert all(len(id) == 29 and id.startswith("call_") for id in ids)
-    assert [said(choice) for choice in chat.chat(tools=TOOLS, n=3, temperature=0.1, seed=5).choices] == [
-        said(choice) for choice in whole.choices
+    assert [message_of(choice) for choice in chat.chat(tools=TOOLS, n=3, temperature=0.1, seed=5).choices] == [
+        message_of(choice) for choice in whole.choices
     ]
     again = chat.chat(tools=TOOLS, temperature=0.1, seed=whole.choices[1].seed)
-    assert said(again).tool_calls[0].id == ids[1]
-    (call,) = said(answering("mistral", TEXTS["mistral"]).chat(tools=TOOLS)).tool_calls
+    assert message_of(again).tool_calls[0].id == ids[1]
+    (call,) = message_of(answering("mistral", TEXTS["mistral"]).chat(tools=TOOLS)).tool_calls
     assert len(call.id) == 9
     assert call.id.isalnum()
 
 
 def test_thinking_is_read_only_if_the_template_enables_it() -> None:
     chat = answering("hermes", "Hm.\n</think>\n\nYes.")
-    assert without_ids(said(chat.chat(opens_thinking=True))) == ("Yes.", "Hm.", [])
-    assert said(chat.chat(enable_thinking=False)).content == chat.chat(enable_thinking=False).text
+    assert without_ids(message_of(chat.chat(opens_thinking=True))) == ("Yes.", "Hm.", [])
+    assert message_of(chat.chat(enable_thinking=False)).content == chat.chat(enable_thinking=False).text
 
 
 # ── continued conversations ──────────────────────────────────────────────────────────────────────────────────
@@ -170,7 +170,7 @@ def test_thinking_is_read_only_if_the_template_enables_it() -> None:
 @pytest.mark.parametrize("format", TEXTS)
 def test_answers_and_tool_results_are_messages(format: str) -> None:
     chat = answering(format, TEXTS[format])
-    answer = said(chat.chat(tools=TOOLS))
+    answer = message_of(chat.chat(tools=TOOLS))
     result = {"role": "tool", "tool_call_id": answer.tool_calls[0].id, "content": "rain"}
     prompt = chat.lm.chat_prompt([*ASKED, answer, result], {"tools": TOOLS})
     # A client of OpenAI's API sends the same as dicts, with the arguments as text or as an object.
@@ -189,16 +189,16 @@ def test_answers_and_tool_results_are_messages(format: str) -> None:
 def test_text_only_templates_get_the_original_argument_text() -> None:
     odd = '{"city":\t"Oslo"}'
     chat = answering("hermes", CALL.replace(OSLO, odd))
-    answer = said(chat.chat(tools=TOOLS))
+    answer = message_of(chat.chat(tools=TOOLS))
     assert answer.tool_calls[0].arguments == odd
     assert odd in chat.lm.decode(chat.lm.chat_prompt([*ASKED, answer]))
 
 
 def test_keys_with_null_values_are_ignored() -> None:
     lm = answering("llama3", "").lm
-    said = {"role": "assistant", "content": "Hi.", "tool_calls": None, "refusal": None, "reasoning": None}
+    answer = {"role": "assistant", "content": "Hi.", "tool_calls": None, "refusal": None, "reasoning": None}
     plain = {"role": "assistant", "content": "Hi."}
-    assert lm.chat_prompt([*ASKED, said, *ASKED]) == lm.chat_prompt([*ASKED, plain, *ASKED])
+    assert lm.chat_prompt([*ASKED, answer, *ASKED]) == lm.chat_prompt([*ASKED, plain, *ASKED])
     empty = {"role": "assistant", "content": None, "tool_calls": []}
     assert lm.chat_prompt([*ASKED, empty]) == lm.chat_prompt([*ASKED, {"role": "assistant", "content": ""}])
 
@@ -285,12 +285,12 @@ def test_tools_are_refused_if_the_template_ignores_them() -> None:
 def test_tool_choice_none_renders_no_tools_and_reads_no_calls() -> None:
     chat = answering("hermes", CALL)
     assert chat.request(tools=TOOLS, tool_choice="none") == chat.request()
-    assert said(chat.chat(tools=TOOLS, tool_choice="none")) == AssistantMessage(CALL)
+    assert message_of(chat.chat(tools=TOOLS, tool_choice="none")) == AssistantMessage(CALL)
 
 
 def test_tools_passed_only_to_the_template_are_not_checked() -> None:
     chat = answering("llama3", '{"name": "any", "parameters": {}}')
-    assert without_ids(said(chat.chat(template={"tools": ["any shape"]}))) == (None, None, [("any", "{}")])
+    assert without_ids(message_of(chat.chat(template={"tools": ["any shape"]}))) == (None, None, [("any", "{}")])
 
 
 # ── OpenAI's format ───────────────────────────────────────────────────────────────────────────────────────────

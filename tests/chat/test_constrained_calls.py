@@ -55,7 +55,7 @@ def no_reasoning(tokenizer: ByteTokenizer) -> dict[int, float]:
     return dict.fromkeys([*b"<hH", *([261] if isinstance(tokenizer, MarkTokenizer) else [])], -50.0)
 
 
-def said(completion: onward.Completion) -> AssistantMessage:
+def message_of(completion: onward.Completion) -> AssistantMessage:
     assert completion.finish_reason == "stop", completion.text
     assert completion.message is not None
     return completion.message
@@ -81,7 +81,7 @@ def test_a_required_call_always_parses(format: str, tokenizer: ByteTokenizer) ->
     for seed in range(3):
         lm = random_lm(format, tokenizer, seed)
         for choice, names in (("required", {"book", "clock"}), ("book", {"book"}), ("clock", {"clock"})):
-            message = said(
+            message = message_of(
                 lm.chat(ASKED, tools=[BOUNDED, CLOCK], tool_choice=choice, logit_bias=no_reasoning(tokenizer))
             )
             assert message.content is None
@@ -183,7 +183,7 @@ def test_constrained_calls_are_equal_in_streams_engines_and_with_drafts() -> Non
     options: dict[str, Any] = {"tools": [BOUNDED, CLOCK], "tool_choice": "required", "temperature": 1.0, "seed": 4}
     options["logit_bias"] = no_reasoning(ByteTokenizer())
     whole = lm.chat(ASKED, **options)
-    assert said(whole).tool_calls
+    assert message_of(whole).tool_calls
     pieces = list(lm.stream_chat(ASKED, **options))
     assert AssistantMessage.of(piece.message for piece in pieces if piece.message) == whole.message
     assert lm.chat(ASKED, draft="lookup", **options).message == whole.message
@@ -217,7 +217,7 @@ def test_unsupported_constraints_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"json_schema": {"type": "object"}}, '{"a": 1}'),
         ({"constraint": JsonSchema({"type": "object"}, whitespace=False)}, '{"a":1}'),
@@ -227,16 +227,18 @@ def test_unsupported_constraints_are_refused() -> None:
     ],
     ids=str,
 )
-def test_a_constraint_applies_after_reasoning_opened_by_the_prompt(options: dict[str, Any], said: str) -> None:
-    text = f"Hm {{ </thin.\n</think>\n\n{said}"
+def test_a_constraint_applies_after_reasoning_opened_by_the_prompt(options: dict[str, Any], message: str) -> None:
+    text = f"Hm {{ </thin.\n</think>\n\n{message}"
     chat = answering("hermes", text)
     completion = chat.chat(opens_thinking=True, **options)
-    assert completion.message == AssistantMessage(said, "Hm { </thin.")
-    if "{" in said:
+    assert completion.message == AssistantMessage(message, "Hm { </thin.")
+    if "{" in message:
         assert completion.parsed == {"a": 1}
-    assert admitted(chat.request(opens_thinking=True, **options), ByteTokenizer(), f"x</think>@{said}") == "x</think>"
+    assert (
+        admitted(chat.request(opens_thinking=True, **options), ByteTokenizer(), f"x</think>@{message}") == "x</think>"
+    )
     # Without it the text is what it has to be from its beginning on.
-    assert admitted(chat.request(**options), ByteTokenizer(), said) == f"{said}$"
+    assert admitted(chat.request(**options), ByteTokenizer(), message) == f"{message}$"
 
 
 def test_a_custom_constraint_applies_from_the_first_token() -> None:

@@ -45,8 +45,8 @@ def test_the_answer_is_the_rest_of_the_message() -> None:
     assert chat.lm.decode(prompt).endswith("assistant\nIn Oslo")
     whole = chat.chat(continued("In Oslo"), continue_final_message=True)
     assert whole.message == AssistantMessage(" it rains.")
-    said = [AssistantMessage("In Oslo")]
-    assert chat.lm.chat([*ASKED, *said], continue_final_message=True).message == whole.message
+    messages = [AssistantMessage("In Oslo")]
+    assert chat.lm.chat([*ASKED, *messages], continue_final_message=True).message == whole.message
     pieces = list(chat.lm.stream_chat(continued("In Oslo"), continue_final_message=True))
     assert AssistantMessage.of(piece.message for piece in pieces if piece.message) == whole.message
     assert onward.Session(chat.lm).chat(continued("In Oslo"), continue_final_message=True).text == whole.text

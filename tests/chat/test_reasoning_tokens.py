@@ -70,8 +70,8 @@ def test_reasoning_tokens_are_those_of_the_reasoning_text(name: str, tokenizer: 
 def test_text_delayed_for_a_stop_string_counts_to_its_tokens(stop: str) -> None:
     _, opening, reasoning, closing, rest = ANSWERS["hermes"]
     stopped = chat_of("hermes").chat(stop=stop)
-    kept = f"{opening}{reasoning}{closing}{rest}".partition(stop)[0]
-    assert stopped.reasoning_tokens == len(kept.partition(closing)[0].removeprefix(opening).encode())
+    visible = f"{opening}{reasoning}{closing}{rest}".partition(stop)[0]
+    assert stopped.reasoning_tokens == len(visible.partition(closing)[0].removeprefix(opening).encode())
 
 
 @pytest.mark.parametrize("name", ANSWERS)

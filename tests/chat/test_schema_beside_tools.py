@@ -143,7 +143,7 @@ def test_http_bodies_give_the_same_constraint() -> None:
     """/v1/chat/completions and /v1/responses."""
     reader = BodyReader(chat_of("hermes").lm, "m", streams=True)
     named = {"name": "answer", "schema": ANSWER}
-    for form, said, wrong in (
+    for form, text, wrong in (
         ({"type": "json_object"}, "{}", "[]"),
         ({"type": "json_schema", "json_schema": named}, SAID, "{}"),
     ):
@@ -156,5 +156,5 @@ def test_http_bodies_give_the_same_constraint() -> None:
             (answer,) = reader.read("/v1/responses", response | {"stream": stream}).requests
             for request in (chat, answer):
                 assert of(request, CALLS["hermes"])
-                assert of(request, said)
+                assert of(request, text)
                 assert not of(request, wrong)

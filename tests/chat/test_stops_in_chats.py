@@ -37,16 +37,16 @@ def streamed(chat: Chat, stop: str) -> tuple[list[Piece], Completion]:
 
 def joined(chunks: list[dict[str, Any]]) -> dict[str, Any]:
     """The message that the deltas of chunks add up to."""
-    said: dict[str, Any] = {"content": "", "reasoning": "", "tool_calls": []}
+    parts: dict[str, Any] = {"content": "", "reasoning": "", "tool_calls": []}
     for delta in (chunk["delta"] for chunk in chunks):
-        said["content"] += delta.get("content") or ""
-        said["reasoning"] += delta.get("reasoning") or ""
+        parts["content"] += delta.get("content") or ""
+        parts["reasoning"] += delta.get("reasoning") or ""
         for call in delta.get("tool_calls", ()):
-            if call["index"] == len(said["tool_calls"]):
-                said["tool_calls"].append(dict(call["function"]))
+            if call["index"] == len(parts["tool_calls"]):
+                parts["tool_calls"].append(dict(call["function"]))
             else:
-                said["tool_calls"][call["index"]]["arguments"] += call["function"]["arguments"]
-    return said
+                parts["tool_calls"][call["index"]]["arguments"] += call["function"]["arguments"]
+    return parts
 
 
 def data(event: str) -> Any:
@@ -148,8 +148,8 @@ def test_a_truncated_response_equals_the_sum_of_its_events(format: str) -> None:
         items = built(events)
         assert [item["done"] for item in items] == whole["output"]
         for item in items:
-            said = item["done"].get("arguments")
-            assert item["said"] == (item["done"]["content"][0]["text"] if said is None else said)
+            final = item["done"].get("arguments")
+            assert item["said"] == (item["done"]["content"][0]["text"] if final is None else final)
         is_cut = completion.finish_reason == "length"
         assert is_cut == (most <= len(text))
         assert events[-1]["type"] == f"response.{whole['status']}"

@@ -88,8 +88,8 @@ def test_exactly_one_architecture_must_be_named(value):
 )
 def test_unknown_quantization_methods_are_refused(name, value, folder):
     change_json(folder / "config.json", **{name: value})
-    said = repr(value.get("quant_method") if isinstance(value, dict) else value)
-    with refused(ConfigError, name, said, "unquantized"):
+    shown = repr(value.get("quant_method") if isinstance(value, dict) else value)
+    with refused(ConfigError, name, shown, "unquantized"):
         onward.load(folder)
 
 

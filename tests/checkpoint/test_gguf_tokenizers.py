@@ -184,9 +184,9 @@ def test_without_a_space_prefix(tmp_path):
     assert ours.decode(ours.encode(" hello")) == " hello"
 
 
-@pytest.mark.parametrize(("said", "expected"), [(None, False), (True, True), (False, False)])
-def test_the_bos_is_added_as_the_file_specifies(tmp_path, said, expected):
-    metadata = {} if said is None else {"add_add_bos_token": said}
+@pytest.mark.parametrize(("value", "expected"), [(None, False), (True, True), (False, False)])
+def test_the_bos_is_added_as_the_file_specifies(tmp_path, value, expected):
+    metadata = {} if value is None else {"add_add_bos_token": value}
     write_byte_level(tmp_path / "m.gguf", trained("qwen2"), "qwen2", **metadata)
     ids = GgufCheckpoint(tmp_path / "m.gguf").tokenizer.encode("hello")
     assert (ids[0] == 0) is expected

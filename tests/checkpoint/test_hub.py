@@ -113,7 +113,7 @@ def test_a_second_load_works_while_the_hub_is_down(published, hub):
 
 
 def test_only_needed_files_are_downloaded(hub, cache, folder):
-    wanted = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "generation_config.json"}
+    expected = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "generation_config.json"}
     write_json(folder / "generation_config.json", {})
     (folder / "original").mkdir()
     for other in (
@@ -130,7 +130,7 @@ def test_only_needed_files_are_downloaded(hub, cache, folder):
         (folder / other).write_bytes(b"not for us: " + other.encode())
     hub.publish(REPO, folder)
     onward.load(REPO)
-    assert hub.sent() == wanted
+    assert hub.sent() == expected
 
 
 @pytest.mark.parametrize(

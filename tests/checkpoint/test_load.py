@@ -97,8 +97,8 @@ def test_an_empty_string_is_not_the_current_folder(folder, monkeypatch):
         (torch.float32, torch.float32),
     ],
 )
-def test_dtypes_by_name_and_by_value(asked, wanted, folder):
-    assert dtype_of(onward.load(folder, dtype=asked)) == wanted
+def test_dtypes_by_name_and_by_value(asked, expected, folder):
+    assert dtype_of(onward.load(folder, dtype=asked)) == expected
 
 
 @pytest.mark.parametrize("dtype", ["int8", "float64", "", "half", torch.int8, torch.float64, 16, True, [], {}], ids=str)
@@ -110,9 +110,9 @@ def test_invalid_dtypes(dtype, folder):
 @pytest.mark.parametrize("device", ["auto", "cpu", torch.device("cpu")], ids=str)
 def test_available_devices(device, folder):
     lm = onward.load(folder, device=device)
-    wanted = "cuda" if device == "auto" and torch.cuda.is_available() else "cpu"
-    assert lm.model.device.type == wanted
-    assert lm.model.params.embed_tokens.weight.device.type == wanted
+    expected = "cuda" if device == "auto" and torch.cuda.is_available() else "cpu"
+    assert lm.model.device.type == expected
+    assert lm.model.params.embed_tokens.weight.device.type == expected
 
 
 def test_an_unavailable_device_is_a_one_line_error(folder):

@@ -99,8 +99,8 @@ def test_a_mutated_template_is_rendered_or_refused(seed: int) -> None:
         source = TEMPLATE
         for _ in range(random_.randint(1, 3)):
             at, end = sorted(random_.randrange(len(source)) for _ in range(2))
-            kept = source[end:] if random_.random() < 0.3 else source[at + random_.randint(0, 2) :]
-            source = source[:at] + random_.choice([*ODD_TEXTS, source[at:end]]) + kept
+            rest = source[end:] if random_.random() < 0.3 else source[at + random_.randint(0, 2) :]
+            source = source[:at] + random_.choice([*ODD_TEXTS, source[at:end]]) + rest
         try:
             ChatTemplate(source, {"bos_token": "<s>"}).render([{"role": "user", "content": "a"}] * 3)
         except OnwardError as error:

@@ -189,8 +189,8 @@ def test_a_quantized_gpt_oss_folder_has_its_experts_and_biases(oss, tmp_path_fac
 
 @pytest.mark.parametrize("format", ["int8", "int4", "iq4_nl"])
 def test_quantize_leaves_four_bit_experts_alone(format, oss):
-    lm, kept = onward.load(oss[0], quantize=format), onward.load(oss[0])
-    for part, same in zip(experts_of(lm), experts_of(kept), strict=True):
+    lm, original = onward.load(oss[0], quantize=format), onward.load(oss[0])
+    for part, same in zip(experts_of(lm), experts_of(original), strict=True):
         assert torch.equal(part.weight.data, same.weight.data)
     assert lm.model.params.layers[0].mixer.q_proj.weight.format == format
     assert lm.logits(IDS).isfinite().all()

@@ -58,13 +58,13 @@ def test_the_dtype_defaults_to_the_checkpoints(dtype, tmp_path):
 
 
 @pytest.mark.parametrize("stored", DTYPES)
-@pytest.mark.parametrize("wanted", DTYPES)
-def test_every_tensor_has_the_requested_dtype(stored, wanted, tmp_path):
+@pytest.mark.parametrize("expected", DTYPES)
+def test_every_tensor_has_the_requested_dtype(stored, expected, tmp_path):
     folder = make_checkpoint(tmp_path, dtype=DTYPES[stored])
     stored_embedding = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
-    params = read(folder, DTYPES[wanted])
-    assert {tensor.dtype for tensor in tensors_of(params)} == {DTYPES[wanted]}
-    assert torch.equal(params.embed_tokens.weight, stored_embedding.to(DTYPES[wanted]))
+    params = read(folder, DTYPES[expected])
+    assert {tensor.dtype for tensor in tensors_of(params)} == {DTYPES[expected]}
+    assert torch.equal(params.embed_tokens.weight, stored_embedding.to(DTYPES[expected]))
 
 
 def test_tensors_of_another_dtype_are_cast_to_the_embeddings(tmp_path):
@@ -96,9 +96,9 @@ def test_every_missing_tensor_is_named_with_its_shape(name, folder):
 @pytest.mark.parametrize("name", sorted(random_tensors(CONFIG)))
 def test_every_misshaped_tensor_is_named_with_both_shapes(name, folder):
     tensors = load_file(folder / "model.safetensors")
-    wanted, found = list(tensors[name].shape), [*tensors[name].shape[:-1], tensors[name].shape[-1] + 1]
+    expected, found = list(tensors[name].shape), [*tensors[name].shape[:-1], tensors[name].shape[-1] + 1]
     save_file(tensors | {name: torch.zeros(found)}, folder / "model.safetensors")
-    with refused(CheckpointError, repr(name), str(wanted), str(found), "config.json"):
+    with refused(CheckpointError, repr(name), str(expected), str(found), "config.json"):
         onward.load(folder)
 
 

@@ -36,8 +36,8 @@ def test_generate_uses_the_first_adapter(cli: Cli, folders: dict[str, Path]) -> 
 
 
 def test_chat_uses_the_first_adapter(cli: Cli, folders: dict[str, Path]) -> None:
-    said = cli("chat", "demo", *SHORT, *given(folders), input="Hi\n").out
-    assert said != cli("chat", "demo", *SHORT, input="Hi\n").out
+    output = cli("chat", "demo", *SHORT, *given(folders), input="Hi\n").out
+    assert output != cli("chat", "demo", *SHORT, input="Hi\n").out
 
 
 def test_batch_lines_select_adapters_as_models(cli: Cli, folders: dict[str, Path], tmp_path: Path) -> None:
@@ -97,6 +97,6 @@ def test_eval_uses_the_first_adapter(cli: Cli, folders: dict[str, Path], monkeyp
     ],
 )
 def test_invalid_adapter_arguments_are_refused(cli: Cli, flags: list[str], message: str) -> None:
-    told = cli("generate", "The fox", *flags)
-    assert told.code == 2
-    assert message in told.err
+    result = cli("generate", "The fox", *flags)
+    assert result.code == 2
+    assert message in result.err

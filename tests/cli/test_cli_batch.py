@@ -298,16 +298,16 @@ def test_a_stopped_run_resumes(
             assert time.monotonic() < deadline
             time.sleep(0.005)
         run.send_signal(sent)
-        _, said = run.communicate(timeout=60)
+        _, errors = run.communicate(timeout=60)
     assert run.returncode == code
-    assert b"Traceback" not in said
+    assert b"Traceback" not in errors
     assert not out.exists()
     before = b"".join(file.read_bytes() for file in parts.glob("*.jsonl"))
-    kept = before[: before.rfind(b"\n") + 1]
-    done = kept.count(b"\n")
+    whole_lines = before[: before.rfind(b"\n") + 1]
+    done = whole_lines.count(b"\n")
     assert 3 <= done < 24, "a line is on the disk as soon as it is served"
     assert cli("batch", str(source), str(out)).out.startswith(f"24 lines: {done} done before, {24 - done} served")
-    assert set(kept.splitlines()) <= set(out.read_bytes().splitlines())
+    assert set(whole_lines.splitlines()) <= set(out.read_bytes().splitlines())
     assert not parts.exists()
     answers = results(out)
     assert len(answers) == 24

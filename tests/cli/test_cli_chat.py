@@ -28,12 +28,12 @@ def ignore(piece: onward.Piece) -> None:
 def answers(lm: onward.LanguageModel, *questions: str, system: str | None = None) -> list[str]:
     """The model's answers to successive questions."""
     messages = [] if system is None else [{"role": "system", "content": system}]
-    said = []
+    found = []
     for question in questions:
         messages.append({"role": "user", "content": question})
-        said.append(lm.chat(messages, **GREEDY).text)
-        messages.append({"role": "assistant", "content": said[-1]})
-    return said
+        found.append(lm.chat(messages, **GREEDY).text)
+        messages.append({"role": "assistant", "content": found[-1]})
+    return found
 
 
 # ── through a pipe ────────────────────────────────────────────────────────────────────────────────────────
@@ -69,7 +69,7 @@ def test_every_command(cli: Cli, loaded: onward.LanguageModel) -> None:
     result = cli("chat", *FLAGS, input="\n".join(lines))
     assert (result.code, {name for line in lines if (name := line.split()[0]) in COMMANDS}) == (0, set(COMMANDS))
     told = iter(result.out.splitlines())
-    for wanted in (
+    for expected in (
         "1 question, ",
         "removed 1 question",
         "0 questions, 0 of 1,024 tokens",
@@ -78,7 +78,7 @@ def test_every_command(cli: Cli, loaded: onward.LanguageModel) -> None:
         "system message: Be brief.",
         *COMMANDS,
     ):
-        assert any(wanted in line for line in told), wanted
+        assert any(expected in line for line in told), expected
 
 
 @pytest.mark.parametrize(
@@ -92,12 +92,12 @@ def test_every_command(cli: Cli, loaded: onward.LanguageModel) -> None:
     ],
 )
 def test_a_failed_command_is_reported_and_the_chat_continues(
-    cli: Cli, loaded: onward.LanguageModel, line: str, wanted: str
+    cli: Cli, loaded: onward.LanguageModel, line: str, expected: str
 ) -> None:
     result = cli("chat", *FLAGS, input=f"{line}\nHello there!\n")
     assert result.code == 2
     assert result.err.splitlines()[0].startswith("error: ")
-    assert wanted in result.err.splitlines()[0]
+    assert expected in result.err.splitlines()[0]
     assert result.out == answers(loaded, "Hello there!")[0] + "\n"
 
 

@@ -80,12 +80,12 @@ def test_a_retry_interrupted_at_once_keeps_the_answer(session: ChatSession, monk
 
 def test_undo_removes_one_turn_without_a_new_prefill(session: ChatSession) -> None:
     session.ask("Hello there!", ignore)
-    kept = list(session.conversation.turns)
+    turns = list(session.conversation.turns)
     session.ask("And then?", ignore)
     reply = run_command(session, "/undo")
     assert isinstance(reply, str)
     assert "And then?" in reply
-    assert session.conversation.turns == kept
+    assert session.conversation.turns == turns
     completion = session.ask("Who was she?", ignore).completion
     assert completion is not None
     assert completion.cached_tokens > 0
@@ -100,8 +100,8 @@ def test_undo_of_an_empty_chat(session: ChatSession) -> None:
 def test_a_retried_chat_is_saved(cli: Cli, loaded: onward.LanguageModel, tmp_path: Path) -> None:
     file = tmp_path / "chat.session"
     ask = ("chat", "-t", "1", "-n", "12", "--seed", "7", "--session", str(file))
-    said = cli(*ask, input="Tell me a story.\n/retry\nAnd then?\n/undo\n")
-    assert said.code == 0
+    result = cli(*ask, input="Tell me a story.\n/retry\nAnd then?\n/undo\n")
+    assert result.code == 0
     resumed = ChatSession(loaded, "demo", SAMPLED, Conversation())
     resumed.open(file)
     ((question, answer),) = resumed.conversation.turns

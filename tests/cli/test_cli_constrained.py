@@ -12,8 +12,8 @@ def test_texts_follow_the_constraint_flags(cli: Cli, tmp_path: Path) -> None:
     schema, grammar = tmp_path / "s.json", tmp_path / "g.lark"
     schema.write_text(json.dumps(SCHEMA | {"additionalProperties": False}))
     grammar.write_text('start: "a fox" | "an owl"\n')
-    said = cli("generate", "Once", "-t", "1", "--json-schema", str(schema)).out
-    assert 3 <= json.loads(said)["n"] <= 5
+    output = cli("generate", "Once", "-t", "1", "--json-schema", str(schema)).out
+    assert 3 <= json.loads(output)["n"] <= 5
     assert cli("generate", "Once", "--grammar", str(grammar)).out.strip() in ("a fox", "an owl")
     assert cli("generate", "Once", "--regex", "x{4}").out.strip() == "xxxx"
     assert cli("generate", "Once", "--choice", "yes", "--choice", "no").out.strip() in ("yes", "no")

@@ -42,7 +42,7 @@ def test_messages_are_those_of_templates() -> None:
     ],
 )
 def test_a_session_without_a_conversation_is_refused_and_not_overwritten(
-    lm: onward.LanguageModel, tmp_path: Path, note: str, wanted: str
+    lm: onward.LanguageModel, tmp_path: Path, note: str, expected: str
 ) -> None:
     file = tmp_path / "chat.session"
     session = onward.Session(lm)
@@ -50,7 +50,7 @@ def test_a_session_without_a_conversation_is_refused_and_not_overwritten(
     session.save(file)
     before = file.read_bytes()
     chat = ChatSession(lm, "demo", {}, Conversation())
-    with pytest.raises(SessionError, match=f"damaged chat: .*{wanted}"):
+    with pytest.raises(SessionError, match=f"damaged chat: .*{expected}"):
         chat.open(file)
     assert chat.conversation == Conversation()
     assert file.read_bytes() == before

@@ -13,12 +13,12 @@ import onward
 from onward.checkpoint import find_folder
 
 
-def assert_one_line(result: Result, *wanted: str) -> None:
+def assert_one_line(result: Result, *expected: str) -> None:
     assert (result.code, result.out) == (2, "")
     assert result.err.startswith("error: ")
     assert result.err.endswith("\n")
     assert result.err.count("\n") == 1
-    for text in wanted:
+    for text in expected:
         assert text in result.err
 
 
@@ -52,8 +52,8 @@ def assert_one_line(result: Result, *wanted: str) -> None:
         (["x", "--eos", "99999999"], "99999999"),
     ],
 )
-def test_bad_requests(cli: Cli, arguments: list[str], wanted: str) -> None:
-    assert_one_line(cli("generate", *arguments), wanted)
+def test_bad_requests(cli: Cli, arguments: list[str], expected: str) -> None:
+    assert_one_line(cli("generate", *arguments), expected)
 
 
 @pytest.mark.parametrize(

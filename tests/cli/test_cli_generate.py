@@ -73,11 +73,11 @@ def test_a_prompt_is_the_same_from_every_source(
 
 def test_json_has_the_completion(cli: Cli, loaded: onward.LanguageModel) -> None:
     result = cli("generate", PROMPT, *SAMPLED, "--json")
-    said = json.loads(result.out)
+    output = json.loads(result.out)
     want = completed(loaded, PROMPT, **OPTIONS)
-    (choice,) = said.pop("choices")
-    assert said.pop("cached_tokens") in (0, want.prompt_tokens - 1)
-    assert said == {"text": want.text, "prompt_tokens": want.prompt_tokens}
+    (choice,) = output.pop("choices")
+    assert output.pop("cached_tokens") in (0, want.prompt_tokens - 1)
+    assert output == {"text": want.text, "prompt_tokens": want.prompt_tokens}
     assert set(choice.pop("timing")) == {
         *("prefill_ms", "total_ms", "tokens_per_second"),
         *("median_ms_per_token", "worst_ms_per_token"),

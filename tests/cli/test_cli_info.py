@@ -81,10 +81,10 @@ def test_all_generation_defaults_of_the_checkpoint_are_shown(cli: Cli, tmp_path:
 def test_a_checkpoint_with_beams_generates_them(cli: Cli, tmp_path: Path) -> None:
     folder = onward.testing.random_checkpoint(tmp_path, "llama")
     lm = onward.load(folder)
-    wanted = [choice.token_ids for choice in lm.generate([5, 6], beams=3, n=2, max_new_tokens=4).choices]
+    expected = [choice.token_ids for choice in lm.generate([5, 6], beams=3, n=2, max_new_tokens=4).choices]
     (folder / "generation_config.json").write_text('{"num_beams": 3, "num_return_sequences": 2, "max_new_tokens": 4}')
-    said = cli("generate", "5 6", "--ids", "--model", str(folder)).out
-    assert [[int(token) for token in line.split()] for line in said.split("\n---\n")] == wanted
+    output = cli("generate", "5 6", "--ids", "--model", str(folder)).out
+    assert [[int(token) for token in line.split()] for line in output.split("\n---\n")] == expected
 
 
 def test_every_fact_is_in_the_text_and_the_json(cli: Cli) -> None:

@@ -43,10 +43,10 @@ def test_a_closed_pipe_is_no_error() -> None:
         assert run.stderr is not None
         assert run.stdout.read(5)
         run.stdout.close()
-        said = run.stderr.read()
+        errors = run.stderr.read()
         assert run.wait(timeout=60) != 0
-    assert said.count(b"\n") == 1
-    assert said.startswith(b"warning: max_seq_len")
+    assert errors.count(b"\n") == 1
+    assert errors.startswith(b"warning: max_seq_len")
 
 
 def test_an_interrupt_ends_generate_with_130() -> None:
@@ -54,9 +54,9 @@ def test_an_interrupt_ends_generate_with_130() -> None:
         assert run.stdout is not None
         assert run.stdout.read(5)
         run.send_signal(signal.SIGINT)
-        _, said = run.communicate(timeout=60)
+        _, errors = run.communicate(timeout=60)
         assert run.returncode == 130
-    assert b"Traceback" not in said
+    assert b"Traceback" not in errors
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device of Linux")

@@ -41,8 +41,8 @@ def test_the_fifth_turn_of_a_chat_processes_only_new_tokens(lm: onward.LanguageM
     )
     chat = ChatSession(counted, "demo", GREEDY, Conversation("Be brief."))
     for question in QUESTIONS:
-        said = chat.conversation.messages()
-        before = 0 if len(said) < 2 else len(lm.chat_template.render(said, add_generation_prompt=False))
+        messages = chat.conversation.messages()
+        before = 0 if len(messages) < 2 else len(lm.chat_template.render(messages, add_generation_prompt=False))
         prompt = lm.chat_prompt(chat.conversation.messages(question))
         new = prompt if before == 0 else lm.encode(rest(lm, chat, question, before), add_special_tokens=False)
         counts.clear()
@@ -152,12 +152,12 @@ def test_files_other_than_chats_are_refused_and_left_alone(
     session.generate("Once upon a time", **GREEDY)
     session.save(story)
     text.write_text("my notes")
-    for file, wanted in ((story, "without a chat"), (text, "not a saved session"), (missing, "cannot be written")):
+    for file, expected in ((story, "without a chat"), (text, "not a saved session"), (missing, "cannot be written")):
         before = file.read_bytes() if file.exists() else None
         result = cli("chat", "--session", str(file), input="Hello there!")
         assert (result.code, result.out) == (2, "")
         assert result.err.startswith("error: ")
-        assert wanted in result.err
+        assert expected in result.err
         assert (file.read_bytes() if file.exists() else None) == before
 
 

@@ -28,15 +28,15 @@ def test_beams_print_the_best_text_or_n_texts(cli: Cli, loaded: onward.LanguageM
     assert cli(*ask, "--samples", "2").out == "\n---\n".join(one.text for one in found.choices)
     ids = " ".join(map(str, loaded.encode(PROMPT)))
     assert cli("generate", ids, *ask[2:], "--ids").out == " ".join(map(str, found.token_ids))
-    said = json.loads(cli(*ask, "--samples", "2", "--json").out)
-    assert [choice["score"] for choice in said["choices"]] == [one.score for one in found.choices]
+    output = json.loads(cli(*ask, "--samples", "2", "--json").out)
+    assert [choice["score"] for choice in output["choices"]] == [one.score for one in found.choices]
 
 
 def test_json_has_logprobs_as_objects(cli: Cli, loaded: onward.LanguageModel) -> None:
     found = loaded.generate(PROMPT, n=2, logprobs=2, prompt_logprobs=0, **OPTIONS)
     asked = ("--samples", "2", "--logprobs", "2", "--prompt-logprobs", "0")
-    said = json.loads(cli("generate", PROMPT, *SAMPLED, *asked, "--json").out)
-    for one, want in zip(said["choices"], found.choices, strict=True):
+    output = json.loads(cli("generate", PROMPT, *SAMPLED, *asked, "--json").out)
+    for one, want in zip(output["choices"], found.choices, strict=True):
         assert [token["id"] for token in one["tokens"]] == want.token_ids
         assert [token["logprob"] for token in one["tokens"]] == [token.chosen for token in want.logprobs or []]
         tops = [[(top["id"], top["logprob"]) for top in token["top"]] for token in one["tokens"]]
@@ -45,17 +45,17 @@ def test_json_has_logprobs_as_objects(cli: Cli, loaded: onward.LanguageModel) ->
         pairs = [(token, top) for token in one["tokens"] for top in token["top"] if top["id"] == token["id"]]
         assert pairs
         assert all(token["text"] == top["text"] for token, top in pairs)
-    assert said["prompt"][0]["logprob"] is None
-    assert "".join(token["text"] for token in said["prompt"]) == PROMPT
-    assert [token["id"] for token in said["prompt"]] == loaded.encode(PROMPT)
+    assert output["prompt"][0]["logprob"] is None
+    assert "".join(token["text"] for token in output["prompt"]) == PROMPT
+    assert [token["id"] for token in output["prompt"]] == loaded.encode(PROMPT)
     logprobs = [token and token.chosen for token in found.prompt_logprobs or []]
-    assert [token["logprob"] for token in said["prompt"]] == logprobs
+    assert [token["logprob"] for token in output["prompt"]] == logprobs
 
 
 def test_json_has_the_sampling_logprobs(cli: Cli, loaded: onward.LanguageModel) -> None:
     found = loaded.generate(PROMPT, logprobs=0, sampling_logprobs=True, **OPTIONS)
-    said = json.loads(cli("generate", PROMPT, *SAMPLED, "--logprobs", "0", "--sampling-logprobs", "--json").out)
-    pairs = [(token["sampling_logprob"], token["support"]) for token in said["choices"][0]["tokens"]]
+    output = json.loads(cli("generate", PROMPT, *SAMPLED, "--logprobs", "0", "--sampling-logprobs", "--json").out)
+    pairs = [(token["sampling_logprob"], token["support"]) for token in output["choices"][0]["tokens"]]
     assert pairs == [(token.sampling, token.support) for token in found.logprobs or []]
     assert len({support for _, support in pairs}) > 1
 
@@ -86,8 +86,8 @@ def test_a_character_of_several_tokens_belongs_to_the_last_one(lm: onward.Langua
 
 
 def test_a_time_limit_ends_a_text(cli: Cli, lm: onward.LanguageModel) -> None:
-    said = json.loads(cli("generate", PROMPT, "-n", "50", "--time-limit", "1e-9", "--json").out)
-    (choice,) = said["choices"]
+    output = json.loads(cli("generate", PROMPT, "-n", "50", "--time-limit", "1e-9", "--json").out)
+    (choice,) = output["choices"]
     assert (choice["finish_reason"], len(choice["tokens"])) == ("time", 1)
 
 
@@ -127,8 +127,8 @@ def test_a_score_is_printed_as_text_and_json(cli: Cli, loaded: onward.LanguageMo
     assert cli("score", PROMPT) == (0, want, "")
     assert cli("score", input=f"{PROMPT}\n").out == want
     assert cli("score", "--ids", " ".join(map(str, found.token_ids))).out == want
-    said = json.loads(cli("score", PROMPT, "--json").out)
-    assert said == {"perplexity": found.perplexity, "log_likelihood": found.log_likelihood, "tokens": tokens}
+    output = json.loads(cli("score", PROMPT, "--json").out)
+    assert output == {"perplexity": found.perplexity, "log_likelihood": found.log_likelihood, "tokens": tokens}
     assert "must have at least 2 ids" in cli("score", "--ids", "5").err
 
 
@@ -136,6 +136,6 @@ def test_a_text_longer_than_the_context_is_scored_in_windows(cli: Cli) -> None:
     text = "Once upon a time there was a little dragon who lived in a cave."
     ask = ("score", text, "--json", "--max-seq-len", "8")
     assert "holds 8" in cli(*ask).err
-    said = json.loads(cli(*ask, "--stride", "4").out)
+    output = json.loads(cli(*ask, "--stride", "4").out)
     found = onward.load("demo", max_seq_len=8).score(text, stride=4)
-    assert (said["log_likelihood"], said["tokens"]) == (found.log_likelihood, len(found.token_ids) - 1)
+    assert (output["log_likelihood"], output["tokens"]) == (found.log_likelihood, len(found.token_ids) - 1)

@@ -48,8 +48,8 @@ def test_info_reports_the_number_of_threads_and_why() -> None:
         (["generate", "x", "--threads", "0"], "1", "--threads must be a whole number from 1 to 256; got 0"),
     ],
 )
-def test_an_invalid_number_of_threads_is_one_line(arguments: list[str], variable: str, wanted: str) -> None:
+def test_an_invalid_number_of_threads_is_one_line(arguments: list[str], variable: str, expected: str) -> None:
     environment = os.environ | {"ONWARD_NUM_THREADS": variable}
     result = subprocess.run([*PROGRAM, *arguments], env=environment, capture_output=True, text=True, check=False)
     assert (result.returncode, result.stdout) == (2, "")
-    assert result.stderr == f"error: {wanted}\n"
+    assert result.stderr == f"error: {expected}\n"

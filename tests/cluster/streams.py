@@ -93,11 +93,11 @@ def deployed(*options: str) -> Iterator[tuple[int, str]]:
     )
     try:
         assert process.stdout is not None
-        said = ""
+        log = ""
         while f"127.0.0.1:{port}" not in (line := process.stdout.readline()):
-            said += line
-            assert process.poll() is None, said
-        yield port, said
+            log += line
+            assert process.poll() is None, log
+        yield port, log
     finally:
         process.send_signal(signal.SIGINT)
         try:

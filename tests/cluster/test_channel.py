@@ -31,9 +31,9 @@ async def streaming(scope: Any, receive: Any, send: Any) -> None:
     headers = [(b"content-type", b"text/event-stream")]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     for at in range(first, EVENTS):
-        told = {"emitted": [[at]], "ended": []}
+        progress = {"emitted": [[at]], "ended": []}
         body = f"data: {name} {at}\n\n".encode()
-        await send({"type": "http.response.body", "body": body, "more_body": True, "onward": told})
+        await send({"type": "http.response.body", "body": body, "more_body": True, "onward": progress})
         if at % 3 == 0:
             await asyncio.sleep(0)
     await send({"type": "http.response.body", "body": b"", "more_body": False})
@@ -267,23 +267,25 @@ def test_a_call_ends_with_its_ingress(is_opened: bool, monkeypatch: pytest.Monke
 
 
 def test_backpressure_blocks_the_application() -> None:
-    said = 0
+    sent = 0
 
     async def run() -> None:
-        nonlocal said
+        nonlocal sent
         queue = ReplyQueue("a", "same", gather=0.0)
 
         async def speak() -> None:
-            nonlocal said
+            nonlocal sent
             for at in range(1000):
-                told = {"emitted": [[at], []], "ended": [at] if at % 100 == 0 else []}
+                progress = {"emitted": [[at], []], "ended": [at] if at % 100 == 0 else []}
                 body = b"%d " % at
-                await queue.put(7, {"type": "http.response.body", "body": body, "more_body": at < 999, "onward": told})
-                said += 1
+                await queue.put(
+                    7, {"type": "http.response.body", "body": body, "more_body": at < 999, "onward": progress}
+                )
+                sent += 1
 
         speaking = asyncio.ensure_future(speak())
         await asyncio.sleep(0.05)
-        assert said < bridge._MAX_QUEUED
+        assert sent < bridge._MAX_QUEUED
         messages: list[Any] = []
         async for batch in queue.batches():
             for item in batch.items:

@@ -34,9 +34,9 @@ async def streaming(scope: Any, receive: Any, send: Any) -> None:
     headers = [(b"content-type", b"text/event-stream")]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     for at in range(first, len(EVENTS)):
-        told = {"emitted": [[at]], "ended": [0] if at == len(EVENTS) - 1 else []}
+        progress = {"emitted": [[at]], "ended": [0] if at == len(EVENTS) - 1 else []}
         body = b": waiting\n\n" + EVENTS[at]
-        await send({"type": "http.response.body", "body": body, "more_body": True, "onward": told})
+        await send({"type": "http.response.body", "body": body, "more_body": True, "onward": progress})
         await asyncio.sleep(0.002)
     await send({"type": "http.response.body", "body": b"", "more_body": False})
 

@@ -192,9 +192,9 @@ def test_no_key_is_in_an_error(key: str, mistake: Callable[[str], object]) -> No
     assume(not key.startswith("sha256:"))
     with pytest.raises(OnwardError) as raised:
         mistake(key)
-    told = io.StringIO()
-    traceback.print_exception(raised.value, file=told)
-    messages = [line for line in told.getvalue().splitlines() if not line.startswith(" ")]  # the others are code
+    output = io.StringIO()
+    traceback.print_exception(raised.value, file=output)
+    messages = [line for line in output.getvalue().splitlines() if not line.startswith(" ")]  # the others are code
     for text in (str(raised.value), repr(raised.value), *messages):
         assert key not in text
 

@@ -52,9 +52,9 @@ DIGEST = f"sha256:{hashlib.sha256(b'secret').hexdigest()}"
     ],
 )
 def test_invalid_options_are_refused(given: dict[str, Any], message: str) -> None:
-    with pytest.raises(RequestError, match=message) as told:
+    with pytest.raises(RequestError, match=message) as raised:
         DeployOptions.of(given)
-    assert "secret" not in str(told.value)
+    assert "secret" not in str(raised.value)
 
 
 def test_valid_options_are_accepted() -> None:
@@ -69,9 +69,9 @@ def test_valid_options_are_accepted() -> None:
 @pytest.mark.parametrize("value", ["secret", 5, [5]])
 def test_a_string_is_no_list_of_strings(name: str, value: Any) -> None:
     """Each character of a key would be a key."""
-    with pytest.raises(RequestError, match=f"{name} must be a list of strings; got") as told:
+    with pytest.raises(RequestError, match=f"{name} must be a list of strings; got") as raised:
         Settings(**{name: value})
-    assert name != "api_keys" or "secret" not in str(told.value)
+    assert name != "api_keys" or "secret" not in str(raised.value)
 
 
 def test_removed_flags_name_their_replacement(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,6 +12,6 @@ pytestmark = pytest.mark.timeout(240)
 
 def test_the_command_shows_the_warnings_of_replicas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ONWARD_NATIVE_DIR", str(tmp_path))
-    with deployed() as (port, said):
-        assert said.count("warning: no native kernels") == said.count("warning") == 1
+    with deployed() as (port, log):
+        assert log.count("warning: no native kernels") == log.count("warning") == 1
         assert read(port, STORY | {"max_tokens": 5}).is_whole

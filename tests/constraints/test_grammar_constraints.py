@@ -38,7 +38,7 @@ TOKENIZERS = {
 KEPT = {name: make()[0] for name, make in TOKENIZERS.items()}
 
 
-def said(constraint):
+def state_of(constraint):
     """All properties of a constraint's state."""
     if constraint.is_done:
         return None
@@ -78,11 +78,11 @@ def test_a_constraint_depends_only_on_its_ids(name, grammar, seed):
                 if token is not None:
                     other.accept(token)  # which is nothing to the constraint
         elif step == "ask":
-            said(constraint)
+            state_of(constraint)
     fresh = grammar(KEPT[name], STOP)
     for token in ids:
         fresh.accept(token)
-    assert said(constraint) == said(fresh)
+    assert state_of(constraint) == state_of(fresh)
 
 
 @pytest.mark.parametrize("name", list(KEPT))
@@ -117,22 +117,22 @@ def test_special_tokens_are_not_text_but_can_be_named():
 
 
 def test_compiled_grammars_are_cached_and_evicted():
-    kept, tokenizers = CompiledGrammars(), [ByteTokenizer() for _ in range(6)]
+    grammars, tokenizers = CompiledGrammars(), [ByteTokenizer() for _ in range(6)]
     sources = [Regex("a" * (number + 1)).source() for number in range(140)]
     for source in sources:
-        kept.constraint(source, tokenizers[0], frozenset(), "x")
-    assert len(kept._matchers) == 128
-    first = kept.constraint(sources[-1], tokenizers[0], frozenset(), "x")
+        grammars.constraint(source, tokenizers[0], frozenset(), "x")
+    assert len(grammars._matchers) == 128
+    first = grammars.constraint(sources[-1], tokenizers[0], frozenset(), "x")
     first.accept(ord("a"))
-    again = kept.constraint(sources[-1], tokenizers[0], frozenset(), "x")
+    again = grammars.constraint(sources[-1], tokenizers[0], frozenset(), "x")
     assert again.mask()[3] == 1 << ord("a") % 32
     again.rollback(0)
-    assert len(kept._matchers) == 128
+    assert len(grammars._matchers) == 128
     for tokenizer in tokenizers[1:]:
-        kept.constraint(sources[0], tokenizer, frozenset(), "x")
-    assert len(kept._vocabularies) == 4
-    assert {key for key, _ in kept._matchers} <= set(kept._vocabularies)
-    assert len(kept._matchers) == 4
+        grammars.constraint(sources[0], tokenizer, frozenset(), "x")
+    assert len(grammars._vocabularies) == 4
+    assert {key for key, _ in grammars._matchers} <= set(grammars._vocabularies)
+    assert len(grammars._matchers) == 4
 
 
 def test_a_grammar_over_a_limit_ends_its_request_alone():

@@ -45,11 +45,11 @@ def test_a_mask_admits_exactly_its_ids(ids, vocab):
             return mask_of(ids)
 
     logits = torch.randn(1, 1, vocab)
-    kept, left = mask_logits(logits, [ConstraintState(Just())])
+    masked, left = mask_logits(logits, [ConstraintState(Just())])
     inside = [token for token in range(vocab) if token in ids]
     outside = [token for token in range(vocab) if token not in ids]
-    assert torch.equal(kept[..., inside], logits[..., inside])
-    assert bool((kept[..., outside] == float("-inf")).all())
+    assert torch.equal(masked[..., inside], logits[..., inside])
+    assert bool((masked[..., outside] == float("-inf")).all())
     assert bool(left) == bool(inside)
     assert [admits(mask_of(ids), token) for token in range(vocab)] == [token in ids for token in range(vocab)]
 

@@ -84,59 +84,59 @@ def multiple_of(number):
 def test_nothing_is_tried_or_compiled_twice(monkeypatch):
     monkeypatch.setattr("onward.constraints.trial.SECONDS", 0.5)
     good, slow = multiple_of(5), SLOW.source()
-    counted, tokenizer, kept = Counted(monkeypatch), ByteTokenizer(), CompiledGrammars()
+    counted, tokenizer, grammars = Counted(monkeypatch), ByteTokenizer(), CompiledGrammars()
     with ThreadPoolExecutor(4) as pool:  # at once
-        list(pool.map(lambda _: kept.constraint(good, tokenizer, frozenset(), "good"), range(4)))
+        list(pool.map(lambda _: grammars.constraint(good, tokenizer, frozenset(), "good"), range(4)))
     for name in ("a", "b"):
         with pytest.raises(RequestError, match=rf"^{name} cannot be compiled: that takes longer than 0\.5 seconds"):
-            kept.constraint(slow, tokenizer, frozenset(), name)
+            grammars.constraint(slow, tokenizer, frozenset(), name)
     assert counted.tried == {good: 1, slow: 1}
     assert counted.compiled == {good: 1}
-    kept._matchers.clear()  # its place in the cache is taken
-    kept.constraint(good, tokenizer, frozenset(), "good")
+    grammars._matchers.clear()  # its place in the cache is taken
+    grammars.constraint(good, tokenizer, frozenset(), "good")
     assert (counted.tried[good], counted.compiled[good]) == (1, 2)
-    kept.constraint(good, ByteTokenizer(), frozenset(), "good")
+    grammars.constraint(good, ByteTokenizer(), frozenset(), "good")
     assert counted.tried[good] == 2, "another vocabulary"
 
 
 def test_a_wall_clock_timeout_is_not_remembered(monkeypatch):
-    kept, tokenizer = CompiledGrammars(), ByteTokenizer()
+    grammars, tokenizer = CompiledGrammars(), ByteTokenizer()
     monkeypatch.setattr("onward.constraints.trial.WALL_SECONDS", 0.01)
     with pytest.raises(RequestError, match="busy machine"):
-        kept.constraint(multiple_of(100_003), tokenizer, frozenset(), "it")
+        grammars.constraint(multiple_of(100_003), tokenizer, frozenset(), "it")
     monkeypatch.undo()
-    kept.constraint(multiple_of(100_003), tokenizer, frozenset(), "it")
+    grammars.constraint(multiple_of(100_003), tokenizer, frozenset(), "it")
 
 
 def test_a_deferred_trial_blocks_no_thread(monkeypatch):
-    kept, tokenizer, source = CompiledGrammars(), ByteTokenizer(), multiple_of(7)
+    grammars, tokenizer, source = CompiledGrammars(), ByteTokenizer(), multiple_of(7)
     with deferred("client"), pytest.raises(TrialPending) as first:
-        kept.constraint(source, tokenizer, frozenset(), "it")
+        grammars.constraint(source, tokenizer, frozenset(), "it")
     with deferred("other"), pytest.raises(TrialPending) as second:
-        kept.constraint(source, tokenizer, frozenset(), "it")
+        grammars.constraint(source, tokenizer, frozenset(), "it")
     trial = first.value.trial
     assert second.value.trial is trial, "equal grammars are tried once"
     with trial.waiting():
         trial.future.result(60)
-    kept._matchers.clear()  # the result is known even so
+    grammars._matchers.clear()  # the result is known even so
     with deferred("client", [trial]):
-        kept.constraint(source, tokenizer, frozenset(), "it")
+        grammars.constraint(source, tokenizer, frozenset(), "it")
 
 
 def test_an_abandoned_trial_is_stopped():
-    kept, tokenizer = CompiledGrammars(), ByteTokenizer()
+    grammars, tokenizer = CompiledGrammars(), ByteTokenizer()
     pending = []
     for factor in range(3):  # two run, one is queued
         source = JsonSchema({**json.loads(SLOW.text), "title": str(factor)}).source()
         with deferred("client"), pytest.raises(TrialPending) as caught:
-            kept.constraint(source, tokenizer, frozenset(), "it")
+            grammars.constraint(source, tokenizer, frozenset(), "it")
         pending.append(caught.value.trial)
     for trial in pending:
         with trial.waiting():
             pass
     assert [trial.future.result(60) for trial in pending] == [None] * 3
-    assert not kept._tried, "nothing is known of them"
-    kept.constraint(multiple_of(3), tokenizer, frozenset(), "it")
+    assert not grammars._tried, "nothing is known of them"
+    grammars.constraint(multiple_of(3), tokenizer, frozenset(), "it")
 
 
 def test_a_grammar_is_refused_before_any_work():
@@ -149,12 +149,12 @@ def test_a_grammar_is_refused_before_any_work():
 
 def test_objects_with_too_many_possibilities_are_refused_at_once():
     properties = {f"p{at}": {"type": "integer"} for at in range(1000)}
-    kept = CompiledGrammars()
+    grammars = CompiledGrammars()
     wide = JsonSchema({"type": "object", "properties": properties})
     with pytest.raises(RequestError, match=r"cannot be followed: Parser Error: Current row has \d+ items; max is 2000"):
-        kept.constraint(wide.source(), ByteTokenizer(), frozenset(), repr(wide))
+        grammars.constraint(wide.source(), ByteTokenizer(), frozenset(), repr(wide))
     needed = JsonSchema({"type": "object", "properties": properties, "required": list(properties)})
-    kept.constraint(needed.source(), ByteTokenizer(), frozenset(), repr(needed))
+    grammars.constraint(needed.source(), ByteTokenizer(), frozenset(), repr(needed))
 
 
 def test_which_grammars_are_tried():
@@ -210,7 +210,7 @@ def test_concurrent_threads_share_one_vocabulary(monkeypatch):
         return before(tokenizer)
 
     monkeypatch.setattr(Vocabulary, "of", staticmethod(waits))
-    kept = CompiledGrammars()
+    grammars = CompiledGrammars()
     with ThreadPoolExecutor(4) as pool:
-        vocabularies = list(pool.map(lambda _: kept.vocabulary(tokenizer), range(4)))
+        vocabularies = list(pool.map(lambda _: grammars.vocabulary(tokenizer), range(4)))
     assert len(set(map(id, vocabularies))) == 1

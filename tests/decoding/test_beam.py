@@ -62,8 +62,8 @@ def test_copies_give_every_beam_its_parents_past(seed, width, new, kind):
         for search, earlier in zip(searches, before, strict=True):
             for beam in search.running:
                 text = beam.sequence
-                held = slots.cache.tokens[text.slot.row, : text.computed]
-                assert held.tolist() == [*prompt, *text.token_ids[:-1]]
+                cached = slots.cache.tokens[text.slot.row, : text.computed]
+                assert cached.tolist() == [*prompt, *text.token_ids[:-1]]
             parents = {earlier.index(text[:-1]) for text in texts(search) if text}
             expected += len(search.running) - len(parents) if search.tokens else 0
         assert slots.forks == expected, "a parent's first child stays where it is"

@@ -125,8 +125,8 @@ def test_a_failed_call_leaves_the_cache_unchanged():
 def speculate(drafter, target, prompts, new, strategy, draft=3):
     """Draft with one inferencer, verify with another by equality; rows accept each their own number."""
     rows, room = len(prompts), prompts.shape[1] + new + 2 * draft + 2
-    held, drafted = target.new_cache(rows, room), drafter.new_cache(rows, room)
-    texts = torch.cat((prompts, target.prefill(prompts, held, strategy).token_ids), 1).tolist()
+    cache, drafted = target.new_cache(rows, room), drafter.new_cache(rows, room)
+    texts = torch.cat((prompts, target.prefill(prompts, cache, strategy).token_ids), 1).tolist()
     drafter.prefill(prompts[:, :-1], drafted, strategy)
     rounds = 0
     while min(map(len, texts)) < prompts.shape[1] + new:
@@ -137,7 +137,7 @@ def speculate(drafter, target, prompts, new, strategy, draft=3):
         proposal = drafter.prefill(last_two, drafted, strategy).token_ids
         proposal = torch.cat((proposal, drafter.decode(proposal, drafted, draft - 1, strategy).token_ids), 1)
         query = torch.cat((last_two[:, 1:], proposal), 1)
-        logits = target.prefill(query, held, strategy).token_logits
+        logits = target.prefill(query, cache, strategy).token_logits
         for row, text in enumerate(texts):
             for at in range(draft + 1):
                 picked = torch.cat([logits[r : r + 1, at] for r in range(rows)])
@@ -146,7 +146,7 @@ def speculate(drafter, target, prompts, new, strategy, draft=3):
                 text.append(token)
                 if at == draft or token != proposal[row, at]:
                     break
-        held.truncate(torch.tensor([len(text) - 1 for text in texts]))
+        cache.truncate(torch.tensor([len(text) - 1 for text in texts]))
     return [text[prompts.shape[1] :][:new] for text in texts], rounds
 
 

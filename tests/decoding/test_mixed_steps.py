@@ -61,7 +61,7 @@ def advance(step: DecodeStep, work: list[ScheduledSequence]) -> None:
         item.sequence.take_step(item.tokens, tokens, step.slots)
 
 
-def kept(slots: PagedCacheManager, sequence: Sequence) -> list[torch.Tensor]:
+def cached_rows(slots: PagedCacheManager, sequence: Sequence) -> list[torch.Tensor]:
     cache = slots.read(sequence.slot, sequence.computed)
     return [*cache.keys, *cache.values]
 
@@ -94,7 +94,7 @@ def test_chunks_in_decoding_steps_have_the_bits_of_each_alone(lengths, seed, dty
             advance(solo, [ScheduledSequence(other, other.pending)])
         assert other.token_ids == sequence.token_ids
         both = min(sequence.computed, other.computed)
-        for mixed, plain in zip(kept(together, sequence), kept(alone, other), strict=True):
+        for mixed, plain in zip(cached_rows(together, sequence), cached_rows(alone, other), strict=True):
             assert torch.equal(mixed[:, :, :both], plain[:, :, :both])
     check_accounts(together)
 

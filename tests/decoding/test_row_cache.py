@@ -135,9 +135,9 @@ def test_a_view_shares_the_caches_memory_and_is_reused():
     """A program knows a cache by its tensors."""
     model = tiny_model()
     slots = RowCacheManager.wrap(model, model.new_cache(ROWS, 8), ROWS)
-    held = [slots.acquire([1], 8)[0] for _ in range(ROWS)]
-    view = slots.view(held[1:3], [0, 0], 1)
-    assert slots.view(held[1:3], [0, 0], 1).cache is view.cache
+    acquired = [slots.acquire([1], 8)[0] for _ in range(ROWS)]
+    view = slots.view(acquired[1:3], [0, 0], 1)
+    assert slots.view(acquired[1:3], [0, 0], 1).cache is view.cache
     view.cache.keys[0].fill_(3)
     assert (slots.cache.keys[0][1:3] == 3).all()
     assert not slots.cache.keys[0][[0, 3]].any()

@@ -74,26 +74,26 @@ def test_concurrent_threads_share_one_memory(monkeypatch):
 
 
 def test_memory_reserved_for_one_call_is_not_used_by_another(small):
-    kept = SharedCache(memory_of(4))
+    shared = SharedCache(memory_of(4))
     with (
-        kept.lease(MODEL, 1, 3 * BLOCK) as one,
-        kept.lease(MODEL, 1, 2 * BLOCK) as other,
-        kept.lease(MODEL, 1, BLOCK) as third,
+        shared.lease(MODEL, 1, 3 * BLOCK) as one,
+        shared.lease(MODEL, 1, 2 * BLOCK) as other,
+        shared.lease(MODEL, 1, BLOCK) as third,
     ):
         assert other is not one, "one has not taken its blocks yet"
         assert third is one
         taken = [slots.acquire((), length) for slots, length in ((other, 2 * BLOCK), (third, BLOCK))]
         assert all(slot is not None for slot in (*taken, one.acquire((), 3 * BLOCK)))
-    with kept.lease(MODEL, 1, BLOCK) as later:
+    with shared.lease(MODEL, 1, BLOCK) as later:
         assert later is not one, "its slots were not released"
 
 
 def test_a_lease_always_ends_with_its_call(small):
-    kept = SharedCache(memory_of(4))
+    shared = SharedCache(memory_of(4))
     for _ in range(3):
-        with pytest.raises(LookupError), kept.lease(MODEL, 1, 4 * BLOCK) as slots:
+        with pytest.raises(LookupError), shared.lease(MODEL, 1, 4 * BLOCK) as slots:
             raise LookupError
-    with kept.lease(MODEL, 1, 4 * BLOCK) as again:
+    with shared.lease(MODEL, 1, 4 * BLOCK) as again:
         assert again is slots
 
 
@@ -146,13 +146,13 @@ def test_sessions_that_fill_the_cache_are_an_error_without_loss(small):
     lm = LanguageModel(MODEL, ByteTokenizer(), prefix_memory=memory_of(4))
     first, second = Session(lm), Session(lm)
     first.generate([1] * (2 * BLOCK + 5), max_new_tokens=2)
-    held = first.tokens
+    tokens = first.tokens
     with pytest.raises(ContextOverflowError, match="needs 2 more blocks of the cache, but 1 of 4 are left"):
         second.generate([2] * (BLOCK + 5), max_new_tokens=2)
     assert second.tokens == []
-    assert first.tokens == held
+    assert first.tokens == tokens
     assert len(lm.generate([2] * (BLOCK + 5), max_new_tokens=2).token_ids) == 2, "other calls have private slots then"
-    longer = first.generate([*held, 3], max_new_tokens=BLOCK - 10)
-    assert longer.cached_tokens == len(held), "a session's own blocks count as room for it"
+    longer = first.generate([*tokens, 3], max_new_tokens=BLOCK - 10)
+    assert longer.cached_tokens == len(tokens), "a session's own blocks count as room for it"
     del first
     assert len(second.generate([2] * (BLOCK + 5), max_new_tokens=2).token_ids) == 2

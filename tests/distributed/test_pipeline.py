@@ -178,7 +178,7 @@ def test_each_rank_only_reads_its_layers(tmp_path: Path) -> None:
         ("qwen3", {"pipeline": 2, "adapters": {"a": "b"}}, "adapters"),
     ],
 )
-def test_unsupported_models_are_named(family: str, options: dict[str, Any], wanted: str, tmp_path: Path) -> None:
+def test_unsupported_models_are_named(family: str, options: dict[str, Any], expected: str, tmp_path: Path) -> None:
     folder = random_checkpoint(tmp_path, family)
-    with pytest.raises(RequestError, match=wanted):
+    with pytest.raises(RequestError, match=expected):
         onward.load(folder, **options)

@@ -53,14 +53,14 @@ def _serve(arguments: list[str]) -> None:
     command = [sys.executable, "-m", "onward", "serve", *arguments, "--port", "0", "--host", "127.0.0.1"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
-    said = []
+    lines = []
     for line in process.stderr:
         if found := re.search(r'"serves", "url": "([^"]*)"', line):
             _servers.append((process, found[1]))
             return
-        said.append(line)
+        lines.append(line)
     process.communicate()
-    raise AssertionError(f"the server has not begun: {''.join(said)}")
+    raise AssertionError(f"the server has not begun: {''.join(lines)}")
 
 
 def sessions(text: str) -> Iterator[tuple[str, str]]:

@@ -53,10 +53,10 @@ LANGUAGES = {"python", "console", "text", "json", "toml", "yaml", "html", "js", 
 def folder(tmp_path, monkeypatch):
     """A folder with `my-model` and `my-adapter`, also in `models` and `adapters`, and a hub cache of the models."""
     for repository in ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-4B"):
-        held = tmp_path / "hub" / f"models--{repository.replace('/', '--')}"
-        (held / "refs").mkdir(parents=True)
-        (held / "refs" / "main").write_text("0" * 40)
-        snapshot = shutil.copytree(DEMO, held / "snapshots" / ("0" * 40))
+        cached = tmp_path / "hub" / f"models--{repository.replace('/', '--')}"
+        (cached / "refs").mkdir(parents=True)
+        (cached / "refs" / "main").write_text("0" * 40)
+        snapshot = shutil.copytree(DEMO, cached / "snapshots" / ("0" * 40))
         (snapshot / "chat_template.jinja").write_text(HUB_TEMPLATE)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)

@@ -138,8 +138,8 @@ def opaque_model():
     inner = tiny_model(seed=7)
 
     def forward(tokens, offsets, cache, params, *, logits_at=None):
-        logits, kept = inner.forward(tokens, offsets, cache.inner, params, logits_at=logits_at)
-        return logits, Opaque(kept)
+        logits, new_cache = inner.forward(tokens, offsets, cache.inner, params, logits_at=logits_at)
+        return logits, Opaque(new_cache)
 
     return onward.Model(
         forward=forward,

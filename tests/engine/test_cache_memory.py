@@ -52,12 +52,12 @@ def test_texts_with_windows_only_reserve_their_windows():
     model = sliding_model()
     whole, window = model.new_blocks(1).block_nbytes, model.new_blocks(1).windows.block_nbytes
     assert window == 5 * whole
-    blocks, kept = -(-960 // BLOCK), -(-99 // BLOCK) + 2
+    blocks, in_window = -(-960 // BLOCK), -(-99 // BLOCK) + 2
     with_windows, tokens = most_at_once(model)
     without, expected = most_at_once(keeping_all(model))
     assert tokens == expected
     assert without == MEMORY // (blocks * (whole + window)) == 4
-    assert with_windows == min(len(PROMPTS), MEMORY // (blocks * whole + kept * window)) == 10
+    assert with_windows == min(len(PROMPTS), MEMORY // (blocks * whole + in_window * window)) == 10
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "lfm2"])

@@ -195,7 +195,7 @@ def test_a_loop_closed_early_does_not_affect_other_requests():
 
 
 def test_the_changes_of_a_step_reach_a_loop_in_one_call(monkeypatch):
-    calls, told = [], []
+    calls, events = [], []
     generations = []
 
     async def serve(engine):
@@ -204,18 +204,18 @@ def test_the_changes_of_a_step_reach_a_loop_in_one_call(monkeypatch):
         monkeypatch.setattr(loop, "call_soon_threadsafe", lambda *arguments: (calls.append(1), call(*arguments)))
         generations.extend(engine.submit(text, max_new_tokens=8) for text in ("abc", "abd", "abe"))
         for generation in generations:
-            generation.watch(lambda: told.append(1))
-            generation.watch(lambda: told.append("end"), pieces=False)
+            generation.watch(lambda: events.append(1))
+            generation.watch(lambda: events.append("end"), pieces=False)
         for generation in generations:
             await generation
-        while told.count("end") < len(generations):
+        while events.count("end") < len(generations):
             await asyncio.sleep(0.001)
 
     with CheckedEngine(LM) as engine:
         asyncio.run(asyncio.wait_for(serve(engine), SECONDS))
         steps = engine.stats().steps
     assert len(calls) <= steps + len(generations)
-    assert told.count("end") == len(generations)
+    assert events.count("end") == len(generations)
     for generation in generations:
         times = [when for when, _ in generation.arrivals]
         assert times == sorted(times)
@@ -225,19 +225,19 @@ def test_the_changes_of_a_step_reach_a_loop_in_one_call(monkeypatch):
 
 
 def test_an_ended_watch_gets_no_more_calls():
-    told = []
+    events = []
 
     async def serve(engine):
         with held(engine):
             generation = engine.submit("abc", max_new_tokens=20)
-            end = generation.watch(lambda: told.append(1))
+            end = generation.watch(lambda: events.append(1))
             end()
             end()
         await generation
 
     with CheckedEngine(LM) as engine:
         asyncio.run(asyncio.wait_for(serve(engine), SECONDS))
-    assert not told
+    assert not events
 
 
 def test_an_engine_reports_how_long_its_step_has_been_running():

@@ -195,11 +195,11 @@ class Fleet:
         engine = self._engines[name]
         engine.settle(now)
         del self._engines[name]
-        held = self._at.pop(name)
+        queued = self._at.pop(name)
         self.retired.append(engine)
         self._ring_is_old = True
         self._post(now + self._plan.restart, self._start)
-        for text, arrival in held.items():
+        for text, arrival in queued.items():
             arrival.place = None
             if text.told and arrival.first is None:
                 arrival.first = text.first

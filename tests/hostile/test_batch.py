@@ -78,11 +78,11 @@ def _batch(folder: Path, lines: list[tuple[str, bytes]]) -> float:
             process.kill()
             process.wait()
         log.seek(0)
-        said = log.read()
+        output = log.read()
     unanswered = "" if most else f"no end within {SECONDS:g} s; {_unanswered(folder)} lines have no result\n"
-    assert not unanswered, unanswered + said
-    assert "Traceback" not in said, said
-    assert process.returncode in (0, 2), said  # 2: some lines could not be served
+    assert not unanswered, unanswered + output
+    assert "Traceback" not in output, output
+    assert process.returncode in (0, 2), output  # 2: some lines could not be served
     return most
 
 

@@ -113,8 +113,8 @@ def test_numbers_equal_the_harness_class_for_transformers(tasks):
                     assert got[1] == want[1]
                     got, want, tokens = got[0], want[0], 10
                 assert got == pytest.approx(want, abs=APART * tokens)
-        kept = {key: value for key, value in ours["results"][name].items() if isinstance(value, float)}
-        assert kept == {key: pytest.approx(theirs["results"][name][key], rel=1e-3) for key in kept}
+        metrics = {key: value for key, value in ours["results"][name].items() if isinstance(value, float)}
+        assert metrics == {key: pytest.approx(theirs["results"][name][key], rel=1e-3) for key in metrics}
 
 
 def test_a_context_is_processed_once_for_all_its_continuations(monkeypatch):

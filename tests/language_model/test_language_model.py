@@ -167,10 +167,10 @@ def test_eos_ids_may_be_overridden_or_ignored():
 
 
 def test_defaults_are_the_checkpoints_unless_overridden(demo):
-    wanted = json.loads((find_folder("demo") / "generation_config.json").read_text())
-    assert wanted["do_sample"]
-    given = {name: wanted[name] for name in ("temperature", "top_k", "top_p", "min_p") if name in wanted}
-    assert demo.defaults == GenerateOptions(**given, eos=wanted["eos_token_id"])
+    expected = json.loads((find_folder("demo") / "generation_config.json").read_text())
+    assert expected["do_sample"]
+    given = {name: expected[name] for name in ("temperature", "top_k", "top_p", "min_p") if name in expected}
+    assert demo.defaults == GenerateOptions(**given, eos=expected["eos_token_id"])
     assert demo.generate("Once", max_new_tokens=3).seed is not None
     assert demo.generate("Once", max_new_tokens=3, temperature=0).seed is None
 

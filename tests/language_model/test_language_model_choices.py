@@ -35,7 +35,7 @@ def contents(one: Completion) -> tuple:
     return one.text, one.token_ids, one.finish_reason, one.prompt_tokens, one.seed
 
 
-def told(one: Completion) -> list[float]:
+def logprobs_of(one: Completion) -> list[float]:
     """All logprobs of a completion."""
     tokens = [token for token in (one.prompt_logprobs or []) + (one.logprobs or []) if token is not None]
     return [value for token in tokens for value in (token.chosen, *(value for _, value in token.top))]
@@ -221,8 +221,13 @@ def test_prompts_may_differ_in_their_options(lm):
 
 def of_every_kind(one: Completion) -> tuple:
     """All of a completion that is not its time, nor a number that another order of sums may round otherwise."""
-    told = one.logprobs is not None, one.prompt_logprobs is not None, one.score is not None, one.speculation is not None
-    return contents(one), told, [contents(other) for other in one.others], one.stopped_by
+    reported = (
+        one.logprobs is not None,
+        one.prompt_logprobs is not None,
+        one.score is not None,
+        one.speculation is not None,
+    )
+    return contents(one), reported, [contents(other) for other in one.others], one.stopped_by
 
 
 def kinds_of_options() -> dict[str, dict]:
@@ -266,7 +271,7 @@ def test_requests_with_any_options_in_one_call_equal_each_alone(cache, chunk, na
     together = lm.generate(prompts, per_prompt=each, **own_cache)
     assert [of_every_kind(one) for one in together] == [of_every_kind(one) for one in alone]
     for one, by_itself in zip(together, alone, strict=True):
-        assert told(one) == close(told(by_itself))
+        assert logprobs_of(one) == close(logprobs_of(by_itself))
         for choice in one.choices:
             assert choice.prompt_logprobs == one.prompt_logprobs
             assert choice.prompt_tokens == one.prompt_tokens
@@ -291,10 +296,10 @@ def test_logprobs_are_those_of_the_models_own_distribution(lm, options):
     completion = lm.generate("Hello", logprobs=4, prompt_logprobs=2, **options)
     prompt = lm.encode("Hello")
     want = lm.logits(prompt + completion.token_ids).to(torch.float64).log_softmax(-1)
-    told = completion.prompt_logprobs + completion.logprobs
+    logprobs = completion.prompt_logprobs + completion.logprobs
     assert completion.prompt_logprobs[0] is None, "nothing predicts the first id"
-    assert len(told) == len(prompt) + len(completion.token_ids)
-    for at, (token, one) in enumerate(zip((prompt + completion.token_ids)[1:], told[1:], strict=True)):
+    assert len(logprobs) == len(prompt) + len(completion.token_ids)
+    for at, (token, one) in enumerate(zip((prompt + completion.token_ids)[1:], logprobs[1:], strict=True)):
         assert one.chosen == close(want[at, token].item())
         assert len(one.top) == (2 if at < len(prompt) - 1 else 4)
         assert [value for _, value in one.top] == close(want[at].topk(len(one.top)).values.tolist())
@@ -315,7 +320,7 @@ def test_logprobs_change_no_token_and_are_equal_in_any_batch(lm):
     for batch in batches:
         for one, by_itself in zip(batch, alone, strict=True):
             assert contents(one) == contents(by_itself)
-            assert told(one) == close(told(by_itself))
+            assert logprobs_of(one) == close(logprobs_of(by_itself))
     assert [one.others[0].prompt_logprobs for one in batches[-1]] == [one.prompt_logprobs for one in batches[-1]]
 
 
@@ -335,8 +340,8 @@ def test_logprobs_0_has_only_the_chosen_tokens(lm):
 def test_prompt_logprobs_without_new_tokens(lm):
     completion = lm.generate("Hello", prompt_logprobs=0, max_new_tokens=0)
     assert (completion.text, completion.finish_reason, completion.logprobs) == ("", "length", None)
-    assert told(completion) == close(told(lm.generate("Hello", prompt_logprobs=0)))
-    assert len(told(completion)) == 4
+    assert logprobs_of(completion) == close(logprobs_of(lm.generate("Hello", prompt_logprobs=0)))
+    assert len(logprobs_of(completion)) == 4
 
 
 # ── ends ──────────────────────────────────────────────────────────────────────────────────────────────────

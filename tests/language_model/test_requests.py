@@ -78,9 +78,9 @@ def test_numbers_of_other_libraries_become_pythons():
 @pytest.mark.parametrize("of", [list, tuple, np.array, torch.tensor, lambda ids: [np.int32(i) for i in ids]])
 def test_ids_of_any_kind_are_one_prompt(lm, of):
     ids = [72, 101, 108]
-    wanted = lm.generate(ids).token_ids
-    assert lm.generate(of(ids)).token_ids == wanted
-    assert lm.generate([of(ids), "x"])[0].token_ids == wanted
+    expected = lm.generate(ids).token_ids
+    assert lm.generate(of(ids)).token_ids == expected
+    assert lm.generate([of(ids), "x"])[0].token_ids == expected
     assert lm.score(of(ids)) == lm.score(ids)
     assert torch.equal(lm.logits(of(ids)), lm.logits(ids))
     assert lm.decode(of(ids)) == "Hel"

@@ -159,7 +159,7 @@ def test_an_update_waits_for_the_forwards_of_other_threads(tmp_path):
     checkpoints = folders(tmp_path)
     lm = onward.load(checkpoints[0], compile="eager")
     weights = [tensors(folder) for folder in checkpoints]
-    wanted = [onward.load(folder).score(PROMPT).logprobs for folder in checkpoints]
+    expected = [onward.load(folder).score(PROMPT).logprobs for folder in checkpoints]
     stop, found = threading.Event(), []
 
     def score():
@@ -175,7 +175,7 @@ def test_an_update_waits_for_the_forwards_of_other_threads(tmp_path):
     for thread in threads:
         thread.join()
     assert found
-    assert all(logprobs in wanted for logprobs in found)
+    assert all(logprobs in expected for logprobs in found)
 
 
 def nan(weights):

@@ -30,7 +30,7 @@ def judged(tmp_path_factory) -> Judged:
     return Judged(model, onward.load(save(model, tmp_path_factory.mktemp("checkpoint"))))
 
 
-def wanted(model, prompts, n, eos, **options) -> list[list[tuple[list[int], float]]]:
+def expected_beams(model, prompts, n, eos, **options) -> list[list[tuple[list[int], float]]]:
     """The beams of transformers for each prompt: ids and score, best first."""
     longest = max(map(len, prompts))
     padding = [longest - len(prompt) for prompt in prompts]
@@ -73,7 +73,7 @@ def searched(rng: random.Random, prompts: int) -> dict[str, Any]:
 def agree(judged, asked, extra=None):
     extra = extra or {}
     prompts, n, eos = asked["prompts"], asked["n"], asked["eos"]
-    judge = wanted(
+    judge = expected_beams(
         judged.model, prompts, n, eos, num_beams=asked["beams"],
         length_penalty=asked["length_penalty"], early_stopping=asked["early_stopping"],
         max_new_tokens=asked["max_new_tokens"], **extra,
@@ -109,7 +109,7 @@ def contents(completion) -> list[tuple]:
     return [(one.token_ids, one.text, one.finish_reason) for one in completion.choices]
 
 
-def told(completion) -> list[float]:
+def logprobs_of(completion) -> list[float]:
     """Scores, and logprobs of tokens and of the likeliest ids."""
     tokens = [token for one in completion.choices for token in one.logprobs]
     return [
@@ -135,7 +135,7 @@ def test_batched_search_equals_the_search_alone(extra, chunk):
         for one, by_itself in zip(batch, alone, strict=True):
             assert contents(one) == contents(by_itself)
             # A score over length^0 is a sum of 24 logprobs at most; each moves by twice what logits move.
-            assert told(one) == pytest.approx(told(by_itself), abs=24 * 2 * TOLERANCE, rel=0)
+            assert logprobs_of(one) == pytest.approx(logprobs_of(by_itself), abs=24 * 2 * TOLERANCE, rel=0)
 
 
 def test_a_score_is_the_sum_of_logprobs_over_the_length_penalty():

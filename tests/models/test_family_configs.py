@@ -241,10 +241,10 @@ def test_unknown_fields_of_the_text_part_are_named():
 
 def test_a_vision_model_is_refused_by_its_name(tmp_path):
     (tmp_path / "config.json").write_text('{"architectures": ["SiglipVisionModel"], "hidden_size": 8}')
-    wanted = (
+    expected = (
         "'SiglipVisionModel' is not supported; supported are .*; transformers has no causal language model of that name"
     )
-    with pytest.raises(UnsupportedArchitectureError, match=wanted):
+    with pytest.raises(UnsupportedArchitectureError, match=expected):
         onward.load(tmp_path)
 
 

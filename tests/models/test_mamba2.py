@@ -38,17 +38,17 @@ def test_bits_depend_only_on_the_text(family, dtype, format, tmp_path):
 
 def test_heads_of_a_group_share_cached_keys(tmp_path):
     lm = onward.load(random_checkpoint(tmp_path, "bamba"))
-    inputs, state, held = lm.new_cache(1, max_len=64).states
+    inputs, state, numbers = lm.new_cache(1, max_len=64).states
     assert inputs.shape == (1, 2, 4 - 1 + 16, 64 + 2 * 2 * 12)
     assert state.shape == (1, 2, 2, 16 * 12 + 4 * (12 * 8 + 16 * (8 + 1)))
-    assert held.shape == (1, 2)
+    assert numbers.shape == (1, 2)
 
 
 def test_a_layer_may_cache_keys_and_a_state():
     decoder = read_config(tiny_config("falconh1"))
     assert isinstance(decoder.layers[0].mixer, ParallelMixer)
-    assert [type(kept) for kept in decoder.cached] == [LayerShape] * 2
-    assert [type(kept) for kept in decoder.states] == [StateShape] * 2
+    assert [type(shape) for shape in decoder.cached] == [LayerShape] * 2
+    assert [type(shape) for shape in decoder.states] == [StateShape] * 2
     assert list(decoder.places()) == [(0, 0), (1, 1)]
     assert len(decoder.schedules) == 1
 

@@ -120,8 +120,8 @@ def test_a_session_continues_and_is_edited(lm, tmp_path):
     assert third.cached_tokens == len(last) - 2
     assert ids(third) == ids(session.generate(last, **SAMPLED)) == ids(lm.generate(last, **SAMPLED))
     # An edit near the end reuses the states before it; an earlier edit needs states that are not cached.
-    for kept, cached in ((len(last) + 30, len(last) + 30), (20, 0)):
-        edited = [*[*last, *ids(third)][:kept], 1, 2, 3]
+    for length, cached in ((len(last) + 30, len(last) + 30), (20, 0)):
+        edited = [*[*last, *ids(third)][:length], 1, 2, 3]
         again = session.generate(edited, **SAMPLED)
         assert again.cached_tokens == cached
         assert ids(again) == ids(lm.generate(edited, **SAMPLED))

@@ -29,10 +29,10 @@ def test_bits_depend_only_on_the_text(family, dtype, format, tmp_path):
 
 def test_a_state_is_the_last_inputs(tmp_path):
     lm = onward.load(random_checkpoint(tmp_path, "lfm2"))
-    inputs, state, held = lm.new_cache(1, max_len=64).states
+    inputs, state, numbers = lm.new_cache(1, max_len=64).states
     assert inputs.shape == (1, 2, 3 - 1 + 16, 32)
     assert state.numel() == 0
-    assert held.shape == (1, 2)
+    assert numbers.shape == (1, 2)
 
 
 def test_the_config_on_the_hub_is_read():

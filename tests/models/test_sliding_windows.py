@@ -151,10 +151,10 @@ def test_a_model_with_windows_drafts(pair):
 def test_samples_and_beams_of_one_prompt(pair):
     lm, whole = pair
     for prompt in PROMPTS[2:]:
-        samples, wanted = (each.generate(prompt, n=3, **SAMPLED).choices for each in (lm, whole))
-        assert [ids(one) for one in samples] == [ids(one) for one in wanted]
-        beams, wanted = (each.generate(prompt, beams=3, temperature=0) for each in (lm, whole))
-        assert ids(beams) == ids(wanted)
+        samples, expected = (each.generate(prompt, n=3, **SAMPLED).choices for each in (lm, whole))
+        assert [ids(one) for one in samples] == [ids(one) for one in expected]
+        beams, expected = (each.generate(prompt, beams=3, temperature=0) for each in (lm, whole))
+        assert ids(beams) == ids(expected)
         assert blocks_in_use(check(lm)) == 0
 
 
@@ -178,10 +178,10 @@ def test_a_session_continues_and_is_edited(pair, tmp_path):
     assert third.cached_tokens == len(last) - 2
     assert ids(third) == ids(whole.generate(last, **SAMPLED))
     # The blocks that fell out of the window are kept as long as there is room, so an edit far back finds its window.
-    for kept in (len(longer) + 30, 200, 90, 3):
-        edited = [*[*longer, *ids(second)][:kept], 1, 2, 3]
+    for length in (len(longer) + 30, 200, 90, 3):
+        edited = [*[*longer, *ids(second)][:length], 1, 2, 3]
         again = session.generate(edited, **SAMPLED)
-        assert again.cached_tokens == kept
+        assert again.cached_tokens == length
         assert ids(again) == ids(whole.generate(edited, **SAMPLED))
         check(lm)
     # A saved one has no more than its window.

@@ -84,7 +84,7 @@ print(*(f"{{w.category.__name__}} {{w.message}}" for w in said), sep="\\n")
 """
 
 
-def said(compiles, **environment):
+def warnings_with(compiles, **environment):
     done = subprocess.run(
         [sys.executable, "-c", WARNED.format(compiles=compiles)],
         env=os.environ | environment, capture_output=True, text=True, check=True,
@@ -93,12 +93,12 @@ def said(compiles, **environment):
 
 
 def test_missing_kernels_are_reported_once(tmp_path):
-    (line,) = said(["auto", "auto"], ONWARD_NATIVE_DIR=str(tmp_path)).splitlines()
+    (line,) = warnings_with(["auto", "auto"], ONWARD_NATIVE_DIR=str(tmp_path)).splitlines()
     assert line.startswith("OnwardWarning no native kernels were built when onward was installed")
     assert str(tmp_path) in line
     assert "Install a C++17 compiler" in line
 
 
 def test_missing_kernels_are_not_reported_if_disabled_on_purpose(tmp_path):
-    assert said(["eager"], ONWARD_NATIVE_DIR=str(tmp_path)) == ""
-    assert said(["auto"], ONWARD_NATIVE_DIR=str(tmp_path), ONWARD_OPS="definition") == ""
+    assert warnings_with(["eager"], ONWARD_NATIVE_DIR=str(tmp_path)) == ""
+    assert warnings_with(["auto"], ONWARD_NATIVE_DIR=str(tmp_path), ONWARD_OPS="definition") == ""

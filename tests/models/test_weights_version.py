@@ -173,11 +173,11 @@ def test_weights_moved_during_a_stream_are_never_read_from_freed_memory(is_kept,
     lm = onward.load(random_checkpoint(tmp_path / "model", "qwen3"))
     tensors = [leaf for leaf in torch.utils._pytree.tree_leaves(lm.model.params) if isinstance(leaf, torch.Tensor)]
     options = {"max_new_tokens": 12, "temperature": 0.0, "logprobs": 0, "ignore_eos": True}
-    expected, stream, kept = lm.generate(PROMPT, **options), lm.stream(PROMPT, **options), []
+    expected, stream, references = lm.generate(PROMPT, **options), lm.stream(PROMPT, **options), []
     pieces = [next(stream), next(stream)]
     for tensor in tensors:
         if is_kept:
-            kept.append(tensor.data)
+            references.append(tensor.data)
         tensor.data = tensor.data.clone()
     overwritten = [torch.full_like(tensor, 7.0) for tensor in tensors for _ in range(8)]
     pieces += stream
@@ -225,9 +225,9 @@ def test_a_write_to_a_module(write):
     write(module)
     assert version != WeightsVersion(model)
     options = {"max_new_tokens": 4, "temperature": 0.0, "logprobs": 0}
-    held, fresh = session.generate(PROMPT, **options), lm.generate(PROMPT, **options)
-    assert held.token_ids == fresh.token_ids
-    assert [token.chosen for token in held.logprobs] == [token.chosen for token in fresh.logprobs]
+    continued, fresh = session.generate(PROMPT, **options), lm.generate(PROMPT, **options)
+    assert continued.token_ids == fresh.token_ids
+    assert [token.chosen for token in continued.logprobs] == [token.chosen for token in fresh.logprobs]
 
 
 def test_a_session_does_not_mix_autocast_with_float32():

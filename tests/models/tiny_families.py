@@ -164,25 +164,25 @@ def attempt(family: str) -> Trial:
     except TimeoutError:
         raise
     except Exception as error:
-        return Trial(family, "untried", f"no tiny model: {_said(error)}")
+        return Trial(family, "untried", f"no tiny model: {_message_of(error)}")
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             lm = through_onward(model, Path(folder))
         except Exception as error:
-            return Trial(family, "not", _said(error))
+            return Trial(family, "not", _message_of(error))
         try:
             worst = max(largest_error(lm, model, prompt, chunk) for prompt, _ in cases for chunk in CHUNKS)
             texts = lm.generate(
                 [prompt for prompt, _ in cases], max_new_tokens=NEW_TOKENS, temperature=0, ignore_eos=True
             )
         except Exception as error:
-            return Trial(family, "not", _said(error))
+            return Trial(family, "not", _message_of(error))
         if worst > TOLERANCE or [text.token_ids for text in texts] != [text for _, text in cases]:
             return Trial(family, "not", f"its logits are off by {worst:.1g}", worst)
         why = lm._model_run.why_eager
         return Trial(family, "eager" if why else "program", why, worst)
 
 
-def _said(error: Exception) -> str:
+def _message_of(error: Exception) -> str:
     return one_line(error) if isinstance(error, onward.OnwardError) else f"{type(error).__name__}: {one_line(error)}"

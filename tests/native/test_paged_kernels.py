@@ -145,9 +145,9 @@ def test_heads_are_written_only_to_the_blocks_of_the_table(
     assert same_bits(blocks[table.long()].transpose(1, 2).flatten(2, 3), dense)
     assert blocks._base is not None
     assert blocks._base[:, 1].isnan().all()
-    held = torch.zeros(len(blocks), dtype=torch.bool)
-    held[table.long()] = True
-    assert blocks[~held].isnan().all()
+    used = torch.zeros(len(blocks), dtype=torch.bool)
+    used[table.long()] = True
+    assert blocks[~used].isnan().all()
 
 
 def write(

@@ -10,7 +10,7 @@ from test_library import run_python
 from onward.errors import RequestError
 from onward.native import machine as cores
 
-SAY = "from onward import native; print(native.num_threads(), *native.threads_wanted())"
+SAY = "from onward import native; print(native.num_threads(), *native.configured_threads())"
 
 
 def test_omp_num_threads_limits_the_threads_and_onwards_variable_wins(

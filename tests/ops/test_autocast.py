@@ -86,14 +86,14 @@ def test_packed_and_quantized_weights_give_the_autocast_dtype():
     from onward.quantization import quantize_int8
 
     weight, x = some(32, 16), some(3, 16, seed=1)
-    for held in (ops.pack(weight), quantize_int8(weight)):
+    for packed in (ops.pack(weight), quantize_int8(weight)):
         with torch.autocast("cpu", torch.bfloat16):
-            out, of_torch = ops.linear(x, held), F.linear(x, weight)
+            out, of_torch = ops.linear(x, packed), F.linear(x, weight)
         assert out.dtype == torch.bfloat16
-        if held is weight:  # without kernels nothing is packed, and the weight is cast as any other
+        if packed is weight:  # without kernels nothing is packed, and the weight is cast as any other
             assert torch.equal(out, of_torch)
         else:
-            torch.testing.assert_close(out.float(), ops.linear(x, held), rtol=2**-7, atol=1e-6)
+            torch.testing.assert_close(out.float(), ops.linear(x, packed), rtol=2**-7, atol=1e-6)
 
 
 def test_float64_is_not_cast():

@@ -99,26 +99,26 @@ def test_gradients_equal_finite_differences_of_the_kernels(name):
 def test_a_direct_call_of_the_registered_op_has_the_same_gradients(name, monkeypatch):
     case = CASES[name]
     leaves = _leaves(case, torch.float32)
-    wanted = _gradients(case.call(leaves), leaves, case)
+    expected = _gradients(case.call(leaves), leaves, case)
     monkeypatch.setattr(Operator, "__call__", lambda self, *arguments: self._registered(*arguments))
     got = _gradients(case.call(leaves), leaves, case)
-    assert all(torch.equal(got[n], gradient) for n, gradient in wanted.items())
+    assert all(torch.equal(got[n], gradient) for n, gradient in expected.items())
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.constants and not case.reverse_only])
 def test_torch_func_and_checkpoints_have_the_same_gradients(name):
     case = CASES[name]
     leaves = _leaves(case, torch.float32)
-    wanted = _gradients(case.call(leaves), leaves, case)
+    expected = _gradients(case.call(leaves), leaves, case)
     result = checkpoint(lambda: case.call(leaves), use_reentrant=False)
-    assert all(torch.equal(g, wanted[n]) for n, g in _gradients(result, leaves, case).items())
+    assert all(torch.equal(g, expected[n]) for n, g in _gradients(result, leaves, case).items())
 
     def loss(inputs: dict[str, Tensor]) -> Tensor:
         result = case.call({**case.tensors(torch.float32), **inputs})
         return (result * random(*result.shape, seed=9)).sum()
 
     inputs = {n: leaves[n].detach() for n in case.inputs}
-    _assert_near(torch.func.grad(loss)(inputs), {n: g.double() for n, g in wanted.items()}, UNIT[torch.float32])
+    _assert_near(torch.func.grad(loss)(inputs), {n: g.double() for n, g in expected.items()}, UNIT[torch.float32])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -128,21 +128,21 @@ def test_results_have_the_same_bits_with_and_without_autograd(name, dtype):
         pytest.skip("without kernels, a form without a gradient may read values to do less")
     case = CASES[name]
     with torch.no_grad():
-        wanted = case.call(case.tensors(dtype))
-    assert same_bits(case.call(_leaves(case, dtype)).detach(), wanted)
+        expected = case.call(case.tensors(dtype))
+    assert same_bits(case.call(_leaves(case, dtype)).detach(), expected)
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.reverse_only])
 def test_only_arguments_that_require_a_gradient_get_one(name):
     case = CASES[name]
     leaves = _leaves(case, torch.float32)
-    wanted = _gradients(case.call(leaves), leaves, case)
+    expected = _gradients(case.call(leaves), leaves, case)
     for name in case.inputs:
         alone = {n: t.detach().requires_grad_(n == name) for n, t in leaves.items()}
         result = case.call(alone)
         (result * random(*result.shape, seed=9)).sum().backward()
         assert [n for n, t in alone.items() if t.grad is not None] == [name]
-        _assert_near({name: alone[name].grad}, {name: wanted[name].double()}, UNIT[torch.float32])
+        _assert_near({name: alone[name].grad}, {name: expected[name].double()}, UNIT[torch.float32])
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.reverse_only and not case.rounds])
@@ -162,11 +162,11 @@ def test_gradients_of_gradients(name):
         return {n: g for n, g in zip(case.inputs, found, strict=True) if g is not None}
 
     exact = {n: t.detach().double() for n, t in case.tensors(torch.float32).items()}
-    wanted = second(case.formula, {n: t.requires_grad_() if n in case.inputs else t for n, t in exact.items()})
+    expected = second(case.formula, {n: t.requires_grad_() if n in case.inputs else t for n, t in exact.items()})
     got = second(case.call, _leaves(case, torch.float32))
-    size = sum(float(g.square().sum()) for g in wanted.values()) ** 0.5
-    for n in wanted.keys() | got.keys():
-        error = got.get(n, torch.zeros(())).double() - wanted.get(n, torch.zeros(()))
+    size = sum(float(g.square().sum()) for g in expected.values()) ** 0.5
+    for n in expected.keys() | got.keys():
+        error = got.get(n, torch.zeros(())).double() - expected.get(n, torch.zeros(()))
         assert float(error.norm()) <= 8 * ROUNDINGS * UNIT[torch.float32] * max(size, 1.0)
 
 

@@ -35,9 +35,9 @@ def test_rows_with_an_admissible_or_nan_logit_are_reported(form, vocab):
     logits[1, vocab - 1], logits[2, vocab - 1], logits[3, 0] = -3e38, float("nan"), 1.0
     words = torch.full((4, -(-vocab // 32)), -1, dtype=torch.int32)
     words[3, 0] = -2  # all but id 0
-    kept, left = ops.apply_token_mask(logits, words)
+    masked, left = ops.apply_token_mask(logits, words)
     assert left.tolist() == [False, True, True, False]
-    assert bool(kept[2].isnan().any())
+    assert bool(masked[2].isnan().any())
 
 
 def test_bad_arguments():

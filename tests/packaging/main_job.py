@@ -33,10 +33,10 @@ def check_files() -> None:
     }, paths
 
 
-def check_kernels(wanted: bool) -> None:
-    assert bool(native.built_isas()) == wanted, native.built_isas()
+def check_kernels(expected: bool) -> None:
+    assert bool(native.built_isas()) == expected, native.built_isas()
     assert native.library_folder().parent == PACKAGE / "native"
-    if wanted:
+    if expected:
         assert native.available_isas()
 
 

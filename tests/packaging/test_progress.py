@@ -83,9 +83,9 @@ def test_a_failure_shows_the_output_and_its_exit_status(tmp_path: Path) -> None:
 
 
 def test_missing_kernels_are_reported(tmp_path: Path) -> None:
-    said = "*** onward is installed without native kernels: no C++17 compiler works here"
-    assert said in run(tmp_path, f"print('  {said}')").stdout.splitlines()
-    assert said in (ROOT / "native" / "backend.py").read_text()
+    message = "*** onward is installed without native kernels: no C++17 compiler works here"
+    assert message in run(tmp_path, f"print('  {message}')").stdout.splitlines()
+    assert message in (ROOT / "native" / "backend.py").read_text()
 
 
 def test_a_terminal_has_one_line_rewritten_in_place(tmp_path: Path) -> None:

@@ -27,8 +27,8 @@ def test_saved_equals_loaded(tmp_path: Path) -> None:
     assert (segment.tokens, segment.metadata) == (IDS, {"notes": '{"a": "ü"}'})
     assert [(entry.block, entry.kind) for entry in segment.entries] == [(0, 0), (1, 0), (2, 0), (2, 1)]
     targets = [bytearray(len(data)) for data in DATA]
-    wanted = [(entry.part, [memoryview(target)]) for entry, target in zip(segment.entries, targets, strict=True)]
-    assert read_prefix(tmp_path / "link", wanted)
+    requests = [(entry.part, [memoryview(target)]) for entry, target in zip(segment.entries, targets, strict=True)]
+    assert read_prefix(tmp_path / "link", requests)
     assert [bytes(target) for target in targets] == DATA
 
 
@@ -43,8 +43,8 @@ def test_a_flipped_byte_is_refused(tmp_path: Path, at: int) -> None:
         segment = load_prefix(file)
     except ValueError:
         return
-    wanted = [(entry.part, [memoryview(bytearray(entry.part.nbytes))]) for entry in segment.entries]
-    assert not read_prefix(file, wanted)
+    requests = [(entry.part, [memoryview(bytearray(entry.part.nbytes))]) for entry in segment.entries]
+    assert not read_prefix(file, requests)
 
 
 @pytest.mark.parametrize(

@@ -138,11 +138,13 @@ def test_large_parts_are_read_by_two_threads(tmp_path: Path) -> None:
     store.put("", range(6), [Part(at, 0, [memoryview(each)]) for at, each in enumerate(data)])
     store.flush()
     targets = [bytearray(9 << 20) for _ in data]
-    wanted = [(block[0], [memoryview(target)]) for block, target in zip(store.find("", range(6)), targets, strict=True)]
-    assert store.read(wanted) == 6
+    requests = [
+        (block[0], [memoryview(target)]) for block, target in zip(store.find("", range(6)), targets, strict=True)
+    ]
+    assert store.read(requests) == 6
     assert targets == data
-    wanted[4] = wanted[4][0], [memoryview(bytearray(5))]  # not its size
-    assert store.read(wanted) == 4
+    requests[4] = requests[4][0], [memoryview(bytearray(5))]  # not its size
+    assert store.read(requests) == 4
 
 
 # ── files ──

@@ -33,12 +33,12 @@ def put(store: PrefixStore, root: str, ids: Sequence[int], kinds: Sequence[int] 
 def read_right(store: PrefixStore, root: str, ids: Sequence[int]) -> int:
     """How many blocks are found and read; whatever is read must be right."""
     found = store.find(root, ids)
-    wanted = [(block, kind, part) for block, kinds in enumerate(found) for kind, part in sorted(kinds.items())]
-    buffers = [bytearray(part.nbytes) for _, _, part in wanted]
-    right = store.read([(part, [memoryview(buffer)]) for (*_, part), buffer in zip(wanted, buffers, strict=True)])
-    for (block, kind, _), buffer in zip(wanted[:right], buffers, strict=False):
+    requests = [(block, kind, part) for block, kinds in enumerate(found) for kind, part in sorted(kinds.items())]
+    buffers = [bytearray(part.nbytes) for _, _, part in requests]
+    right = store.read([(part, [memoryview(buffer)]) for (*_, part), buffer in zip(requests, buffers, strict=True)])
+    for (block, kind, _), buffer in zip(requests[:right], buffers, strict=False):
         assert bytes(buffer) == content(root, ids, block, kind), f"wrong bytes of block {block}, kind {kind}"
-    return wanted[right][0] if right < len(wanted) else len(found)
+    return requests[right][0] if right < len(requests) else len(found)
 
 
 def all_parts(found: Sequence[StoredBlock]) -> list[tuple[int, int]]:

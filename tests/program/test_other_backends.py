@@ -147,9 +147,9 @@ def test_requested_logits_positions_are_read_at_every_replay(model: Model) -> No
     executable, capture = graphs(model)
     cache, other = model.new_cache(1, 32), model.new_cache(1, 32)
     for place in (0, 2, 1):
-        wanted = torch.tensor([[place]])
-        ours = executable.step(ForwardBatch(tokens([4, 5, 6]), at(0), cache, wanted)).logits
-        theirs, _ = model(tokens([4, 5, 6]), at(0), other, wanted)
+        positions = torch.tensor([[place]])
+        ours = executable.step(ForwardBatch(tokens([4, 5, 6]), at(0), cache, positions)).logits
+        theirs, _ = model(tokens([4, 5, 6]), at(0), other, positions)
         assert torch.equal(ours, theirs)
     assert capture.captured == 1
 
@@ -167,9 +167,9 @@ def test_results_have_their_own_memory(model: Model) -> None:
     executable, _ = graphs(model)
     cache = model.new_cache(1, 32)
     first = executable.step(ForwardBatch(tokens([1]), at(0), cache)).logits
-    kept = first.clone()
+    copy = first.clone()
     executable.step(ForwardBatch(tokens([2]), at(1), cache))
-    assert torch.equal(first, kept)
+    assert torch.equal(first, copy)
 
 
 def test_a_forward_that_makes_a_new_cache_is_refused(model: Model) -> None:

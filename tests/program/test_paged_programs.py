@@ -236,14 +236,14 @@ def test_alternating_caches_are_recognized() -> None:
     steps = [(4, 1), (1, 20), (2, 1), (1, 1)]
     for each in steps * 2:  # the second time in memory that has grown
         step(*each)
-    kept = program.executable._programs
-    made = dict(kept.recent)
+    programs = program.executable._programs
+    made = dict(programs.recent)
     bound = []
     for made_program in made.values():
         made_program._bind = bound.append
     for each in steps:
         step(*each)
-    assert dict(kept.recent) == made
+    assert dict(programs.recent) == made
     assert len(made) == len(steps)
     assert not bound
 

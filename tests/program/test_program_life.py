@@ -64,14 +64,14 @@ def test_memory_does_not_grow_with_the_number_of_tokens() -> None:
                     len(c.token_ids) for c in lm.generate([[1] * length, [2], [3]], max_new_tokens=40, seed=done)
                 )
 
-    def held() -> tuple[int, int, int, int]:
+    def sizes() -> tuple[int, int, int, int]:
         gc.collect()
         return len(programs.by_shape), len(programs.families), len(programs.arena.memory), resident_bytes()
 
     some(most // 5)  # every shape has been seen now, and the allocator has what it needs
-    before = held()
+    before = sizes()
     some(most)
-    after = held()
+    after = sizes()
     assert after[:3] == before[:3]
     assert after[0] <= 32
     # Logits kept for each token would be 20 MB and more; of 100,000 tokens a pointer for each is 800 kB.
@@ -254,9 +254,9 @@ def test_logits_have_their_own_memory() -> None:
     program = onward.compile(gpt2, params=gpt2_params(), cache=new_cache(1, 16))
     token = torch.ones((1, 1), dtype=torch.int32)
     first, _ = program(token, ZERO, new_cache(1, 16))
-    kept = first.clone()
+    copy = first.clone()
     second, _ = program(token + 1, ZERO, new_cache(1, 16))
-    assert torch.equal(first, kept)
+    assert torch.equal(first, copy)
     assert not torch.equal(first, second)
 
 

@@ -374,8 +374,8 @@ def test_prompt_logprobs_equal_those_of_generate(reader: BodyReader) -> None:
         answer = body.protocol.answer(body, [reader.lm.generate(request) for request in body.requests])
         for choice in answer["choices"]:
             prompt = body.requests[choice["index"] // body.requests[0].options.n].prompt
-            wanted = reader.lm.score(prompt, logprobs=2).logprobs
-            check_prompt_logprobs(choice["prompt_logprobs"], prompt, wanted, tokenizer)
+            expected = reader.lm.score(prompt, logprobs=2).logprobs
+            check_prompt_logprobs(choice["prompt_logprobs"], prompt, expected, tokenizer)
     body = reader.read(CHAT, of(CHAT, max_tokens=2, prompt_logprobs=2))
     (request,) = body.requests
     answer = body.protocol.answer(body, [reader.lm.generate(request)])

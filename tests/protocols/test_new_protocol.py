@@ -101,12 +101,12 @@ def client(lm: onward.LanguageModel) -> Iterator[Any]:
 
 
 def test_a_new_protocol_is_served(client: Any, lm: onward.LanguageModel) -> None:
-    wanted = lm.generate("Once", max_new_tokens=8, seed=1, temperature=1).text.upper()
+    expected = lm.generate("Once", max_new_tokens=8, seed=1, temperature=1).text.upper()
     body = {"text": "Once", "length": 8, "seed": 1, "temperature": 1}
-    assert client(body).json() == {"shouted": wanted}
+    assert client(body).json() == {"shouted": expected}
     lines = client({**body, "stream": True}).text.split("\n")
     data = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]
-    assert "".join(data[:-1]) == wanted
+    assert "".join(data[:-1]) == expected
 
 
 def test_errors_name_the_protocols_fields(client: Any) -> None:

@@ -70,8 +70,8 @@ def change_manifest(folder, **fields):
 
 def change_tensors(folder, **tensors):
     """Replace tensors of the weights, or remove those that are None; names with `.` written as `__`."""
-    held = load_file(folder / "model.safetensors") | {name.replace("__", "."): t for name, t in tensors.items()}
-    save_file({name: t for name, t in held.items() if t is not None}, folder / "model.safetensors")
+    stored = load_file(folder / "model.safetensors") | {name.replace("__", "."): t for name, t in tensors.items()}
+    save_file({name: t for name, t in stored.items() if t is not None}, folder / "model.safetensors")
 
 
 @pytest.mark.parametrize("format", FORMATS)

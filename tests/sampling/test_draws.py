@@ -13,13 +13,13 @@ LOGITS = torch.tensor([2.0, 1.0, 1.0, 0.5, 0.0, -0.5, -1.0, 2.0, -1.5, -2.0, flo
 
 def nucleus(order: torch.Tensor, probs: torch.Tensor, mass: float) -> torch.Tensor:
     """The first ids by `order` whose probabilities reach `mass`, and those that tie with the last."""
-    kept, total = torch.zeros_like(probs, dtype=torch.bool), 0.0
+    admitted, total = torch.zeros_like(probs, dtype=torch.bool), 0.0
     for place in order.argsort().tolist():
         if total >= mass:
             break
         total += float(probs[place])
-        kept |= order <= order[place] + 1e-9
-    return kept
+        admitted |= order <= order[place] + 1e-9
+    return admitted
 
 
 def allowed(

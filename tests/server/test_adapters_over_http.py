@@ -38,8 +38,8 @@ def test_the_model_name_selects_an_adapter(
     chat = server.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}], "model": "a"}).json()
     assert chat["model"] == "a"
     with server.openai() as client:
-        said = client.responses.create(model="b", input="Hi", max_output_tokens=4)
-        assert said.model == "b"
+        response = client.responses.create(model="b", input="Hi", max_output_tokens=4)
+        assert response.model == "b"
     adapted.load_adapter("late", demo_adapter(tmp_path / "late", 7))
     assert server.post(TEXT, {"prompt": "x", "max_tokens": 1, "model": "late"}).status_code == 200
     adapted.drop_adapter("late")

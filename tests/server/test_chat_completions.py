@@ -74,8 +74,8 @@ def test_a_stream_of_completions_adds_up_too(server: LiveServer, options: dict[s
         assert "".join(part["text"] for part in parts) == choice["text"]
         assert [token for part in parts for token in part.get("token_ids", ())] == choice["token_ids"]
         for name in choice["logprobs"] or ():
-            told = [item for part in parts if part["logprobs"] for item in part["logprobs"][name]]
-            assert told == choice["logprobs"][name]
+            streamed = [item for part in parts if part["logprobs"] for item in part["logprobs"][name]]
+            assert streamed == choice["logprobs"][name]
 
 
 def test_chunks_follow_openais_format(server: LiveServer) -> None:
@@ -225,8 +225,8 @@ def test_characters_of_several_tokens_are_sent_whole(server: LiveServer, lm: onw
     whole = server.post(TEXT, body).json()["choices"][0]
     stream = server.stream(TEXT, body)
     assert text_of(stream.chunks) == whole["text"]
-    told = [text for part in deltas(stream.chunks) if part["logprobs"] for text in part["logprobs"]["tokens"]]
-    assert told == whole["logprobs"]["tokens"]
+    streamed = [text for part in deltas(stream.chunks) if part["logprobs"] for text in part["logprobs"]["tokens"]]
+    assert streamed == whole["logprobs"]["tokens"]
 
 
 @pytest.mark.parametrize(

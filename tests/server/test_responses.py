@@ -87,30 +87,30 @@ def test_logprobs_cover_only_the_content(
     entries = [TokenLogprobs(-float(at), ()) for at in range(len(ids))]
     completion: Any = SimpleNamespace(token_ids=ids, logprobs=entries)
     found = ContentLogprobs(request, 1, lm.tokenizer)
-    told = [] if whole else found.push([Piece("", *token) for token in zip(ids, entries, strict=True)])
-    told += found.rest(completion)
-    places = [-int(entry["logprob"]) for entry in told]
+    logprobs = [] if whole else found.push([Piece("", *token) for token in zip(ids, entries, strict=True)])
+    logprobs += found.rest(completion)
+    places = [-int(entry["logprob"]) for entry in logprobs]
     assert places == sorted(set(places))
     parts = [part for part in said.split("\n") if part]
-    start, wanted = 0, set()
+    start, expected = 0, set()
     pieces = [entry.text for entry in token_texts(ids, None, [1], lm.tokenizer)]
     for part in parts:
         start = text.rindex(part) if part == parts[-1] else text.index(part, start)
         at = 0
         for place, piece in enumerate(pieces):
             if at < start + len(part) and at + len(piece) > start:
-                wanted.add(place)
+                expected.add(place)
             at += len(piece)
-    assert set(places) == wanted
+    assert set(places) == expected
 
 
-@pytest.mark.parametrize("said", ["é🦊b", "🦊", "t é"])
-def test_logprobs_of_the_content_have_all_of_its_bytes(lm: onward.LanguageModel, said: str) -> None:
+@pytest.mark.parametrize("text", ["é🦊b", "🦊", "t é"])
+def test_logprobs_of_the_content_have_all_of_its_bytes(lm: onward.LanguageModel, text: str) -> None:
     request = dataclasses.replace(lm.request([1]), answer=AnswerFormat(FORMATS["hermes"], None, True))
-    ids = lm.encode(f"Hm é.</think>{said}")
+    ids = lm.encode(f"Hm é.</think>{text}")
     completion: Any = SimpleNamespace(token_ids=ids, logprobs=[TokenLogprobs(-1.0, ())] * len(ids))
-    told = ContentLogprobs(request, 1, lm.tokenizer).rest(completion)
-    assert bytes(byte for entry in told for byte in entry["bytes"]).decode() == said
+    logprobs = ContentLogprobs(request, 1, lm.tokenizer).rest(completion)
+    assert bytes(byte for entry in logprobs for byte in entry["bytes"]).decode() == text
 
 
 def test_openais_stream_helper_follows_it(server: LiveServer) -> None:
@@ -206,8 +206,8 @@ def test_unsupported_fields_are_refused_by_name(lm: onward.LanguageModel, fields
 def test_reasoning_and_calls_are_items(lm: onward.LanguageModel) -> None:
     body = BodyReader(lm, "demo", streams=True).read("/v1/responses", {"input": "Hi", "seed": 1})
     completion = lm.generate(body.requests[0], max_new_tokens=3)
-    said = AssistantMessage("Well.", "Hm.", (ToolCall("c1", "weather", '{"at":1}'), ToolCall("c2", "weather", "{}")))
-    object.__setattr__(completion, "message", said)
+    message = AssistantMessage("Well.", "Hm.", (ToolCall("c1", "weather", '{"at":1}'), ToolCall("c2", "weather", "{}")))
+    object.__setattr__(completion, "message", message)
     assert lm.tokenizer is not None
     stream = body.protocol.events(body)
     events = [json.loads(event.partition("data: ")[2]) for event in [*stream.begin(0), *stream.end(0, completion)]]

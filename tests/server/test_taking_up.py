@@ -70,8 +70,8 @@ class Frames(list[str]):
 
     @property
     def data(self) -> list[Any]:
-        said = [frame.split("data: ", 1)[1] for frame in self]
-        return [text if text == "[DONE]" else json.loads(text) for text in said]
+        texts = [frame.split("data: ", 1)[1] for frame in self]
+        return [text if text == "[DONE]" else json.loads(text) for text in texts]
 
 
 def taken_up(server: LiveServer, body: str, last: str | None = None, **fields: Any) -> Frames:
@@ -80,7 +80,7 @@ def taken_up(server: LiveServer, body: str, last: str | None = None, **fields: A
     return Frames.of(server.post(url, {**asked, "stream": True, **fields}, headers=headers))
 
 
-def said(chunks: list[Any]) -> dict[str, Any]:
+def joined(chunks: list[Any]) -> dict[str, Any]:
     """What chunks add up to: a string of JSON for all that may come in several."""
     added: dict[str, Any] = {}
     for chunk in chunks:
@@ -138,9 +138,9 @@ def test_a_stream_resumes_after_any_event_on_any_server(server: LiveServer, anot
         if is_response:
             assert without_cached(rest) == without_cached(Frames(whole[at + 1 :]))
         else:
-            assert said(whole.data[: at + 1] + rest.data) == said(whole.data)
+            assert joined(whole.data[: at + 1] + rest.data) == joined(whole.data)
             again = taken_up(another, body, rest.id(0)) if len(rest) > 1 else Frames()
-            assert not again or said(whole.data[: at + 1] + rest.data[:1] + again.data) == said(whole.data)
+            assert not again or joined(whole.data[: at + 1] + rest.data[:1] + again.data) == joined(whole.data)
     assert taken_up(another, body, whole.id(-1)) == []
 
 
@@ -183,15 +183,15 @@ def test_openais_client_resumes_a_stream(server: LiveServer) -> None:
         with client.chat.completions.with_streaming_response.create(**options) as response:
             lines = [line for line in response.iter_lines() if line]
         ids = [line.removeprefix("id: ") for line in lines if line.startswith("id: ")]
-        said_first = [json.loads(line[6:])["choices"][0] for line in lines if line.startswith("data: {")]
-        text = "".join(choice["delta"].get("content", "") for choice in said_first)
+        first_chunks = [json.loads(line[6:])["choices"][0] for line in lines if line.startswith("data: {")]
+        text = "".join(choice["delta"].get("content", "") for choice in first_chunks)
         at = (len(ids) - 1) // 2  # a server that has no time sends several tokens at once
-        begun = "".join(choice["delta"].get("content", "") for choice in said_first[: at + 1])
+        begun = "".join(choice["delta"].get("content", "") for choice in first_chunks[: at + 1])
         rest = list(client.chat.completions.create(**options, extra_headers={"Last-Event-ID": ids[at]}))
         assert begun + "".join(chunk.choices[0].delta.content or "" for chunk in rest) == text
-        ends = [choice["finish_reason"] for choice in said_first[: at + 1]]
+        ends = [choice["finish_reason"] for choice in first_chunks[: at + 1]]
         ends += [chunk.choices[0].finish_reason for chunk in rest]
-        assert ends[-1] == said_first[-1]["finish_reason"]
+        assert ends[-1] == first_chunks[-1]["finish_reason"]
         again = [
             client.responses.create(model="demo", input="Hi", extra_headers={"Idempotency-Key": "one"})
             for _ in range(2)
@@ -302,16 +302,16 @@ def test_an_in_process_caller_moves_an_answer_between_applications(lm: onward.La
             whole = await apps[0].messages(url, asked, {"answer": key})
             bodies = [message for message in whole if message["type"] == "http.response.body"]
             for stop in range(len(bodies)):
-                kept = bodies[: stop + 1]
-                texts = len(kept[0]["onward"]["emitted"])
-                emitted = [[id for part in kept for id in part["onward"]["emitted"][text]] for text in range(texts)]
-                ended = [at for part in kept for at in part["onward"]["ended"]]
+                before = bodies[: stop + 1]
+                texts = len(before[0]["onward"]["emitted"])
+                emitted = [[id for part in before for id in part["onward"]["emitted"][text]] for text in range(texts)]
+                ended = [at for part in before for at in part["onward"]["ended"]]
                 given = {"answer": key, "emitted": emitted, "ended": ended}
                 rest = await apps[(stop + 1) % 2].messages(url, asked, given)
                 if url in PIECEWISE:
-                    assert without_cached(frames_of([*kept, *rest])) == without_cached(frames_of(whole))
+                    assert without_cached(frames_of([*before, *rest])) == without_cached(frames_of(whole))
                 else:
-                    assert said(frames_of([*kept, *rest]).data) == said(frames_of(whole).data)
+                    assert joined(frames_of([*before, *rest]).data) == joined(frames_of(whole).data)
                 later = [part["onward"]["emitted"] for part in rest if part["type"] == "http.response.body"]
                 everything = [ids + [id for part in later for id in part[text]] for text, ids in enumerate(emitted)]
                 known = [[id for part in bodies for id in part["onward"]["emitted"][text]] for text in range(texts)]
@@ -327,17 +327,17 @@ def test_an_in_process_caller_gets_the_ids_known_to_the_application(lm: onward.L
         app = create_app({"demo": engine}, Settings(access_log=False))
         caller, key = Caller(app), ResponseKey.new().text
 
-        async def told(stop: int | None = None, **given: Any) -> list[Any]:
+        async def messages_of(stop: int | None = None, **given: Any) -> list[Any]:
             messages = await caller.messages(CHAT, asked, {"answer": key, **given}, stop)
             return [message for message in messages if message["type"] == "http.response.body"]
 
         async def taken_up_again() -> None:
-            whole = await told()
-            cut = await told(stop=20)
-            kept = app.service.replays.emitted(ResponseKey(key))
-            assert kept is not None
-            assert 0 < len(kept[0]) < 200
-            rest = await told(last_event_id=frames_of(cut).id(-1))
+            whole = await messages_of()
+            cut = await messages_of(stop=20)
+            known = app.service.replays.emitted(ResponseKey(key))
+            assert known is not None
+            assert 0 < len(known[0]) < 200
+            rest = await messages_of(last_event_id=frames_of(cut).id(-1))
             assert [id for part in rest for id in part["onward"]["emitted"][0]] == [
                 id for part in whole for id in part["onward"]["emitted"][0]
             ]

@@ -82,8 +82,8 @@ def test_responses_have_calls_as_items(server: LiveServer) -> None:
         calls = [item for item in response.output if item.type == "function_call"]
         assert json.loads(calls[0].arguments)["sky"] in ("rain", "sun")
         events = list(client.responses.create(stream=True, **options))
-        told = [event.delta for event in events if event.type == "response.function_call_arguments.delta"]
-        assert "".join(told) == "".join(call.arguments for call in calls)
+        deltas = [event.delta for event in events if event.type == "response.function_call_arguments.delta"]
+        assert "".join(deltas) == "".join(call.arguments for call in calls)
         done: Any = [{"type": "function_call_output", "call_id": calls[0].call_id, "output": "dry"}]
         asked: Any = [{"role": "user", "content": "Tell me a story."}, *(item.model_dump() for item in response.output)]
         again = client.responses.create(model="demo", input=asked[:2] + done, max_output_tokens=4, tools=[tool])

@@ -66,5 +66,5 @@ def spoil(session: Session) -> None:
     slides = [slots._memory.windows is not None and shape.window is not None for shape in slots._memory.plan.shapes]
     for layer, of_window in zip((*cache.keys, *cache.values), slides * 2, strict=True):
         for number, block in slot.windows.items() if of_window else enumerate(slot.blocks):
-            held = max(0, len(session.tokens) - number * BLOCK)
-            layer[block, :, held:] = float("nan")
+            length = max(0, len(session.tokens) - number * BLOCK)
+            layer[block, :, length:] = float("nan")

@@ -87,8 +87,8 @@ def test_a_session_does_not_depend_on_layout_or_context(file: Path) -> None:
     stock = dataclasses.replace(tiny_model("qwen3", seed=7, **WINDOWED), max_seq_len=100)
     session = Session.load(file, LanguageModel(stock, TOKENIZER))
     assert session.tokens == Session.load(file, here).tokens
-    held = session.tokens
-    assert session.generate([*held, 5], max_new_tokens=4).cached_tokens == len(held)
+    tokens = session.tokens
+    assert session.generate([*tokens, 5], max_new_tokens=4).cached_tokens == len(tokens)
 
 
 def test_session_files_are_readable_only_by_their_owner(file: Path) -> None:

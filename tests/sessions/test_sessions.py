@@ -188,9 +188,13 @@ def test_prompt_logprobs_process_the_whole_prompt() -> None:
     lm = tiny()
     session = Session(lm)
     session.generate("Hello")
-    told = session.generate("Hello", prompt_logprobs=2)
+    completion = session.generate("Hello", prompt_logprobs=2)
     fresh = lm.generate("Hello", prompt_logprobs=2)
-    assert (contents(told), told.prompt_logprobs, told.cached_tokens) == (contents(fresh), fresh.prompt_logprobs, 0)
+    assert (contents(completion), completion.prompt_logprobs, completion.cached_tokens) == (
+        contents(fresh),
+        fresh.prompt_logprobs,
+        0,
+    )
     assert session.generate("Hello").cached_tokens == 4
 
 
@@ -258,11 +262,11 @@ def test_an_error_in_the_consumer_of_a_stream_loses_nothing() -> None:
 def test_an_unstarted_stream_changes_nothing() -> None:
     session = Session(tiny())
     session.generate("Hello")
-    held = session.tokens
+    tokens = session.tokens
     stream = session.stream("Something else")
-    assert session.tokens == held
+    assert session.tokens == tokens
     stream.close()
-    assert session.tokens == held
+    assert session.tokens == tokens
 
 
 def test_a_stream_overtaken_by_another_call_is_refused() -> None:
@@ -313,14 +317,14 @@ def test_a_session_may_fill_the_context_exactly() -> None:
     session = Session(lm)
     text = [1] * 200
     text += session.generate(text, max_new_tokens=20, ignore_eos=True).token_ids
-    held = session.tokens
+    tokens = session.tokens
     with pytest.raises(
         ContextOverflowError, match=r"prompt \(220 tokens\) \+ max_new_tokens \(37\) = 257, but the context"
     ):
         session.generate(text, max_new_tokens=37)
     with pytest.raises(ContextOverflowError, match="the prompt is 257 tokens long, but the context holds 256"):
         session.stream([1] * 257)
-    assert session.tokens == held
+    assert session.tokens == tokens
     brim = session.generate(text, max_new_tokens=36, ignore_eos=True)
     assert (brim.cached_tokens, len(brim.token_ids)) == (219, 36)
 
@@ -409,8 +413,8 @@ def test_changed_weights_make_a_session_forget() -> None:
     net.embed.weight.sum().backward()
     net.head.weight.square().sum().backward()
     optimizer.step()
-    after, kept = generated()
-    assert kept == 0
+    after, again = generated()
+    assert again == 0
     assert after != before
     net.load_state_dict({name: tensor.flip(0) for name, tensor in net.state_dict().items()}, assign=True)
     assert generated()[1] == 0
@@ -442,10 +446,10 @@ def test_a_replaced_model_makes_a_session_forget() -> None:
 def test_unsupported_calls_are_refused_and_the_session_is_unchanged(options: Any, message: str) -> None:
     session = Session(tiny())
     session.generate("Hello")
-    held = session.tokens
+    tokens = session.tokens
     with pytest.raises((RequestError, TypeError), match=message):
         session.generate("Hello", **options)
-    assert session.tokens == held
+    assert session.tokens == tokens
 
 
 def test_a_session_takes_one_prompt() -> None:

@@ -163,20 +163,20 @@ def test_the_automaton_is_linear_in_its_text():
 # ── what is remembered ────────────────────────────────────────────────────────────────────────────────────────
 
 
-def said(lookup, output, prompt=(50,)):
+def learned(lookup, output, prompt=(50,)):
     """A request that put out these ids."""
     lookup.start(TARGET).propose([DraftRow(list(prompt), list(output), 1)])
 
 
 def test_outputs_of_earlier_requests_are_remembered_but_prompts_are_not():
     lookup = SuffixLookup(2)
-    said(lookup, [1, 2, 3, 4, 5], prompt=[20, 21, 22, 23])
+    learned(lookup, [1, 2, 3, 4, 5], prompt=[20, 21, 22, 23])
     assert proposed(lookup, [9, 1, 2]) == [3, 4, 5]
     assert proposed(lookup, [9, 20, 21]) == []
     # The text's own past is nearer, where it matches as far.
     assert proposed(lookup, [1, 2, 8, 1, 2], 2) == [8, 1]
     # A draft ends where the earlier text did: what follows is another one.
-    said(lookup, [6, 7, 8])
+    learned(lookup, [6, 7, 8])
     assert proposed(lookup, [9, 4, 5]) == []
 
 
@@ -204,7 +204,7 @@ def test_memory_is_limited_to_the_latest_outputs():
     sizes = []
     for _ in range(200):
         output = torch.randint(0, 100, (97,), generator=generator).tolist()
-        said(lookup, output)
+        learned(lookup, output)
         sizes.append(tracemalloc.get_traced_memory()[0])
     tracemalloc.stop()
     assert max(sizes[100:]) <= 1.2 * max(sizes[:100]), "no growth once it is full"

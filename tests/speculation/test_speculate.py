@@ -60,7 +60,12 @@ def test_inferencers_of_any_kind_and_of_other_vocabularies():
     assert found.token_ids.tolist() == [list(range(3, 14)), list(range(6, 17))]
     assert [each.accepted for each in found.speculation] == [8, 8]
     # One id to learn the vocabulary's size, the prompt, two rounds; lengths are what the cache holds.
-    assert [(held, len(ids[0])) for held, ids in target.calls] == [([0], 1), ([0, 0], 2), ([2, 2], 5), ([7, 7], 5)]
+    assert [(lengths, len(ids[0])) for lengths, ids in target.calls] == [
+        ([0], 1),
+        ([0, 0], 2),
+        ([2, 2], 5),
+        ([7, 7], 5),
+    ]
     assert speculate(target, Counter(32, step=5), PROMPTS, 9, length=3).token_ids[0].tolist() == list(range(4, 13))
 
 

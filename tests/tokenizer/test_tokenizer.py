@@ -153,14 +153,14 @@ def adding(bos: bool) -> Tokenizer:
 
 
 @pytest.mark.parametrize("by_itself", [True, False])
-@pytest.mark.parametrize("said", [True, False, None, ...], ids=str)
-def test_a_bos_is_added_once_by_add_bos_token_or_the_tokenizer(said, by_itself):
-    config = {"bos_token": "<s>"} | ({} if said is ... else {"add_bos_token": said})
+@pytest.mark.parametrize("value", [True, False, None, ...], ids=str)
+def test_a_bos_is_added_once_by_add_bos_token_or_the_tokenizer(value, by_itself):
+    config = {"bos_token": "<s>"} | ({} if value is ... else {"add_bos_token": value})
     tokenizer = JsonTokenizer(adding(by_itself), config)
-    wanted = said if isinstance(said, bool) else by_itself
-    assert tokenizer.encode("hello") == [0] * wanted + HELLO
-    assert tokenizer.encode("") == [0] * wanted
-    assert tokenizer.encode("<s>hello") == [0] * wanted + [0, *HELLO]
+    expected = value if isinstance(value, bool) else by_itself
+    assert tokenizer.encode("hello") == [0] * expected + HELLO
+    assert tokenizer.encode("") == [0] * expected
+    assert tokenizer.encode("<s>hello") == [0] * expected + [0, *HELLO]
     assert tokenizer.encode("hello", add_special_tokens=False) == HELLO
 
 

@@ -221,9 +221,9 @@ def test_gradients_against_float64(options, few, monkeypatch):
     weight = dict(lm.named_parameters())["lm_head.weight"]
     (gradient,) = torch.autograd.grad(ours, weight)
     tapped = lm.generate(prompt + output, max_new_tokens=1, temperature=0, taps={"norm": "all"}).taps["norm"]
-    wanted = to_logits.T @ tapped[len(prompt) - 1 : -1].double()
+    expected = to_logits.T @ tapped[len(prompt) - 1 : -1].double()
     # Each score has a relative error of a few roundings, and each row's gradient adds up 10 terms.
-    assert float((gradient - wanted).norm()) <= 2.0**-18 * float(wanted.norm())
+    assert float((gradient - expected).norm()) <= 2.0**-18 * float(expected.norm())
 
 
 def test_gradcheck_of_the_scores():

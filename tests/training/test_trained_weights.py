@@ -83,7 +83,7 @@ def test_only_frozen_parameters_get_no_gradient():
     lm = trainable("qwen3")
     everything = lm.logprobs([1, 2, 3, 4]).sum()
     everything.backward()
-    wanted = {name: p.grad for name, p in lm.named_parameters()}
+    expected = {name: p.grad for name, p in lm.named_parameters()}
     for name, parameter in lm.named_parameters():
         parameter.grad = None
         parameter.requires_grad_("q_proj" in name)
@@ -91,7 +91,7 @@ def test_only_frozen_parameters_get_no_gradient():
     for name, parameter in lm.named_parameters():
         assert (parameter.grad is not None) == ("q_proj" in name)
         if parameter.grad is not None:
-            assert torch.equal(parameter.grad, wanted[name])
+            assert torch.equal(parameter.grad, expected[name])
 
 
 def test_weights_changed_before_the_backward_pass_raise():

@@ -163,12 +163,12 @@ def test_ended_rows_do_not_change_the_others(module):
 def test_tokens_are_rejected_per_row(module):
     inferencer = onward.inferencer.ModelInferencer(onward.Model.from_module(module))
     prompts = torch.tensor([PROMPTS[0], PROMPTS[0][::-1]])
-    held = inferencer.new_cache(2, 40)
-    first = inferencer.prefill(prompts, held, onward.greedy)
-    inferencer.decode(first.token_ids, held, 6, onward.greedy)
-    held.truncate(torch.tensor([9, 5]))
+    cache = inferencer.new_cache(2, 40)
+    first = inferencer.prefill(prompts, cache, onward.greedy)
+    inferencer.decode(first.token_ids, cache, 6, onward.greedy)
+    cache.truncate(torch.tensor([9, 5]))
     query = torch.stack((first.token_ids[0], prompts[1, 5:6]))
-    again = inferencer.decode(query, held, 3, onward.greedy)
+    again = inferencer.decode(query, cache, 3, onward.greedy)
     assert again.token_ids[0].tolist() == continued(module, PROMPTS[0], max_new_tokens=4)[1:]
     assert again.token_ids[1].tolist() == continued(module, prompts[1, :6].tolist(), max_new_tokens=3)
 

@@ -200,16 +200,16 @@ def test_children_forked_while_a_thread_holds_any_lock_decode_the_same():
         )
 
     streamed = ids()
-    held, over = threading.Event(), threading.Event()
+    locked, over = threading.Event(), threading.Event()
 
     def hold():
         with lm._model_run._programs.lock, loader._lock, reuse._lock:
-            held.set()
+            locked.set()
             over.wait(SECONDS)
 
     thread = threading.Thread(target=hold)
     thread.start()
-    held.wait()
+    locked.wait()
 
     def holds():
         onward.native.select_isa(onward.native.isa())

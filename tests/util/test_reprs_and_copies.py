@@ -79,8 +79,8 @@ def test_logs_are_quiet_by_default_and_report_loading_on_request():
     quiet = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert quiet.stderr == ""
     code = f"import logging; logging.basicConfig(level=logging.DEBUG); {code}"
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stderr
-    assert "INFO:onward.loading:loaded " in told
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stderr
+    assert "INFO:onward.loading:loaded " in output
 
 
 def test_the_application_gets_the_records(caplog):

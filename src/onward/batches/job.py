@@ -217,8 +217,8 @@ class BatchJob:
                 except ReplicaDiedError as error:
                     death = error
             else:
-                given_up = OnwardError(f"{_MAX_LINE_DEATHS} replicas died while serving this line alone: {death}")
-                self._add([failure(line, line.id(self._fingerprint), given_up)])
+                failed = OnwardError(f"{_MAX_LINE_DEATHS} replicas died while serving this line alone: {death}")
+                self._add([failure(line, line.id(self._fingerprint), failed)])
 
     def _add(self, results: Sequence[LineResult]) -> None:
         self._results.add(results)

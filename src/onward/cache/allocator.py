@@ -317,7 +317,7 @@ class Allocator:
         kind.holders[block] = 1
         return block
 
-    def take_beside(self, kind: BlockKind, source: int) -> int:
+    def take_copy(self, kind: BlockKind, source: int) -> int:
         """Allocate a block for a copy of another one, whose contents stay until the next allocation."""
         kind.hold([source])  # making room must not take it
         block = self.take(kind)

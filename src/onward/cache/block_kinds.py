@@ -161,7 +161,7 @@ class SlidingWindow(BlockKind):
         if source is None:
             return []
         index, part = divmod(prefix.positions, self.size)
-        own = allocator.take_beside(self, source)
+        own = allocator.take_copy(self, source)
         slot.place_windows({**slot.windows, index: own})
         return [partial(self.memory.copy, source, own, part)]
 

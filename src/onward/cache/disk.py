@@ -243,15 +243,15 @@ class Restoration:
     def read(self, is_cancelled: Callable[[], bool] = bool) -> None:
         """Read all blocks, unless it is cancelled meanwhile. Blocks after a damaged one are left out."""
         path, end = self.path, len(self.path.blocks)
-        wanted = sorted(
+        requests = sorted(
             (at, kind.number) for kind in self._disk.kinds for at in kind.restored(self.slot, path.first, end)
         )
         right, portion, nbytes = 0, list[tuple[StoredPart, list[memoryview]]](), 0
-        for number, (at, kind) in enumerate(wanted, 1):
+        for number, (at, kind) in enumerate(requests, 1):
             part = path.blocks[at][kind]
             portion.append((part, [self._target(self._disk.kinds[kind], at, part.nbytes)]))
             nbytes += part.nbytes
-            if number == len(wanted) or nbytes >= _READ:
+            if number == len(requests) or nbytes >= _READ:
                 if is_cancelled():
                     return
                 count = self._disk.current.store.read(portion)
@@ -259,7 +259,7 @@ class Restoration:
                 if count < len(portion):
                     break
                 portion, nbytes = [], 0
-        if right == len(wanted):
+        if right == len(requests):
             self.end = path.end
         elif len(self._disk.kinds) == 1 and right:  # keys and values of the whole text have any end
             self.end = (path.first + right) * self._disk.size

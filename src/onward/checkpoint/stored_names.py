@@ -202,10 +202,10 @@ def with_stacked_experts(weights: Mapping[str, Tensor], architecture: str) -> di
     if architecture not in _OF_ONE_TENSOR:
         return dict(weights)
     matches = {name: _OF_EXPERTS.fullmatch(name) for name in weights}
-    written = {name: weight for name, weight in weights.items() if matches[name] is None}
+    stacked = {name: weight for name, weight in weights.items() if matches[name] is None}
     for stem in dict.fromkeys(match[1] for match in matches.values() if match is not None):
-        written |= _stacked(weights, stem, architecture)
-    return written
+        stacked |= _stacked(weights, stem, architecture)
+    return stacked
 
 
 def _stacked(weights: Mapping[str, Tensor], stem: str, architecture: str) -> dict[str, Tensor]:

@@ -29,8 +29,8 @@ class Conversation:
     def messages(self, question: str | None = None) -> list[dict[str, str]]:
         """Return the messages for the chat template, with a new question at the end."""
         messages = [("system", self.system)] if self.system is not None else []
-        for asked, answered in self.turns:
-            messages += [("user", asked), ("assistant", answered)]
+        for request, answer in self.turns:
+            messages += [("user", request), ("assistant", answer)]
         if question is not None:
             messages.append(("user", question))
         return [{"role": role, "content": content} for role, content in messages]
@@ -49,7 +49,7 @@ class Conversation:
         pairs = turns if isinstance(turns, list) else [None]
         if not all(isinstance(pair, list) and [type(text) for text in pair] == [str, str] for pair in pairs):
             raise RequestError("the turns of a conversation must be a list of pairs of strings")
-        return cls(system, [(asked, answered) for asked, answered in turns])
+        return cls(system, [(request, answer) for request, answer in turns])
 
 
 @dataclass(frozen=True)

@@ -144,7 +144,7 @@ def kernel_facts() -> list[Fact]:
         Fact("instruction_set", choice.isa),
         Fact("built", built),
         Fact("usable", native.available_isas()),
-        Fact("threads", native.num_threads(), f"{native.num_threads()} ({native.threads_wanted()[1]})"),
+        Fact("threads", native.num_threads(), f"{native.num_threads()} ({native.configured_threads()[1]})"),
     ]
 
 

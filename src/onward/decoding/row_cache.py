@@ -22,13 +22,13 @@ class CacheRow:
     """A row of the cache, and its slot. used: whether a sequence or a pin has it. root: of its text (`root_of`). ids:
     those of a pin.
 
-    filled: the number of computed positions. written: the position after those written by a forward, before `commit`
-    says how many of them are final.
+    filled: the number of computed positions. written_end: the position after those written by a forward, before
+    `commit` says how many of them are final.
     """
 
     row: int
     filled: int = 0
-    written: int = 0
+    written_end: int = 0
     used: bool = False
     adapter: AdapterRef | None = None
     root: str = ""
@@ -110,13 +110,13 @@ class RowCacheManager:
             reused = min(_common_prefix(pin.ids, ids), len(ids) - 1)
             reused = reused if self._holds(pin, reused) else 0
         if self.model is not None:
-            slot.filled = slot.written = reused
+            slot.filled = slot.written_end = reused
             if not self.reserve(slot, length):
-                slot.filled = slot.written = reused = 0  # what cannot be copied is computed again
+                slot.filled = slot.written_end = reused = 0  # what cannot be copied is computed again
                 if not self.reserve(slot, length):
-                    slot.filled = slot.written = before
+                    slot.filled = slot.written_end = before
                     return None
-        slot.used, slot.written, slot.adapter, slot.root, slot.ids = True, slot.filled, adapter, root, ()
+        slot.used, slot.written_end, slot.adapter, slot.root, slot.ids = True, slot.filled, adapter, root, ()
         return slot, reused
 
     def restoration(self, slot: CacheRow) -> None:
@@ -133,7 +133,7 @@ class RowCacheManager:
         fork, _ = acquired
         fork.root = slot.root
         self._copy(slot.row, fork.row, positions)
-        fork.filled = fork.written = positions
+        fork.filled = fork.written_end = positions
         return fork
 
     def reserve(self, slot: CacheRow, length: int) -> bool:
@@ -142,7 +142,7 @@ class RowCacheManager:
             return True
         doubled = 2 * self.max_len if self.model.max_seq_len is None else min(2 * self.max_len, self.model.max_seq_len)
         longer = max(padded_length(length, self.model), doubled)
-        cache, filled = self.model.new_cache(self.rows, longer), max(slot.written for slot in self._slots)
+        cache, filled = self.model.new_cache(self.rows, longer), max(slot.written_end for slot in self._slots)
         dims = position_dims(self.cache, self.max_len, cache, longer)
         if dims is not None:
             copy_positions(self.cache, cache, dims, filled)
@@ -152,12 +152,12 @@ class RowCacheManager:
         return True
 
     def commit(self, slot: CacheRow, computed: int, ids: Ids) -> None:
-        slot.filled = slot.written = computed
+        slot.filled = slot.written_end = computed
 
     def release(self, slot: CacheRow, ids: Sequence[int] = (), pin: bool = False) -> None:
         slot.used, slot.filled = pin, len(ids) if pin else 0
         if pin or self.model is not None:  # forwards write to a caller's other rows only past what these hold
-            slot.written = slot.filled
+            slot.written_end = slot.filled
         slot.ids = list(ids) if pin else ()
         slot.adapter = slot.adapter if pin else None
 
@@ -184,7 +184,7 @@ class RowCacheManager:
 
     def room(self, slots: Sequence[CacheRow], computed: Sequence[int]) -> int | None:
         length = length_of(self.cache) or self.max_len
-        others = [slot.written for slot in self._slots if self.whole]
+        others = [slot.written_end for slot in self._slots if self.whole]
         room = None if length is None else length - max([*computed, *others])
         if isinstance(self.cache, KVCache) and self.cache.states:
             return STATE_BLOCK if room is None else min(room, STATE_BLOCK)
@@ -215,12 +215,12 @@ class RowCacheManager:
         places = [row - first for row in rows]
         if places == list(range(last - first)):
             return CacheView(cache, places)
-        return CacheView(cache, places, [slot.written for slot in self._slots[first:last]])
+        return CacheView(cache, places, [slot.written_end for slot in self._slots[first:last]])
 
     def accept(self, view: CacheView, cache: Cache) -> None:
         """Keep the cache that a forward returned: it may have new tensors, and only some rows."""
         for slot, end in self._ends:
-            slot.written = end  # a step may run a row twice before `commit` (a search's prompt, then its last id)
+            slot.written_end = end  # a step may run a row twice before `commit` (a search's prompt, then its last id)
         if cache is view.cache:
             return
         if view.cache is self.cache:
@@ -263,7 +263,7 @@ class RowCacheManager:
         for row, free in enumerate(slots[:count]):
             if not free.used:
                 last = next(slot for slot in reversed(slots) if slot.used)
-                self._copy(last.row, row, last.written)  # a forward of this step may have written it
+                self._copy(last.row, row, last.written_end)  # a forward of this step may have written it
                 slots[row], slots[last.row] = last, free
                 last.row, free.row = row, last.row
 

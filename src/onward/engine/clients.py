@@ -243,9 +243,9 @@ class Clients(Generic[ItemT]):
             fair = 0.0
         others = [(each, self._above(each, fair)) for each in self._busy if each is not client]
         # A request surely fits if all shares sum up to 1.
-        taken = sum(each.share for each in self._busy)
+        busy = sum(each.share for each in self._busy)
         freed = sum(each.running[victim] for each, victims in others for victim in victims)
-        if taken - freed + waiting.share > 1 + _EPSILON:
+        if busy - freed + waiting.share > 1 + _EPSILON:
             return None
         largest = max((each for each, victims in others if victims), key=lambda each: each.share, default=None)
         self._beneficiary = item

@@ -118,7 +118,7 @@ class ChatReader:
         custom = tuple(tool.name for tool in use.tools if tool.input is not None)
         answer = dataclasses.replace(AnswerFormat.of(self.format, tokenizer, text, tools, continued), custom=custom)
         constraints = [name for name in CONSTRAINTS if others.get(name) is not None]
-        schema = self._schema_beside(use, others)
+        schema = self._schema_with_calls(use, others)
         if use.is_constrained or schema is not None:
             if constraints and (schema is None or constraints != ["json_schema"]):
                 message = f"{constraints[0]} and the requested tool calls are mutually exclusive: give one"
@@ -157,7 +157,7 @@ class ChatReader:
         rest = {name: value for name, value in options.items() if name != "reasoning_effort"}
         return {"reasoning_budget": EFFORTS[effort], **rest, "template": variables}
 
-    def _schema_beside(self, use: ToolUse, options: Mapping[str, Any]) -> JsonSchema | None:
+    def _schema_with_calls(self, use: ToolUse, options: Mapping[str, Any]) -> JsonSchema | None:
         """The schema of an answer without calls, if there may be calls. None: there is no such schema, or calls are
         impossible and the schema is that of every answer."""
         schema = options.get("json_schema")

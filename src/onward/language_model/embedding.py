@@ -131,8 +131,8 @@ class EmbeddingReader:
             skip = len(self.reader.prompt_ids(before))
             skip -= self._ends_with_eos(self.reader.prompt_ids(before))
         pooling = Pooling(self.format.pooling, skip, dimensions, options.get("normalize", True))
-        given = prompt is not None or prompt_name is not None
-        ids = [self._ids(text, before, given=given) for text in texts]
+        has_prompt = prompt is not None or prompt_name is not None
+        ids = [self._ids(text, before, has_prompt=has_prompt) for text in texts]
         return self._requests(ids, pooling, options.get("adapter"))
 
     def pairs(
@@ -187,13 +187,13 @@ class EmbeddingReader:
             raise OptionError("prompt_name", f"names no prompt of this checkpoint, which has {known}; got {name!r}")
         return "" if name is None else self.format.prompts[name]
 
-    def _ids(self, text: str | Ids, prompt: str, *, given: bool) -> list[int]:
+    def _ids(self, text: str | Ids, prompt: str, *, has_prompt: bool) -> list[int]:
         if isinstance(text, str):
             ids = self.reader.prompt_ids(prompt + text)
             if self.format.adds_eos and not self._ends_with_eos(ids):
                 ids = [*ids, self._eos]
         else:
-            if given:
+            if has_prompt:
                 raise OptionError("prompt", "goes before a text, but the text is given as ids: leave the prompt out")
             ids = self.reader.prompt_ids(text)
         if self.format.max_tokens is not None and len(ids) > self.format.max_tokens:

@@ -190,14 +190,14 @@ class _HeadLogprobs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         head: _Head = ctx.head
-        hidden, _, kept, top_ids = ctx.saved_tensors  # the weight is among them to be checked for changes since
+        hidden, _, saved, top_ids = ctx.saved_tensors  # the weight is among them to be checked for changes since
         needs_hidden, needs_data = ctx.needs_input_grad[1:]
         weight = float_weight(head.params.lm_head.weight).detach()
         to_hidden, to_weight = [], torch.zeros_like(weight) if needs_data else None
         for first in range(0, len(hidden), head.rows):
             rows = slice(first, first + head.rows)
             x = hidden[rows]
-            products = (head.params.lm_head(x) if kept is None else kept).detach().requires_grad_()
+            products = (head.params.lm_head(x) if saved is None else saved).detach().requires_grad_()
             with torch.enable_grad():
                 scores = head.scores(products, first).to(torch.float32)
             of_chosen, of_entropy, _, of_top, _ = (

@@ -96,17 +96,19 @@ class WeightsUpdate:
 
 def _by_name(weights: Any) -> dict[str, Tensor]:
     """The tensors by name; those that parameters are views of are not followed by autograd."""
-    wanted = "update_weights takes tensors by stock name: a mapping, or pairs (name, tensor) such as named_parameters()"
+    expected = (
+        "update_weights takes tensors by stock name: a mapping, or pairs (name, tensor) such as named_parameters()"
+    )
     items = weights.items() if isinstance(weights, Mapping) else weights
     if not isinstance(items, Iterable) or isinstance(items, str | Tensor):
-        raise RequestError(f"{wanted}; got {type(weights).__name__}")
+        raise RequestError(f"{expected}; got {type(weights).__name__}")
     tensors: dict[str, Tensor] = {}
     for item in items:
         if not (isinstance(item, tuple | list) and len(item) == 2 and isinstance(item[0], str)):
-            raise RequestError(f"{wanted}; got an item of type {type(item).__name__}")
+            raise RequestError(f"{expected}; got an item of type {type(item).__name__}")
         name, tensor = item
         if not isinstance(tensor, Tensor):
-            raise RequestError(f"{wanted}; {name!r} is of type {type(tensor).__name__}")
+            raise RequestError(f"{expected}; {name!r} is of type {type(tensor).__name__}")
         if name in tensors:
             raise RequestError(f"{name!r} is there twice")
         if not tensor.is_floating_point() or tensor.layout is not torch.strided or tensor.is_meta:

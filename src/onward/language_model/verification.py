@@ -176,11 +176,11 @@ class Verifier(LanguageModelPart):
             ids = self._reader.prompt_ids(prompt)
         elif ids is None:
             raise RequestError("the receipt has no prompt: give it", "prompt")
-        given = list(receipt.token_ids)
+        token_ids = list(receipt.token_ids)
         if digest(ids) != receipt.prompt_sha256:
             reason = f"the prompt, {len(ids)} ids, is not that of the receipt's prompt_sha256"
-            return Verification("prompt", None, reason, parts, 0, len(given))
-        known = list(itertools.takewhile(lambda token: token < self.model.vocab_size, given))
+            return Verification("prompt", None, reason, parts, 0, len(token_ids))
+        known = list(itertools.takewhile(lambda token: token < self.model.vocab_size, token_ids))
         request = receipt.request(ids)
         if receipt.logprobs is not None:
             request = request.replace(logprobs=0)
@@ -190,16 +190,16 @@ class Verifier(LanguageModelPart):
             why += "; the fingerprint is this build's, so the receipt was altered or forged"
         elif why is not None:
             why += f"; the receipt is of another build or model (different: {parts})"
-        return Verification(difference, position, why, parts, replay.agreeing, len(given))
+        return Verification(difference, position, why, parts, replay.agreeing, len(token_ids))
 
 
 def _first_difference(
     receipt: Receipt, replay: Replay
 ) -> tuple[Literal["token", "logprob", "end"] | None, int | None, str | None]:
     """What differs first, where, and in words."""
-    given = receipt.token_ids
+    token_ids = receipt.token_ids
     token_at = replay.difference
-    if token_at is None and len(replay.token_ids) < len(given):  # the next one is outside the vocabulary
+    if token_at is None and len(replay.token_ids) < len(token_ids):  # the next one is outside the vocabulary
         token_at = len(replay.token_ids)
     replayed = () if replay.logprobs is None else [token.chosen for token in replay.logprobs]
     pairs = zip(receipt.logprobs or (), replayed, strict=False)
@@ -208,13 +208,13 @@ def _first_difference(
         theirs, ours = (receipt.logprobs or ())[logprob_at], replayed[logprob_at]
         return "logprob", logprob_at, f"the logprob of token {logprob_at} is {ours!r}, and not {theirs!r}"
     if token_at is not None and token_at >= len(replay.drawn) and replay.finish_reason is not None:
-        reason = f"it ends ({replay.finish_reason!r}) with {token_at} of the receipt's {len(given)} tokens"
+        reason = f"it ends ({replay.finish_reason!r}) with {token_at} of the receipt's {len(token_ids)} tokens"
         return "end", token_at, reason
     if token_at is not None:
         drawn = replay.drawn[token_at] if token_at < len(replay.drawn) else None
         instead = "no such id exists" if drawn is None else f"the sampler draws {drawn}"
-        agreeing = f"{replay.agreeing} of {len(given)} ids agree"
-        return "token", token_at, f"token {token_at} is id {given[token_at]}, but {instead} ({agreeing})"
+        agreeing = f"{replay.agreeing} of {len(token_ids)} ids agree"
+        return "token", token_at, f"token {token_at} is id {token_ids[token_at]}, but {instead} ({agreeing})"
     expected = {
         "stop": ("stop",),
         "length": ("length",),
@@ -223,7 +223,7 @@ def _first_difference(
     if replay.finish_reason in expected:
         return None, None, None
     ends = "continues" if replay.finish_reason is None else f"ends ({replay.finish_reason!r})"
-    return "end", len(given), f"after its {len(given)} tokens it {ends}, and not {receipt.finish_reason!r}"
+    return "end", len(token_ids), f"after its {len(token_ids)} tokens it {ends}, and not {receipt.finish_reason!r}"
 
 
 def _request_of(completion: Completion, token_ids: Ids | None) -> Request:

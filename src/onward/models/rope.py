@@ -112,14 +112,14 @@ class Llama3(Scaling):
     def inverse_frequencies(self, dims: int, base: float, at: Tensor, context: int) -> Tensor:
         inverse = plain_frequencies(dims, base, at)
         wavelength = 2 * math.pi / inverse
-        longest_kept = self.original_max_position / self.high_freq_factor
-        shortest_divided = self.original_max_position / self.low_freq_factor
+        longest_unscaled = self.original_max_position / self.high_freq_factor
+        shortest_scaled = self.original_max_position / self.low_freq_factor
         ramp = (self.original_max_position / wavelength - self.low_freq_factor) / (
             self.high_freq_factor - self.low_freq_factor
         )
         blended = (1 - ramp) * inverse / self.factor + ramp * inverse
-        divided = torch.where(wavelength > shortest_divided, inverse / self.factor, blended)
-        return torch.where(wavelength < longest_kept, inverse, divided)
+        divided = torch.where(wavelength > shortest_scaled, inverse / self.factor, blended)
+        return torch.where(wavelength < longest_unscaled, inverse, divided)
 
 
 def yarn_magnitude(factor: float, mscale: float = 1.0) -> float:

@@ -121,7 +121,7 @@ def select_isa(name: str) -> None:
 def num_threads() -> int:
     """The number of threads of a kernel call, including the calling thread."""
     current = library()
-    return current.onward_num_threads() if current else threads_wanted()[0]
+    return current.onward_num_threads() if current else configured_threads()[0]
 
 
 def set_num_threads(count: int) -> None:
@@ -184,10 +184,10 @@ def _choose(name: str) -> None:
     if _current is not None and _current is not chosen:
         _current.onward_set_num_threads(1)  # stops its worker threads
     if chosen is not None:
-        chosen.check(chosen.onward_set_num_threads(threads_wanted()[0]), "onward_set_num_threads")
+        chosen.check(chosen.onward_set_num_threads(configured_threads()[0]), "onward_set_num_threads")
     _current, _chosen = chosen, True
 
 
-def threads_wanted() -> tuple[int, str]:
+def configured_threads() -> tuple[int, str]:
     """The configured number of kernel threads, and the setting that decided it."""
     return default_threads() if _threads is None else (_threads, "set by the program")

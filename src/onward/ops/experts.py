@@ -249,9 +249,9 @@ def _gradient(backward: Backward, x: Tensor, chosen: Tensor, weights: Tensor, *r
         with torch.enable_grad():
             leaves = [tokens[rows].requires_grad_(), shares[rows, places].requires_grad_()]
             own = zip(of_expert, needed, strict=True)
-            wanted = [part.requires_grad_() for part, need in own if need and part is not None]
+            parameters = [part.requires_grad_() for part, need in own if need and part is not None]
             out = leaves[1].unsqueeze(-1) * layer.through(leaves[0], x.dtype, of_expert)
-        found = torch.autograd.grad(out, [*leaves, *wanted], grad[rows])
+        found = torch.autograd.grad(out, [*leaves, *parameters], grad[rows])
         to_x.index_add_(0, rows, found[0])
         to_shares[rows, places] = found[1]
         of_weights = iter(found[2:])

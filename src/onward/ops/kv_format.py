@@ -89,10 +89,10 @@ class Int8(KVFormat):
     def store(self, new: Tensor) -> Tensor:
         values = new.float()
         largest = values.abs().amax(-1, keepdim=True)
-        is_kept = largest.isfinite() & (largest >= 1e-30)
+        has_scale = largest.isfinite() & (largest >= 1e-30)
         inverse = torch.full_like(largest, 127) / largest  # 127 / largest would round twice
-        integers = torch.where(is_kept, (values * inverse).round(), 0).to(torch.int8)
-        scale = torch.where(is_kept, largest / 127, torch.where(largest.isfinite(), 0.0, torch.nan))
+        integers = torch.where(has_scale, (values * inverse).round(), 0).to(torch.int8)
+        scale = torch.where(has_scale, largest / 127, torch.where(largest.isfinite(), 0.0, torch.nan))
         return torch.cat([integers, scale.contiguous().view(torch.int8)], -1)
 
     def load(self, rows: Tensor) -> Tensor:

@@ -249,8 +249,8 @@ class Backward(NamedTuple):
             results = function(*inputs)
             pairs = zip((results,) if isinstance(results, Tensor) else results, self.grads, strict=True)
             outputs, grads = zip(*((result, grad) for result, grad in pairs if grad is not None), strict=True)
-            wanted = [each for each, need in zip(inputs, self.needs, strict=True) if need]
-            found = iter(torch.autograd.grad(outputs, wanted, grads, create_graph=again, allow_unused=True))
+            differentiated = [each for each, need in zip(inputs, self.needs, strict=True) if need]
+            found = iter(torch.autograd.grad(outputs, differentiated, grads, create_graph=again, allow_unused=True))
         return [next(found) if need else None for need in self.needs]
 
 

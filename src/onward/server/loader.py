@@ -58,7 +58,7 @@ class ModelLoader:
     """Loads and unloads the models of a folder. Its methods may be called in any thread.
 
     serve: makes a served model from its name, its engine and the variables of its chat template. fixed: bytes of the
-    models that are always loaded; taken: their names.
+    models that are always loaded; reserved: their names.
     """
 
     def __init__(
@@ -66,9 +66,9 @@ class ModelLoader:
         options: OnDemand,
         serve: Callable[[str, Engine, Mapping[str, Any]], ServedModel],
         fixed: int,
-        taken: frozenset[str],
+        reserved: frozenset[str],
     ) -> None:
-        self._options, self._serve, self._taken = options, serve, taken
+        self._options, self._serve, self._reserved = options, serve, reserved
         self._residency = Residency(
             options.max_models, options.bytes_allowed, options.ttl, fixed, is_working=self._is_working
         )
@@ -85,7 +85,7 @@ class ModelLoader:
         found = models_in(self._options.folder)
         with self._lock:
             for name, file in found.items():
-                if name in self._taken:
+                if name in self._reserved:
                     continue
                 slot = self._slots.setdefault(name, _Slot(file))
                 if slot.served is None and name not in self._residency.residents:

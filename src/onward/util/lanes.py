@@ -127,12 +127,12 @@ class Lane:
         return None
 
     def _work(self) -> None:
-        while (taken := self._wait()) is not None:
-            client, future, call = taken
+        while (next_call := self._wait()) is not None:
+            client, future, call = next_call
             try:
                 _run(future, call)
             finally:
-                del taken, future, call  # don't refer to them while waiting
+                del next_call, future, call  # don't refer to them while waiting
                 with self._changed:
                     self._running[client] -= 1
                     if not self._running[client]:
@@ -142,14 +142,14 @@ class Lane:
     def _wait(self) -> tuple[str, "Future[Any]", _Call] | None:
         """The next call; None after a while without one, when the thread shall end."""
         with self._changed:
-            while (taken := self._next()) is None:
+            while (next_call := self._next()) is None:
                 self._idle += 1
                 notified = self._changed.wait(_IDLE_SECONDS)
                 self._idle -= 1
                 if not notified and not self._queued:
                     self._alive -= 1
                     return None
-            return taken
+            return next_call
 
 
 def _run(future: "Future[Any]", call: _Call) -> None:

@@ -65,9 +65,9 @@ def export_family(config: Mapping[str, Any]) -> ExportFamily:
     return WRITTEN[architecture]
 
 
-def model_metadata(written: ExportFamily, fields: Mapping[str, Any], name: str) -> dict[str, Any]:
+def model_metadata(export: ExportFamily, fields: Mapping[str, Any], name: str) -> dict[str, Any]:
     """The metadata for a model's config. fields: from `ExportFamily.fields`. name: for display."""
-    family, prefix, head_dim = written.family, f"{written.architecture}.", head_dim_of(fields)
+    family, prefix, head_dim = export.family, f"{export.architecture}.", head_dim_of(fields)
     # llama.cpp requires the key for logits from Granite, and has another default for the attention scale.
     values = dict.fromkeys(GRANITE, 1.0) | {field: value for field, value in fields.items() if value is not None}
     values["head_dim"] = head_dim
@@ -80,7 +80,7 @@ def model_metadata(written: ExportFamily, fields: Mapping[str, Any], name: str) 
     if "sliding_attention" in types:
         own["attention.sliding_window_pattern"] = [kind == "sliding_attention" for kind in types]
     own |= {f"rope.{key}": value for key, value in rope_metadata(fields, head_dim or 0).items()}
-    metadata = {"general.architecture": written.architecture, "general.name": name}
+    metadata = {"general.architecture": export.architecture, "general.name": name}
     return metadata | {prefix + key: value for key, value in own.items() if value is not None}
 
 
@@ -213,22 +213,22 @@ _FLOATS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 
 def model_tensors(
-    written: ExportFamily, fields: Mapping[str, Any], weights: Mapping[str, Tensor | QuantizedWeight]
+    export: ExportFamily, fields: Mapping[str, Any], weights: Mapping[str, Tensor | QuantizedWeight]
 ) -> dict[str, ExportedTensor]:
     """The tensors of the model and its RoPE. int4 becomes Q4_0 and iq4_nl IQ4_NL, which hold the same values."""
     head_dim = head_dim_of(fields)
     assert head_dim is not None, "the config was valid"
-    if written.needs_head:
+    if export.needs_head:
         weights = {**weights, "lm_head.weight": weights.get("lm_head.weight", weights["model.embed_tokens.weight"])}
     tensors: dict[str, ExportedTensor] = {}
     experts: dict[str, list[ExportedTensor]] = {}
     for name, weight in weights.items():
-        place = gguf_name(name, written.family)
+        place = gguf_name(name, export.family)
         if place.tensors == (name,):
             raise RequestError(f"GGUF has no name for {name!r} in this family")
         (tensor,) = place.tensors
         stored = _stored(name, weight)
-        order = written.family.order(name, {**fields, "head_dim": head_dim}, stored.shape[0])
+        order = export.family.order(name, {**fields, "head_dim": head_dim}, stored.shape[0])
         if order.rows is not None:
             stored = stored._replace(data=torch.empty_like(stored.data).index_copy_(0, order.rows, stored.data))
         if place.expert is None:

@@ -134,9 +134,9 @@ class SpeculativeStep:
         drafting = 0.0
         if forced is not None or any(counts):
             known = [()] * len(work) if forced is None else forced
-            asked = [index for index, count in enumerate(counts) if count and not known[index]]
-            began += self._enter([sequences[index] for index in asked])
-            drafts = self._drafts(sequences, counts, known, asked)
+            to_draft = [index for index, count in enumerate(counts) if count and not known[index]]
+            began += self._enter([sequences[index] for index in to_draft])
+            drafts = self._drafts(sequences, counts, known, to_draft)
             drafting = self._clock() - began
         else:
             # The time of choosing no draft is not booked as a loss. It could exceed what a plain step earns, and then a
@@ -231,20 +231,20 @@ class SpeculativeStep:
 
     @torch.no_grad()
     def _drafts(
-        self, sequences: abc.Sequence[Sequence], counts: abc.Sequence[int], forced: Drafts, asked: abc.Sequence[int]
+        self, sequences: abc.Sequence[Sequence], counts: abc.Sequence[int], forced: Drafts, to_draft: abc.Sequence[int]
     ) -> list[abc.Sequence[int]]:
         """The forced ids of each sequence; the drafter's ids, at most its count, of those that are asked for."""
         drafts = list(forced)
-        if not asked:
+        if not to_draft:
             return drafts
-        rows = _rows(sequences[index] for index in asked)
-        for index, row in zip(asked, rows, strict=True):
+        rows = _rows(sequences[index] for index in to_draft)
+        for index, row in zip(to_draft, rows, strict=True):
             row.limit, row.history = counts[index], sequences[index].history
         proposals = self._call("propose", rows)
         name = type(self._drafter).__name__
         if len(proposals) != len(rows):
             raise DraftError(f"the drafter {name} returned {len(proposals)} drafts for {len(rows)} rows")
-        for index, row, proposal in zip(asked, rows, proposals, strict=True):
+        for index, row, proposal in zip(to_draft, rows, proposals, strict=True):
             try:
                 draft = [operator.index(token) for token in proposal[: row.limit]]
             except TypeError as error:

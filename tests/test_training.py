@@ -191,9 +191,9 @@ def test_conversations_with_tools_equal_the_rendered_template() -> None:
         for role, content in turns:
             calls = calls_of(content)
             assert calls is not None
-            written = [{"type": "function", "function": call} for call in calls]
+            rendered = [{"type": "function", "function": call} for call in calls]
             messages.append(
-                {"role": role, "content": None, "tool_calls": written} if calls else {"role": role, "content": content}
+                {"role": role, "content": None, "tool_calls": rendered} if calls else {"role": role, "content": content}
             )
         assert peer.apply_chat_template(messages, tools=tools, tokenize=False) == text
         kinds |= {each.kind for each in asked_in(text)}
@@ -219,9 +219,9 @@ def test_batches_hold_whole_documents_shifted_by_one(tokenizer: Tokenizer) -> No
         assert inputs.shape[1] in LENGTHS
         for row, target in zip(inputs.tolist(), targets.tolist(), strict=True):
             count = max(i for i, t in enumerate(target) if t != IGNORED) + 1
-            kept = [i for i, t in enumerate(target) if t != IGNORED]
-            assert all(target[i] == row[i + 1] for i in kept if i + 1 < count)
-            assert kept == list(range(kept[0], count)), "all but the prompt"
+            learned = [i for i, t in enumerate(target) if t != IGNORED]
+            assert all(target[i] == row[i + 1] for i in learned if i + 1 < count)
+            assert learned == list(range(learned[0], count)), "all but the prompt"
             assert tuple([*row[:count], target[count - 1]][: LENGTHS[-1]]) in whole
 
 

@@ -94,8 +94,8 @@ def test_mixed_batch_equals_each_row_alone(folders, kind, cache):
 
     def texts(prompts, adapters):
         own = [{"adapter": adapter, "seed": at, "temperature": 0.9} for at, adapter in enumerate(adapters)]
-        given = lm.new_cache(len(prompts)) if cache == "dense" else None
-        made = lm.generate(prompts, per_prompt=own, max_new_tokens=4, logprobs=3, cache=given)
+        own_cache = lm.new_cache(len(prompts)) if cache == "dense" else None
+        made = lm.generate(prompts, per_prompt=own, max_new_tokens=4, logprobs=3, cache=own_cache)
         return [(each.token_ids, each.logprobs) for each in made]
 
     @settings(max_examples=12)
@@ -106,9 +106,9 @@ def test_mixed_batch_equals_each_row_alone(folders, kind, cache):
         together = texts(prompts, adapters)
         lm.prefill_chunk = 512
         for at, (ids, adapter) in enumerate(rows):
-            given = lm.new_cache(1) if cache == "dense" else None
+            own_cache = lm.new_cache(1) if cache == "dense" else None
             options = {"adapter": adapter, "seed": at, "temperature": 0.9}
-            alone = lm.generate(ids, max_new_tokens=4, logprobs=3, cache=given, **options)
+            alone = lm.generate(ids, max_new_tokens=4, logprobs=3, cache=own_cache, **options)
             assert (alone.token_ids, alone.logprobs) == together[at]
 
     check()

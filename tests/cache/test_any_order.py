@@ -130,10 +130,10 @@ class AnyOrder(RowsInAnyOrder):
 
     @rule()
     def clear(self):
-        held = len({block for row in self.rows for block in row.slot.blocks})
+        count = len({block for row in self.rows for block in row.slot.blocks})
         self.slots.clear()
         self.drop_pins()
-        assert counts(self.slots)[1:] == (0, held)
+        assert counts(self.slots)[1:] == (0, count)
         assert not self.slots._kinds[0].warm
 
     @precondition(lambda self: self.rows)
@@ -148,7 +148,7 @@ class AnyOrder(RowsInAnyOrder):
     @rule(data=st.data(), ids=TEXTS)
     def fail(self, data, ids):
         """A copy fails: no slot has gained or lost a block."""
-        row, held, slots = self.pick(data), counts(self.slots)[2], list(self.slots._slots)
+        row, used_blocks, slots = self.pick(data), counts(self.slots)[2], list(self.slots._slots)
         positions = data.draw(st.integers(0, len(row.written)))
         self.memory.fails = True
         try:
@@ -162,7 +162,7 @@ class AnyOrder(RowsInAnyOrder):
         except MemoryError:
             pass
         self.memory.fails = False
-        assert counts(self.slots)[2] == held
+        assert counts(self.slots)[2] == used_blocks
         assert list(self.slots._slots) == slots
 
     @invariant()
@@ -182,8 +182,8 @@ class AnyOrder(RowsInAnyOrder):
     @invariant()
     def slots_have_all_blocks_in_use(self):
         if hasattr(self, "slots"):
-            held = {block for row in [*self.rows, *self.pins] for block in row.slot.blocks}
-            assert counts(self.slots)[2] == len(held)
+            used = {block for row in [*self.rows, *self.pins] for block in row.slot.blocks}
+            assert counts(self.slots)[2] == len(used)
             assert self.slots.stats().total == self.memory.count
 
     def teardown(self):

@@ -50,7 +50,7 @@ class WrittenStates:
     def read(self, slot, positions):
         """The text before the page of the last of so many positions, and the texts on it up to there."""
         number = -(-positions // PAGE)
-        before, texts = next((before, texts) for held, before, texts in self.pages[slot] if held == number)
+        before, texts = next((before, texts) for page, before, texts in self.pages[slot] if page == number)
         return before, texts[: positions - (number - 1) * PAGE]
 
     def write(self, slot, first, texts):
@@ -59,13 +59,13 @@ class WrittenStates:
         assert known, "what lay before a piece is there"
         before, last = -(-first // PAGE), -(-(first + len(texts)) // PAGE)
         source = 0 if first == 0 or pages[0][0] == before else 1
-        number, prefix, held = pages[source] if first else (0, None, [])
-        held, begun = held[: first - (number - 1) * PAGE] if first else [], {}
+        number, prefix, earlier = pages[source] if first else (0, None, [])
+        earlier, begun = earlier[: first - (number - 1) * PAGE] if first else [], {}
         for at, text in enumerate(texts, first):
             if at % PAGE == 0:
-                number, prefix, held = at // PAGE + 1, (held[-1] if held else None), []
-            held.append(text)
-            begun[number] = number, prefix, list(held)
+                number, prefix, earlier = at // PAGE + 1, (earlier[-1] if earlier else None), []
+            earlier.append(text)
+            begun[number] = number, prefix, list(earlier)
         if before in begun:
             pages[source] = begun[before]
         pages[source if first == 0 or last == before else 1 - source] = begun[last]

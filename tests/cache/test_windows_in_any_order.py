@@ -74,7 +74,7 @@ class AnyOrderOfWindows(RowsInAnyOrder):
     @rule(data=st.data())
     def fail(self, data):
         """A copy fails: no slot has gained or lost a block."""
-        row, held, slots = self.pick(data), counts(self.slots)[2], list(self.slots._slots)
+        row, used_blocks, slots = self.pick(data), counts(self.slots)[2], list(self.slots._slots)
         positions = data.draw(st.integers(0, len(row.written)))
         memory = data.draw(st.sampled_from([self.memory, self.memory.windows]))
         memory.fails = True
@@ -85,7 +85,7 @@ class AnyOrderOfWindows(RowsInAnyOrder):
         except MemoryError:
             pass
         memory.fails = False
-        assert counts(self.slots)[2] == held
+        assert counts(self.slots)[2] == used_blocks
         assert list(self.slots._slots) == slots
 
     @invariant()
@@ -102,10 +102,10 @@ class AnyOrderOfWindows(RowsInAnyOrder):
         if not hasattr(self, "slots"):
             return
         for node, _, written in self.found_texts():
-            wanted = written[len(written) - len(node.tokens) :]
-            assert self.memory.texts[node.blocks[0]][: len(node.tokens)] == wanted
+            expected = written[len(written) - len(node.tokens) :]
+            assert self.memory.texts[node.blocks[0]][: len(node.tokens)] == expected
             if node.blocks[1] is not None:
-                assert self.memory.windows.texts[node.blocks[1]][: len(node.tokens)] == wanted
+                assert self.memory.windows.texts[node.blocks[1]][: len(node.tokens)] == expected
 
     @precondition(lambda self: self.rows)
     @rule(data=st.data())

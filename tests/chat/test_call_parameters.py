@@ -104,10 +104,10 @@ def test_several_calls_with_text_around_them(format: str) -> None:
 @pytest.mark.parametrize("format", FORMAT_NAMES)
 def test_truncated_call(format: str) -> None:
     text = call(format, {"city": "Oslo", "days": "2"})
-    written = [message(format, text[:end], tools=TOOLS) for end in range(len(text) + 1)]
-    assert all(answer.content for answer in written[1 : text.index("weather") + 7]), "without a name it is content"
-    assert {len(answer.tool_calls) for answer in written[text.index("Oslo") :]} == {1}
-    arguments = [answer.tool_calls[0].arguments if answer.tool_calls else None for answer in written]
+    messages = [message(format, text[:end], tools=TOOLS) for end in range(len(text) + 1)]
+    assert all(answer.content for answer in messages[1 : text.index("weather") + 7]), "without a name it is content"
+    assert {len(answer.tool_calls) for answer in messages[text.index("Oslo") :]} == {1}
+    arguments = [answer.tool_calls[0].arguments if answer.tool_calls else None for answer in messages]
     assert arguments[text.index("Oslo") + 2] == '{"city": "Os'
     for end in range(text.index("days") - 8, text.index("days")):  # within the next mark
         assert arguments[end] == '{"city": "Oslo"'

@@ -307,8 +307,8 @@ def test_deltas_in_openais_format() -> None:
     assert [sorted(call) for call in first] == [["function", "id", "index", "type"]]
     assert first[0]["function"]["name"] == "weather"
     assert all(sorted(call) == ["function", "index"] for calls in others for call in calls)
-    written = "".join(call["function"]["arguments"] for calls in (first, *others) for call in calls)
-    assert written == OSLO
+    streamed_arguments = "".join(call["function"]["arguments"] for calls in (first, *others) for call in calls)
+    assert streamed_arguments == OSLO
     assert delta_body(MessageDelta()) == {}
 
 

@@ -31,11 +31,11 @@ def test_the_prompt_equals_transformers(template: str, content: str, role: str) 
     peer = transformers.PreTrainedTokenizerFast(tokenizer_object=onward.load("demo").tokenizer._inner)
     messages = continued(content, role)
     mine = ChatTemplate(template, {})
-    wanted = {"chat_template": template, "tokenize": False}
+    arguments = {"chat_template": template, "tokenize": False}
     for options in ({}, {"add_generation_prompt": True}, {"continue_final_message": True}):
         if not content.strip() and options.get("continue_final_message"):
             continue  # the peer cannot find it
-        peers = peer.apply_chat_template(messages, **{"add_generation_prompt": False} | options, **wanted)
+        peers = peer.apply_chat_template(messages, **{"add_generation_prompt": False} | options, **arguments)
         assert mine.render(messages, **{"add_generation_prompt": False} | options) == peers
 
 

@@ -117,8 +117,8 @@ def test_an_input_makes_the_round_trip_in_every_format(format: str, text: str) -
         assert call == ToolCall("call 0", "patch", 'a\n"b"', "custom")
         assert call.parsed == {"input": call.arguments}
         assert message == AssistantMessage.of([message.as_delta()])
-    (said,) = message.to_dict()["tool_calls"]
-    assert said == {"id": "call 0", "type": "custom", "custom": {"name": "patch", "input": 'a\n"b"'}}
+    (rendered,) = message.to_dict()["tool_calls"]
+    assert rendered == {"id": "call 0", "type": "custom", "custom": {"name": "patch", "input": 'a\n"b"'}}
     lm = random_lm("hermes")
     again = [*ASKED, message, {"role": "tool", "tool_call_id": "call 0", "content": "ok"}]
     assert "'arguments': {'input':" in lm.decode(lm.chat_prompt(again, {"tools": [WEATHER]})), "as of a function"

@@ -76,5 +76,5 @@ def test_arguments_other_than_objects_are_refused_with_their_path(kind: str, arg
 
 def test_accepted_argument_texts() -> None:
     lm = lm_with(TEMPLATES["as JSON"][0])
-    for written, read in (('{"a": "x\ny"}', r'{"a": "x\ny"}'), (r'"{\"a\": 1}"', '{"a": 1}')):
-        assert f"<now{read}>" in lm.decode(lm.chat_prompt(past(written)))
+    for stored, read in (('{"a": "x\ny"}', r'{"a": "x\ny"}'), (r'"{\"a\": 1}"', '{"a": 1}')):
+        assert f"<now{read}>" in lm.decode(lm.chat_prompt(past(stored)))

@@ -84,15 +84,15 @@ def test_a_stop_anywhere_leaves_a_consistent_answer(format: str) -> None:
         stream = body.protocol.events(body)
         events = [*stream.begin(0), *(chunk for piece in pieces for _, chunk in stream.pieces(0, [piece]))]
         chunks = [data(event)["choices"][0] for event in [*events, *stream.end(0, completion)]]
-        said, message = joined(chunks), choice["message"]
-        assert said["content"] == (message["content"] or "")
-        assert said["reasoning"] == (message.get("reasoning") or "")
-        assert said["tool_calls"] == [call["function"] for call in message.get("tool_calls", ())]
+        from_chunks, message = joined(chunks), choice["message"]
+        assert from_chunks["content"] == (message["content"] or "")
+        assert from_chunks["reasoning"] == (message.get("reasoning") or "")
+        assert from_chunks["tool_calls"] == [call["function"] for call in message.get("tool_calls", ())]
         entries = [entry for chunk in chunks if chunk["logprobs"] for entry in chunk["logprobs"]["content"]]
         assert [entry["id"] for entry in entries] == completion.token_ids
-        assert stop not in said["content"] + said["reasoning"]
+        assert stop not in from_chunks["content"] + from_chunks["reasoning"]
 
-        whole = [is_json(call["arguments"]) for call in said["tool_calls"]]
+        whole = [is_json(call["arguments"]) for call in from_chunks["tool_calls"]]
         assert all(whole[:-1])
         assert chunks[-1]["finish_reason"] == choice["finish_reason"]
         assert choice["finish_reason"] == ("tool_calls" if whole and whole[-1] else "stop")

@@ -163,7 +163,7 @@ PARAMETERS = [
 ]
 
 
-def written(format: str, name: str, parameter: str) -> str:
+def call_text(format: str, name: str, parameter: str) -> str:
     text = CALLS[format].replace("weather", "\0")
     if "{" in text:
         return text.replace('"city"', json.dumps(parameter, ensure_ascii=False)).replace("\0", name)
@@ -175,7 +175,7 @@ def written(format: str, name: str, parameter: str) -> str:
 def test_a_constrained_call_uses_the_names_of_its_tool(format: str) -> None:
     for name, parameter in zip(TOOL_NAMES * 2, PARAMETERS, strict=False):
         parameters = {"type": "object", "properties": {parameter: {"type": "string"}}, "required": [parameter]}
-        text = written(format, name, parameter)
+        text = call_text(format, name, parameter)
         chat: Chat = chat_of(format, text)
         for options in ({"tool_choice": "required"}, {"json_schema": {"const": "x"}}, {"parallel_tool_calls": False}):
             request = chat.request(tools=[tool(parameters, name)], **options)
@@ -199,7 +199,7 @@ def test_parameters_make_the_round_trip_or_are_refused(format: str, parameter: s
     assert constraint is not None
     if "{" in CALLS[format]:
         return  # names are in JSON, which llguidance generates
-    text = written(format, "weather", parameter)
+    text = call_text(format, "weather", parameter)
     assert admitted(request, ByteTokenizer(), text) == f"{text}$"
     (call,) = message(format, text, tools={"weather": parameters}).tool_calls
     assert call.parsed == {parameter: "Oslo"}

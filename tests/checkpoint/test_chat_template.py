@@ -237,7 +237,7 @@ def time_zone(name):
 
 
 @pytest.mark.parametrize(
-    ("layout", "written"),
+    ("layout", "expected"),
     [
         ("%-d %B %Y", "5 February 2026"),
         ("%^a %#h", "THU FEB"),
@@ -246,12 +246,12 @@ def time_zone(name):
         ("%s", "1770282000"),
     ],
 )
-def test_flags_and_modifiers_of_dates(layout, written):
+def test_flags_and_modifiers_of_dates(layout, expected):
     source = "{% macro date(layout) %}{{ strftime_now(layout) }}{% endmacro %}{{ date(layout) }}"
     when = datetime.datetime(2026, 2, 5, 9, tzinfo=datetime.UTC)
     template = ChatTemplate(source, {})
-    assert template.render(CONVERSATIONS["one question"], when, layout=layout) == written
-    assert template.render(CONVERSATIONS["one question"], when.replace(tzinfo=None), layout=layout) == written
+    assert template.render(CONVERSATIONS["one question"], when, layout=layout) == expected
+    assert template.render(CONVERSATIONS["one question"], when.replace(tzinfo=None), layout=layout) == expected
 
 
 def test_templates_have_no_clock_and_no_randomness():

@@ -78,8 +78,8 @@ def test_no_key_is_ignored_silently(files, value):
         plain = config_with(checkpoint)
         same = read_config(plain)
         for key in KNOWN - UNREAD - set(SAY_NOTHING):
-            given = checkpoint.files[0].metadata.get(f"{MODELS[name][0]}.{key}")
-            if np.array_equal(given, value) or (name in STILL and key.startswith("rope.")):
+            current = checkpoint.files[0].metadata.get(f"{MODELS[name][0]}.{key}")
+            if np.array_equal(current, value) or (name in STILL and key.startswith("rope.")):
                 continue
             try:
                 config = config_with(checkpoint, **{key: value})
@@ -230,8 +230,8 @@ def test_keys_that_would_change_the_model_are_refused_by_name(files, family, key
     ],
 )
 def test_keys_that_confirm_the_architecture_change_nothing(files, family, key, value):
-    same, given = config_with(files[family]), config_with(files[family], **{key: value})
-    assert read_config(same) == read_config(given)
+    same, confirmed = config_with(files[family]), config_with(files[family], **{key: value})
+    assert read_config(same) == read_config(confirmed)
 
 
 def test_unknown_keys_are_named(files, tmp_path):

@@ -83,7 +83,7 @@ def test_an_empty_string_is_not_the_current_folder(folder, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("asked", "wanted"),
+    ("asked", "expected"),
     [
         (None, torch.float32),
         ("bfloat16", torch.bfloat16),

@@ -164,7 +164,7 @@ HELD = {
 WIDE = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 64, "num_attention_heads": 2}
 
 
-def held(tmp_path, form):
+def quantized(tmp_path, form):
     settings, quantize, format = HELD[form]
     return *made(tmp_path, (settings, quantize), WIDE), format
 
@@ -172,7 +172,7 @@ def held(tmp_path, form):
 @pytest.mark.parametrize("form", HELD)
 @pytest.mark.filterwarnings("error")
 def test_weights_stay_quantized_without_loss(tmp_path, form):
-    folder, twin, format = held(tmp_path, form)
+    folder, twin, format = quantized(tmp_path, form)
     lm, floats = onward.load(folder, dtype="bfloat16"), onward.load(twin, dtype="float32")
     for layer, other in zip(lm.model.params.layers, floats.model.params.layers, strict=True):
         for part, stock in zip(marked_parts(layer), marked_parts(other), strict=True):
@@ -185,7 +185,7 @@ def test_weights_stay_quantized_without_loss(tmp_path, form):
 
 @pytest.mark.parametrize("form", ["gptq by activation", "nf4", "fp8 by block"])
 def test_a_program_equals_the_eager_forward(tmp_path, form):
-    folder, _, _ = held(tmp_path, form)
+    folder, _, _ = quantized(tmp_path, form)
     compiled, plain = (onward.load(folder, dtype="bfloat16", compile=how) for how in ("native", "eager"))
     assert compiled.generate(IDS, max_new_tokens=12).token_ids == plain.generate(IDS, max_new_tokens=12).token_ids
     assert torch.equal(compiled.logits(IDS), plain.logits(IDS))
@@ -206,7 +206,7 @@ def test_weights_without_a_packed_format_become_floats_with_a_warning(tmp_path):
 
 
 def test_quantized_weights_can_be_requantized_and_merged(tmp_path):
-    folder, twin, _ = held(tmp_path, "gptq by activation")
+    folder, twin, _ = quantized(tmp_path, "gptq by activation")
     ours, theirs = (onward.load(source, dtype="bfloat16") for source in (folder, twin))
     for format in ("int8", "int4"):
         assert torch.equal(onward.quantize(ours, format).logits(IDS), onward.quantize(theirs, format).logits(IDS))

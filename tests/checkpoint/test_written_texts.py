@@ -39,7 +39,7 @@ def folder_with(path, tokenizer: Tokenizer | None, **files):
     return path
 
 
-def written(tmp_path, tokenizer: Tokenizer | None, **files) -> tuple[CheckpointFolder, GgufCheckpoint]:
+def converted(tmp_path, tokenizer: Tokenizer | None, **files) -> tuple[CheckpointFolder, GgufCheckpoint]:
     source = folder_with(tmp_path / "source", tokenizer, **files)
     convert(source, tmp_path / "model.gguf", "gguf")
     return CheckpointFolder(source), GgufCheckpoint(tmp_path / "model.gguf")
@@ -55,7 +55,7 @@ def random_texts() -> list[str]:
 def test_byte_level_ids_equal_those_of_tokenizer_json(merges, tmp_path):
     tokenizer = bytes_tokenizer(*merges)
     tokenizer.add_tokens([AddedToken("<|fim|>", normalized=False)])
-    folder, file = written(tmp_path, tokenizer)
+    folder, file = converted(tmp_path, tokenizer)
     for text in random_texts():
         assert file.tokenizer.encode(text) == folder.tokenizer.encode(text), repr(text)
 
@@ -65,7 +65,7 @@ def test_byte_level_added_tokens_that_gguf_lacks_are_refused(way, tmp_path):
     tokenizer = bytes_tokenizer()
     tokenizer.add_tokens([AddedToken("<|fim|>", normalized=False, **{way: True})])
     with pytest.raises(RequestError, match=rf"GGUF cannot express {way} of the added token '<\|fim\|>'"):
-        written(tmp_path, tokenizer)
+        converted(tmp_path, tokenizer)
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
@@ -82,10 +82,10 @@ def test_normalizers_that_gguf_lacks_are_named(normalizer, taken, tmp_path):
     tokenizer = bytes_tokenizer()
     tokenizer.normalizer = normalizer
     if taken:
-        written(tmp_path, tokenizer)
+        converted(tmp_path, tokenizer)
     else:
         with pytest.raises(RequestError, match=r"normalizer is .*, and GGUF supports only NFC for byte-level BPE"):
-            written(tmp_path, tokenizer)
+            converted(tmp_path, tokenizer)
 
 
 @pytest.mark.parametrize(
@@ -102,11 +102,11 @@ def test_surrounding_tokens_that_gguf_lacks_are_a_warning(around, words, tmp_pat
     pairs = [(text, tokenizer.token_to_id(text)) for text in SPECIAL]
     tokenizer.post_processor = processors.TemplateProcessing(single=around, special_tokens=pairs)
     if words is None:
-        folder, file = written(tmp_path, tokenizer)
+        folder, file = converted(tmp_path, tokenizer)
         assert file.tokenizer.encode("hello") == folder.tokenizer.encode("hello")
     else:
         with pytest.warns(OnwardWarning, match=f"the tokenizer {words} each text, which GGUF cannot express"):
-            written(tmp_path, tokenizer)
+            converted(tmp_path, tokenizer)
 
 
 @pytest.mark.parametrize("names", [NAMES, {"bos_token": "<s>"}])
@@ -114,21 +114,21 @@ def test_surrounding_tokens_that_gguf_lacks_are_a_warning(around, words, tmp_pat
 def test_every_eos_of_the_folder_is_written(ends, names, tmp_path):
     """And with those that end them by what they are called."""
     files = {"tokenizer_config": names, "generation_config": {"eos_token_id": ends}}
-    folder, file = written(tmp_path, bytes_tokenizer(), **files)
+    folder, file = converted(tmp_path, bytes_tokenizer(), **files)
     own = {EOS} if "eos_token" in names else set()
     assert set(file.eos) == {*folder.eos, EOS, IM_END}
     assert file.tokenizer.eos_id == (EOS if own else folder.eos[0])
 
 
 def test_eos_ids_are_written_without_a_tokenizer(tmp_path):
-    folder, file = written(tmp_path, None, generation_config={"eos_token_id": [7, 9]})
+    folder, file = converted(tmp_path, None, generation_config={"eos_token_id": [7, 9]})
     assert file.tokenizer is None
     assert file.eos == folder.eos == (7, 9)
 
 
 def test_more_eos_ids_than_gguf_allows_are_refused(tmp_path):
     with pytest.raises(RequestError, match=r"the end-of-text ids are 257, 1, 2, 3, and GGUF has keys for 3"):
-        written(tmp_path, bytes_tokenizer(), generation_config={"eos_token_id": [1, 2, 3]})
+        converted(tmp_path, bytes_tokenizer(), generation_config={"eos_token_id": [1, 2, 3]})
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_a_tokenizer_of_another_model_is_refused(generation, kind, words, tmp_pa
     if kind is CheckpointError:
         tokenizer.add_tokens([f"<{number}>" for number in range(100)])
     with pytest.raises(kind, match=words):
-        written(tmp_path, tokenizer, generation_config=generation)
+        converted(tmp_path, tokenizer, generation_config=generation)
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
@@ -170,7 +170,7 @@ def test_both_templates_are_written_with_their_tokens(tmp_path):
     plain, tools = "{{ bos_token }}{{ pad_token }}{{ unk_token }}{{ messages[0].content }}", "{{ tools }}"
     templates = [{"name": "default", "template": plain}, {"name": "tool_use", "template": tools}]
     config = NAMES | {"pad_token": "<mask>", "unk_token": {"content": "</s>"}, "chat_template": templates}
-    folder, file = written(tmp_path, bytes_tokenizer(), tokenizer_config=config)
+    folder, file = converted(tmp_path, bytes_tokenizer(), tokenizer_config=config)
     assert file.chat_template.sources == folder.chat_template.sources == (plain, tools)
     message = [{"role": "user", "content": "Hi"}]
     assert file.chat_template.render(message) == folder.chat_template.render(message) == "<s><mask></s>Hi"
@@ -178,7 +178,7 @@ def test_both_templates_are_written_with_their_tokens(tmp_path):
 
 def test_invalid_unicode_is_refused(tmp_path):
     with pytest.raises(RequestError, match="is not valid Unicode, which GGUF requires"):
-        written(tmp_path, bytes_tokenizer(), tokenizer_config=NAMES | {"chat_template": "\ud800 {{ messages }}"})
+        converted(tmp_path, bytes_tokenizer(), tokenizer_config=NAMES | {"chat_template": "\ud800 {{ messages }}"})
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 

@@ -14,8 +14,8 @@ def cli(monkeypatch: pytest.MonkeyPatch) -> Cli:
     """cli("generate", "Once", input="…") -> Result; like a pipe at every end."""
 
     def call(*arguments: str, input: str | bytes = "") -> Result:
-        given = input.encode() if isinstance(input, str) else input
-        streams = [io.TextIOWrapper(io.BytesIO(content), encoding="utf-8") for content in (given, b"", b"")]
+        data = input.encode() if isinstance(input, str) else input
+        streams = [io.TextIOWrapper(io.BytesIO(content), encoding="utf-8") for content in (data, b"", b"")]
         with monkeypatch.context() as patch:
             for name, stream in zip(("stdin", "stdout", "stderr"), streams, strict=True):
                 patch.setattr(f"sys.{name}", stream)

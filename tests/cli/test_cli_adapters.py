@@ -23,7 +23,7 @@ def text_of(folder: Path | None, prompt: str) -> str:
     return lm.generate(prompt, max_new_tokens=12, temperature=0, adapter=None if folder is None else "one").text
 
 
-def given(folders: dict[str, Path]) -> list[str]:
+def adapter_flags(folders: dict[str, Path]) -> list[str]:
     return [word for name, folder in folders.items() for word in ("--adapter", f"{name}={folder}")]
 
 
@@ -31,12 +31,12 @@ SHORT = ("-n", "12", "-t", "0")
 
 
 def test_generate_uses_the_first_adapter(cli: Cli, folders: dict[str, Path]) -> None:
-    first = cli("generate", "The fox", *SHORT, *given(folders))
+    first = cli("generate", "The fox", *SHORT, *adapter_flags(folders))
     assert first.out.rstrip("\n") == text_of(folders["poet"], "The fox").rstrip("\n")
 
 
 def test_chat_uses_the_first_adapter(cli: Cli, folders: dict[str, Path]) -> None:
-    output = cli("chat", "demo", *SHORT, *given(folders), input="Hi\n").out
+    output = cli("chat", "demo", *SHORT, *adapter_flags(folders), input="Hi\n").out
     assert output != cli("chat", "demo", *SHORT, input="Hi\n").out
 
 
@@ -49,7 +49,7 @@ def test_batch_lines_select_adapters_as_models(cli: Cli, folders: dict[str, Path
         {"custom_id": name, "method": "POST", "url": "/v1/completions", "body": body} for name, body in bodies.items()
     ]
     source.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    assert cli("batch", str(source), str(results), *given(folders)).code == 0
+    assert cli("batch", str(source), str(results), *adapter_flags(folders)).code == 0
     for line in map(json.loads, results.read_text().splitlines()):
         answer = line["response"]["body"]
         assert answer["model"] == line["custom_id"]
@@ -59,7 +59,7 @@ def test_batch_lines_select_adapters_as_models(cli: Cli, folders: dict[str, Path
 def test_score_uses_the_first_adapter(cli: Cli, folders: dict[str, Path]) -> None:
     lm = onward.load("demo", adapters=dict(folders))
     text = "The fox ran into the woods."
-    for flags, name in ((given(folders), "poet"), ([], None)):
+    for flags, name in ((adapter_flags(folders), "poet"), ([], None)):
         printed = json.loads(cli("score", text, "--json", *flags).out)
         assert printed["log_likelihood"] == lm.score(text, adapter=name).log_likelihood
 
@@ -84,7 +84,7 @@ def test_eval_uses_the_first_adapter(cli: Cli, folders: dict[str, Path], monkeyp
         "versions": {},
     }
     monkeypatch.setitem(sys.modules, "onward.integrations.lm_eval", integration)
-    for flags, name in ((given(folders), "poet"), ([], None)):
+    for flags, name in ((adapter_flags(folders), "poet"), ([], None)):
         results = json.loads(cli("eval", "a task", "--json", *flags).out)["results"]
         assert results == {"adapters": list(folders) if name else [], "batch_size": 8, "adapter": name, "seed": 0}
 

@@ -78,8 +78,8 @@ def test_each_line_equals_the_request_alone(
     assert (run.code, run.err) == (0, "")
     assert run.out.startswith(f"{len(lines)} lines: {len(lines)} served, 0 failed · ")
     answers = {name: body(result) for name, result in results(out).items()}
-    for name, given in of_chats.items():
-        options = {"max_new_tokens": given.pop("max_tokens", 8)} | given
+    for name, fields in of_chats.items():
+        options = {"max_new_tokens": fields.pop("max_tokens", 8)} | fields
         if "logit_bias" in options:
             options["logit_bias"] = {1541: -100}
         alone = loaded.chat(MESSAGES, **options)

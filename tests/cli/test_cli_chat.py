@@ -68,7 +68,7 @@ def test_every_command(cli: Cli, loaded: onward.LanguageModel) -> None:
     lines = [*chat, *after, "/system Be brief.", "/system", "/help", "/exit", "never read"]
     result = cli("chat", *FLAGS, input="\n".join(lines))
     assert (result.code, {name for line in lines if (name := line.split()[0]) in COMMANDS}) == (0, set(COMMANDS))
-    told = iter(result.out.splitlines())
+    output = iter(result.out.splitlines())
     for expected in (
         "1 question, ",
         "removed 1 question",
@@ -78,11 +78,11 @@ def test_every_command(cli: Cli, loaded: onward.LanguageModel) -> None:
         "system message: Be brief.",
         *COMMANDS,
     ):
-        assert any(expected in line for line in told), expected
+        assert any(expected in line for line in output), expected
 
 
 @pytest.mark.parametrize(
-    ("line", "wanted"),
+    ("line", "expected"),
     [
         ("/stts", "did you mean /stats"),
         ("/", "/help"),

@@ -26,7 +26,7 @@ def test_messages_are_those_of_templates() -> None:
 
 
 @pytest.mark.parametrize(
-    ("note", "wanted"),
+    ("note", "expected"),
     [
         ("not JSON", "Expecting value"),
         ("[" * 100_000, "nest"),

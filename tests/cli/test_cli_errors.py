@@ -23,7 +23,7 @@ def assert_one_line(result: Result, *expected: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "wanted"),
+    ("arguments", "expected"),
     [
         (["x", "--model", "/no/such/folder"], "/no/such/folder"),
         (["x", "--temperature", "-1"], "temperature"),

@@ -132,8 +132,8 @@ def test_every_sampling_option_is_a_flag() -> None:
 
 
 def test_zeros_are_passed_on_and_stop_strings_are_literal() -> None:
-    given = SamplingFlags(temperature=0.0, top_k=0, seed=0, max_new_tokens=0, stop=["\\n"], eos=[0])
-    assert generate_options(given) == {
+    flags = SamplingFlags(temperature=0.0, top_k=0, seed=0, max_new_tokens=0, stop=["\\n"], eos=[0])
+    assert generate_options(flags) == {
         "temperature": 0.0,
         "top_k": 0,
         "seed": 0,

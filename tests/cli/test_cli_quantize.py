@@ -11,9 +11,9 @@ import onward
 @pytest.mark.parametrize("format", ["int8", "int4", "iq4_nl"])
 def test_a_quantized_folder_equals_quantizing_while_loading(cli: Cli, tmp_path: Path, format: str) -> None:
     folder = tmp_path / format
-    written = cli("quantize", "demo", str(folder), "--format", format)
-    assert (written.code, written.err) == (0, "")
-    assert "embed_tokens" in written.out
+    result = cli("quantize", "demo", str(folder), "--format", format)
+    assert (result.code, result.err) == (0, "")
+    assert "embed_tokens" in result.out
     options = {"max_new_tokens": 40, "temperature": 0.0}
     texts = {
         onward.load(folder).generate("Once upon a time", **options).text,
@@ -26,9 +26,9 @@ def test_a_quantized_folder_equals_quantizing_while_loading(cli: Cli, tmp_path: 
 
 
 def test_calibration_reports_the_errors_of_outputs(cli: Cli, tmp_path: Path) -> None:
-    written = cli("quantize", "demo", str(tmp_path / "fed"), "--format", "int4", "--calibrate", "--seed", "3")
-    assert (written.code, written.err) == (0, "")
-    lines = [line.split() for line in written.out.splitlines()[:-1]]
+    result = cli("quantize", "demo", str(tmp_path / "fed"), "--format", "int4", "--calibrate", "--seed", "3")
+    assert (result.code, result.err) == (0, "")
+    lines = [line.split() for line in result.out.splitlines()[:-1]]
     assert [line[1] for line in lines] == ["bits"] * 43  # 7 matrices in each of 6 layers, and the tied head
     rms, of_outputs = (sum(float(line[column].rstrip("%")) for line in lines) for column in (2, 3))
     assert of_outputs < rms
@@ -39,9 +39,9 @@ def test_calibration_reports_the_errors_of_outputs(cli: Cli, tmp_path: Path) -> 
 
 
 def test_a_bit_budget_is_enforced_and_costs_are_listed(cli: Cli, tmp_path: Path) -> None:
-    written = cli("quantize", "demo", str(tmp_path / "mixed"), "--bits", "5.5")
-    assert (written.code, written.err) == (0, "")
-    *matrices, last = written.out.splitlines()
+    result = cli("quantize", "demo", str(tmp_path / "mixed"), "--bits", "5.5")
+    assert (result.code, result.err) == (0, "")
+    *matrices, last = result.out.splitlines()
     assert all("nats" in line for line in matrices)
     assert {line.split()[0].partition(".")[0] for line in matrices} == {"4", "8"}
     bits = float(last.split(" bits per weight")[0].rpartition(" ")[2])

@@ -41,7 +41,7 @@ def test_info_reports_the_number_of_threads_and_why() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "variable", "wanted"),
+    ("arguments", "variable", "expected"),
     [
         (["generate", "x"], "²", "ONWARD_NUM_THREADS must be an integer in 1 … 256, got '²'"),
         (["info"], "many", "ONWARD_NUM_THREADS must be an integer in 1 … 256, got 'many'"),

@@ -29,7 +29,7 @@ DIGEST = f"sha256:{hashlib.sha256(b'secret').hexdigest()}"
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("options", "message"),
     [
         ({"replica": 2}, "'replica' is not a deployment option"),
         ({"settings": {"api_key": ["secret"]}}, "unknown option 'api_key': did you mean api_keys"),
@@ -51,9 +51,9 @@ DIGEST = f"sha256:{hashlib.sha256(b'secret').hexdigest()}"
         ({"load": {"prefix_cache_dir": "prefixes"}}, "prefix_cache_dir must be an absolute path.*; got 'prefixes'"),
     ],
 )
-def test_invalid_options_are_refused(given: dict[str, Any], message: str) -> None:
+def test_invalid_options_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError, match=message) as raised:
-        DeployOptions.of(given)
+        DeployOptions.of(options)
     assert "secret" not in str(raised.value)
 
 
@@ -95,8 +95,8 @@ class Handle:
     def options(self, *, method_name: str, stream: bool = False) -> "Handle":
         return Handle(self._replica, method_name)
 
-    def remote(self, **given: Any) -> Any:
-        return getattr(self._replica, self._method)(**given)
+    def remote(self, **options: Any) -> Any:
+        return getattr(self._replica, self._method)(**options)
 
 
 def test_an_ingress_renews_the_lease_of_its_channel(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -172,9 +172,9 @@ def test_counts_never_decrease_while_replicas_die_or_are_slow(
                 if key[0].endswith(COUNTED):
                     assert now[key] >= number, (turn, key)
             if turn == 1:
-                written = now["onward_engine_tokens_total", (("model", "demo"),)]
+                tokens_total = now["onward_engine_tokens_total", (("model", "demo"),)]
             elif turn in (2, 3):
-                assert now["onward_engine_tokens_total", (("model", "demo"),)] == written == 6
+                assert now["onward_engine_tokens_total", (("model", "demo"),)] == tokens_total == 6
                 assert now["onward_replicas_unreachable", ()] == 1
             stats = json.loads((await deployment.ask("/stats")).body)["demo"]["tokens"]
             assert stats >= stats_before

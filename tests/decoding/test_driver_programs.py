@@ -27,9 +27,9 @@ class Counted:
         self.calls = 0
         self._forward = model.forward
 
-    def __call__(self, *given: Any, **options: Any) -> tuple[Tensor, Any]:
+    def __call__(self, *arguments: Any, **options: Any) -> tuple[Tensor, Any]:
         self.calls += 1
-        return self._forward(*given, **options)
+        return self._forward(*arguments, **options)
 
 
 @pytest.fixture

@@ -86,35 +86,35 @@ def test_a_slot_keeps_its_entries_while_others_come_and_go(seed, kind):
     slots = RowCacheManager.allocate(model, ROWS, 8)
     if kind == "given":
         slots = RowCacheManager.wrap(model, model.new_cache(ROWS, 512), ROWS)
-    held = Held(slots)
+    contents = Held(slots)
     for _ in range(30):
-        some = [slot for slot in held.texts if rng.random() < 0.7]
+        some = [slot for slot in contents.texts if rng.random() < 0.7]
         what = rng.choice(["acquire", "acquire", "fork", "release", "truncate", "write", "write", "write"])
-        length = max((len(text) for text in held.texts.values()), default=0) + rng.randrange(1, 9)
+        length = max((len(text) for text in contents.texts.values()), default=0) + rng.randrange(1, 9)
         if what == "acquire":
             if (acquired := slots.acquire([1], length)) is not None:
-                held.texts[acquired[0]] = []
+                contents.texts[acquired[0]] = []
             else:
-                assert len(held.texts) == ROWS
+                assert len(contents.texts) == ROWS
         elif what == "fork" and some:
-            positions = rng.randrange(len(held.texts[some[0]]) + 1)
+            positions = rng.randrange(len(contents.texts[some[0]]) + 1)
             if (fork := slots.fork(some[0], positions, length)) is not None:
-                held.texts[fork] = held.texts[some[0]][:positions]
+                contents.texts[fork] = contents.texts[some[0]][:positions]
             else:
-                assert len(held.texts) == ROWS
+                assert len(contents.texts) == ROWS
         elif what == "release" and some:
             slots.release(some[0])
-            del held.texts[some[0]]
+            del contents.texts[some[0]]
         elif what == "truncate" and some:
-            positions = rng.randrange(len(held.texts[some[0]]) + 1)
+            positions = rng.randrange(len(contents.texts[some[0]]) + 1)
             slots.commit(some[0], positions, lambda first, last: [])
-            del held.texts[some[0]][positions:]
+            del contents.texts[some[0]][positions:]
         elif what == "write" and some:
             rng.shuffle(some)
             tokens = rng.choice([1, 1, 3])
-            assert all(slots.reserve(slot, len(held.texts[slot]) + tokens + 1) for slot in some)
-            held.write(some, tokens, rng)
-        held.check()
+            assert all(slots.reserve(slot, len(contents.texts[slot]) + tokens + 1) for slot in some)
+            contents.write(some, tokens, rng)
+        contents.check()
 
 
 def test_an_own_cache_compacts_its_rows_and_a_callers_does_not():

@@ -39,11 +39,11 @@ class Failing:
     def __init__(self, model, seed: int) -> None:
         self.run, self.rng, self.often, self.failures = Run(model), random.Random(seed), 0.0, 0
 
-    def step(self, *given):
+    def step(self, *arguments):
         fails, early = self.rng.random() < self.often, self.rng.random() < 0.5
         if fails and early:
             self._fail()
-        result = self.run.step(*given)
+        result = self.run.step(*arguments)
         if fails:
             self._fail()
         return result

@@ -168,7 +168,7 @@ def test_each_rank_only_reads_its_layers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "options", "wanted"),
+    ("family", "options", "expected"),
     [
         ("qwen3", {"pipeline": 3}, "as many layers"),
         ("qwen3", {"pipeline": 0}, "pipeline"),

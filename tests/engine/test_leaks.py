@@ -30,7 +30,7 @@ ROWS = 16
 SECONDS = 600
 
 
-def held():
+def live_objects():
     """Kilobytes of the process' own memory, its threads, and its open files."""
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return int(status["RssAnon"].split()[0]), threading.active_count(), len(os.listdir("/proc/self/fd"))
@@ -102,7 +102,7 @@ def test_memory_does_not_grow_with_served_requests():
         clients = Clients(engine, 2 * ROWS)
         for part in range(10):
             clients.serve(REQUESTS // 10)
-            seen.append(held())
+            seen.append(live_objects())
             print(f"{(part + 1) * (REQUESTS // 10):8} requests: RssAnon {seen[-1][0]} kB, {seen[-1][1:]}")
         while engine.seconds_since_step:
             time.sleep(0.001)

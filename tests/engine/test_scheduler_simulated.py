@@ -175,7 +175,7 @@ def test_without_a_limit_prompts_double_a_step_at_most(schedule, unit):
             assert step.seconds <= max(limit, least(machine, step)) * (1 + 1e-9)
 
 
-def prompt_beside_rows(machine, rows, prompt, **limits):
+def prompt_with_rows(machine, rows, prompt, **limits):
     """The steps while a prompt is processed and other rows decode, and the machine's time for the prompt alone."""
     schedule = [*(Request(0.0, 20, new=3000) for _ in range(rows)), Request(30.0, prompt)]
     run = Simulation(scheduler(max_sequences=rows + 1, **limits), machine).run(schedule)
@@ -199,7 +199,7 @@ def test_a_long_prompt_at_most_doubles_gaps_and_its_own_time(rows, row, token, d
     for r from 1 on. With noise, the units are off by as much as a step is.
     """
     machine = Machine(0.02, row, token, token, token / doubling, noise=noise)
-    steps, first_token, alone = prompt_beside_rows(machine, rows, 4000)
+    steps, first_token, alone = prompt_with_rows(machine, rows, 4000)
     decoding = machine.decode(rows)
     noisy = (1 + noise) / (1 - noise)
     for step in steps[2:]:  # the first two may measure the rows and the tokens
@@ -213,13 +213,13 @@ def test_the_cost_of_prompts_does_not_raise_the_decoding_limit():
     """Attention makes the tokens of a prompt eleven times as dear at its end. A chunk of 40 at position 300 costs a
     tenth more than the one before it."""
     machine = Machine(0.05, 0.001, 0.001, 0.001, 0.001 / 400)
-    steps, _, _ = prompt_beside_rows(machine, 8, 4000)
+    steps, _, _ = prompt_with_rows(machine, 8, 4000)
     assert max(step.seconds for step in steps[2:]) <= 2.25 * machine.decode(8)
 
 
 def test_prompts_with_their_own_forward_get_enough_tokens_to_pay_for_it():
     machine = Machine(0.1, 0.001, chunk=0.1, token=0.001)
-    steps, first_token, _ = prompt_beside_rows(machine, 1, 4000, joins=False)
+    steps, first_token, _ = prompt_with_rows(machine, 1, 4000, joins=False)
     assert all(tokens >= 16 for step in steps for _, tokens in step.chunks)
     # 250 chunks of 16 tokens, and a step of decoding beside each and after 16 of them.
     assert first_token <= 250 * machine.prefill(0, 16) + 267 * machine.decode(1)

@@ -169,8 +169,8 @@ def test_eos_ids_may_be_overridden_or_ignored():
 def test_defaults_are_the_checkpoints_unless_overridden(demo):
     expected = json.loads((find_folder("demo") / "generation_config.json").read_text())
     assert expected["do_sample"]
-    given = {name: expected[name] for name in ("temperature", "top_k", "top_p", "min_p") if name in expected}
-    assert demo.defaults == GenerateOptions(**given, eos=expected["eos_token_id"])
+    sampling = {name: expected[name] for name in ("temperature", "top_k", "top_p", "min_p") if name in expected}
+    assert demo.defaults == GenerateOptions(**sampling, eos=expected["eos_token_id"])
     assert demo.generate("Once", max_new_tokens=3).seed is not None
     assert demo.generate("Once", max_new_tokens=3, temperature=0).seed is None
 
@@ -441,7 +441,7 @@ HI = [{"role": "user", "content": "Hi"}]
 
 def test_a_chat_is_rendered_with_the_demos_template(demo):
     messages = [{"role": "system", "content": "Be brief."}, *HI, {"role": "assistant", "content": "Hello!"}, *HI]
-    written = (
+    rendered = (
         "<|im_start|>system\nBe brief.<|im_end|>\n"
         "<|im_start|>user\nHi<|im_end|>\n"
         "<|im_start|>assistant\nHello!<|im_end|>\n"
@@ -449,7 +449,7 @@ def test_a_chat_is_rendered_with_the_demos_template(demo):
         "<|im_start|>assistant\n"
     )
     ids = demo.chat_prompt(messages)
-    assert ids == demo.encode(written, add_special_tokens=False)
+    assert ids == demo.encode(rendered, add_special_tokens=False)
     assert ids.count(1) == 5, "<|im_start|> is one id"
     assert ids.count(2) == 4, "<|im_end|> is one id"
 

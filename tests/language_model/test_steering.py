@@ -311,8 +311,8 @@ def test_a_control_vector_file_steers_its_layers(lm, vector, tmp_path):
     other = (vector * 0.5).numpy()
     path = control_vector(tmp_path / "happy.gguf", {2: vector.numpy(), 3: other})
     want = lm.generate(PROMPT, steer={"layers.2": vector, "layers.3": torch.tensor(other)}, **GREEDY)
-    for given in (path, str(path)):
-        assert lm.generate(PROMPT, steer=given, **GREEDY).token_ids == want.token_ids
+    for source in (path, str(path)):
+        assert lm.generate(PROMPT, steer=source, **GREEDY).token_ids == want.token_ids
     scaled = onward.read_control_vector(path, scale=0.5, at="new")
     want = {name: Steer(each, 0.5, at="new") for name, each in (("layers.2", vector), ("layers.3", vector * 0.5))}
     ids = lm.generate(PROMPT, steer=want, **GREEDY).token_ids

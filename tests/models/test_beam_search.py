@@ -280,8 +280,8 @@ def with_plain_cache(model: onward.Model, pack, unpack) -> onward.Model:
     """The model over another container of the same tensors, which knows nothing of rows."""
 
     def forward(tokens, offsets, cache, params):
-        logits, written = model.forward(tokens, offsets, unpack(cache), params)
-        return logits, pack(written)
+        logits, new_cache = model.forward(tokens, offsets, unpack(cache), params)
+        return logits, pack(new_cache)
 
     return dataclasses.replace(
         model,

@@ -15,7 +15,7 @@ from onward.models import Model
 
 
 @pytest.fixture(autouse=True)
-def nothing_said_yet(monkeypatch):
+def no_warnings_yet(monkeypatch):
     monkeypatch.setattr(errors, "_warned", set())
 
 

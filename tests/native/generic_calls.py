@@ -139,20 +139,20 @@ def matmul(
 def index(x: Tensor, indices: Sequence[Tensor | None], values: Tensor | None = None) -> Tensor:
     """x[indices], or x[indices] = values. Indexed dimensions stand together: their result stands in their place."""
     at = [d for d, i in enumerate(indices) if i is not None]
-    given = [i for i in indices if i is not None]
+    present = [i for i in indices if i is not None]
     assert at == list(range(at[0], at[0] + len(at)))
-    shape = torch.broadcast_shapes(*(i.shape for i in given))
+    shape = torch.broadcast_shapes(*(i.shape for i in present))
     before, after = x.shape[: at[0]], x.shape[at[-1] + 1 :]
     result_shape = (*before, *shape, *after)
     x_strides = (*x.stride()[: at[0]], *(0 for _ in shape), *x.stride()[at[-1] + 1 :])
     table = []
-    for d, i in zip(at, given, strict=True):
+    for d, i in zip(at, present, strict=True):
         strides = (*(0 for _ in before), *i.expand(shape).stride(), *(0 for _ in after))
         table += [i.data_ptr(), ELEMENTS[i.dtype], x.stride(d), x.shape[d], *strides]
     out = poison(result_shape, x.dtype) if values is None else values.expand(result_shape)
     call(
         "onward_index", len(result_shape), words(result_shape), out.data_ptr(), words(out.stride()), x.data_ptr(),
-        x.element_size(), words(x_strides), len(given), words(table), int(values is not None),
+        x.element_size(), words(x_strides), len(present), words(table), int(values is not None),
     )  # fmt: skip
     return out if values is None else x
 

@@ -204,7 +204,7 @@ def test_forward_mode_has_the_same_derivative(name):
 # ── ops without a gradient ────────────────────────────────────────────────────────────────────────────────────
 
 
-def _written(dtype: torch.dtype, table: bool) -> dict[str, object]:
+def _cache_write(dtype: torch.dtype, table: bool) -> dict[str, object]:
     cache = torch.zeros(2, 2, 64, 8, dtype=dtype)
     blocks = torch.tensor([[1], [0]], dtype=torch.int32) if table else None
     new = random(2, 2, 2, 8).to(dtype)
@@ -248,8 +248,8 @@ def _ssd(**arguments):
 
 # The public function, and the arguments of the registered op by name, in its order.
 REFUSED = {
-    "write_cache": (ops.write_cache, lambda dtype: _written(dtype, table=False)),
-    "write_cache over blocks": (ops.write_cache, lambda dtype: _written(dtype, table=True)),
+    "write_cache": (ops.write_cache, lambda dtype: _cache_write(dtype, table=False)),
+    "write_cache over blocks": (ops.write_cache, lambda dtype: _cache_write(dtype, table=True)),
     "short_conv": (ops.short_conv, _convolved),
     "gated_delta": (ops.gated_delta, _delta),
     "ssd": (_ssd, _scanned),
@@ -326,15 +326,17 @@ def test_a_write_within_vmap_equals_separate_writes(name):
 @pytest.mark.parametrize("name", REFUSED)
 def test_in_place_ops_run_without_gradients_and_bump_the_version(name):
     public, arguments = REFUSED[name]
-    given = {n: v.requires_grad_() if n in ("new", "x", "qkv", "mixed") else v for n, v in arguments(DTYPES[0]).items()}
-    written = given["cache" if "cache" in given else "state"]
+    values = {
+        n: v.requires_grad_() if n in ("new", "x", "qkv", "mixed") else v for n, v in arguments(DTYPES[0]).items()
+    }
+    target = values["cache" if "cache" in values else "state"]
     for context in (torch.no_grad, torch.inference_mode):
-        writes = written._version
+        writes = target._version
         with context():
-            public(**given)
-        assert written._version > writes
-        assert not written.requires_grad
-    assert bool(written.any())
+            public(**values)
+        assert target._version > writes
+        assert not target.requires_grad
+    assert bool(target.any())
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -183,11 +183,11 @@ def test_blocks_take_memory_as_they_are_written_and_release_it():
     cache = blocks.view(torch.arange(512, dtype=torch.int32).view(1, -1) + 3)
     cache.keys[1][3:515] = 1.0
     cache.values[1][3:515] = 1.0
-    written = _resident_bytes() - before
-    assert written > 8 << 20
+    grown = _resident_bytes() - before
+    assert grown > 8 << 20
     blocks.give_back([*range(3, 260), 262, *range(263, 515)])
     # Two blocks are left; a block is 64 kB.
-    assert _resident_bytes() - before < written // 4
+    assert _resident_bytes() - before < grown // 4
     assert cache.keys[1][260:262].min() == 1.0
     assert not cache.keys[1][3:260].any()
     assert not cache.values[1][262:515].any()

@@ -95,12 +95,12 @@ def _header(file: Path) -> Segment | None:
 def test_only_missing_blocks_are_written(tmp_path: Path) -> None:
     store = opened(tmp_path)
     put(store, "root", TEXT[: 3 * BLOCK])
-    written = store.stats().written
+    bytes_before = store.stats().written
     put(store, "root", TEXT[: 3 * BLOCK])
-    assert store.stats().written == written
+    assert store.stats().written == bytes_before
     assert store.stats().dropped == 0
     put(store, "root", TEXT[: 4 * BLOCK], kinds=(0, 1))
-    assert store.stats().written == written + 3 * 701 + 700 + 701
+    assert store.stats().written == bytes_before + 3 * 701 + 700 + 701
     assert read_right(store, "root", TEXT) == 4
 
 

@@ -64,7 +64,7 @@ def test_tokens_equal_those_of_eager_calls_in_float32(foreign: Any, batch: int) 
     weights = params()
     program = onward.compile(forward, params=weights, cache=cache(1, MAX_LEN))
     ours, _ = greedy(program, cache(batch, MAX_LEN), ids(batch, 7), 40)
-    theirs, _ = greedy(lambda *given: forward(*given, weights), cache(batch, MAX_LEN), ids(batch, 7), 40)
+    theirs, _ = greedy(lambda *arguments: forward(*arguments, weights), cache(batch, MAX_LEN), ids(batch, 7), 40)
     assert ours == theirs
     assert len(set(map(tuple, ours))) > 3, "a text of one token would show nothing"
 
@@ -168,18 +168,18 @@ def test_fallback_raise_names_operator_and_line() -> None:
 
 
 def test_fallback_inductor_gives_the_whole_forward_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = []
+    sources = []
 
     def fake(forward: Callable[..., Any], *, fullgraph: bool) -> Callable[..., Any]:
-        given.append((forward, fullgraph))
+        sources.append((forward, fullgraph))
         return forward
 
     monkeypatch.setattr(torch, "compile", fake)
     program = onward.compile(with_a_gap, params=gap_params(), cache=torch.zeros(1, 2), fallback="inductor")
-    assert (program.backend, given) == ("inductor", [(with_a_gap, True)])
+    assert (program.backend, sources) == ("inductor", [(with_a_gap, True)])
     assert "aten.i0" in program.explain(torch.zeros(1, 2)).note
     whole = onward.compile(gpt2, params=gpt2_params(), cache=new_cache(1, MAX_LEN), fallback="inductor")
-    assert (whole.backend, len(given)) == ("native", 1), "nothing is missing: nothing is compiled"
+    assert (whole.backend, len(sources)) == ("native", 1), "nothing is missing: nothing is compiled"
 
 
 # ── the report ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -228,10 +228,8 @@ def test_logits_at_some_positions_are_selected_inside_the_program(foreign: Any, 
         whole, some, none = (run.step(each).logits for each in batches)
         assert torch.equal(some, whole[:, -1:])
         assert none.shape == (batch, 0, VOCAB)
-        for written in batches[1:]:
-            for ours, theirs in zip(
-                pytree.tree_leaves(written.cache), pytree.tree_leaves(batches[0].cache), strict=True
-            ):
+        for later in batches[1:]:
+            for ours, theirs in zip(pytree.tree_leaves(later.cache), pytree.tree_leaves(batches[0].cache), strict=True):
                 assert torch.equal(ours, theirs)
         last.step(ForwardBatch(prompt, torch.zeros(batch, dtype=torch.int32), cache(batch, MAX_LEN), at))
     assert run.why_eager == ""

@@ -138,8 +138,8 @@ def test_sums_are_fused(body: Body) -> None:
     kernels = calls(body)
     assert kernels["rms_norm"] + kernels["layer_norm"] == {two_norms_of_a_sum: 2}.get(body, 1)
     # Of all sums, differences and products of two arrays that the body writes down one is missing.
-    written = {operands_are_used_later: 6}.get(body, 2)
-    assert kernels["add"] + kernels["binary"] == written - 1
+    separate = {operands_are_used_later: 6}.get(body, 2)
+    assert kernels["add"] + kernels["binary"] == separate - 1
 
 
 def calls(body: Body) -> Counter[str]:

@@ -105,11 +105,11 @@ class Interrupted:
     def __init__(self, call: Callable[..., Any], at: int) -> None:
         self._call, self._left = call, at
 
-    def __call__(self, *given: Any) -> Any:
+    def __call__(self, *arguments: Any) -> Any:
         self._left -= 1
         if self._left == 0:
             raise KeyboardInterrupt
-        return self._call(*given)
+        return self._call(*arguments)
 
 
 @pytest.mark.parametrize("where", ["on_token", "select", "forward"])
@@ -118,8 +118,8 @@ def test_an_interrupt_leaves_model_and_program_usable(where: str) -> None:
     calls = {"on_token": lambda token: None, "select": onward.greedy}
 
     def run(**other: Any) -> list[int]:
-        given = {"first_token": 1, "max_new_tokens": 20, **calls, **other}
-        return onward.decode(gpt2, cache=new_cache(1, 32), params=params, **given)
+        options = {"first_token": 1, "max_new_tokens": 20, **calls, **other}
+        return onward.decode(gpt2, cache=new_cache(1, 32), params=params, **options)
 
     expected = run(compile="eager")
     if where == "forward":
@@ -150,8 +150,8 @@ def test_an_interrupt_within_a_step(inside: str, monkeypatch: pytest.MonkeyPatch
     original = getattr(owner, name)
     with monkeypatch.context() as patched:
 
-        def late(self: Any, *given: Any) -> Any:
-            original(self, *given)
+        def late(self: Any, *arguments: Any) -> Any:
+            original(self, *arguments)
             raise KeyboardInterrupt
 
         patched.setattr(owner, name, late)
@@ -190,8 +190,8 @@ def test_several_threads_share_a_program() -> None:
         cache, token, ids = new_cache(1, 32), first, []
         begin.wait()
         for position in range(30):
-            given = torch.tensor([[token]], dtype=torch.int32), torch.tensor([position], dtype=torch.int32)
-            logits, cache = program(*given, cache)
+            arguments = torch.tensor([[token]], dtype=torch.int32), torch.tensor([position], dtype=torch.int32)
+            logits, cache = program(*arguments, cache)
             token = int(logits[0, 0].argmax())
             ids.append(token)
         return ids

@@ -338,25 +338,25 @@ def test_every_option_of_generate_is_a_field_or_a_documented_exception(reader: B
     assert exceptions is not None
     default = getattr(onward.GenerateOptions(), name)
     number = 1 if isinstance(default, int) else 0.5
-    given = {**NEEDED_BY.get(name, {}), name: OPTIONS.get(name, number)}
+    fields = {**NEEDED_BY.get(name, {}), name: OPTIONS.get(name, number)}
     if name not in ("temperature", "beams", "length_penalty", "early_stopping"):
-        given["temperature"] = 1
+        fields["temperature"] = 1
     if f"`{name}`" in exceptions[1]:
         with pytest.raises(BodyError) as refused:
-            reader.read(TEXT, of(TEXT, **given))
+            reader.read(TEXT, of(TEXT, **fields))
         assert refused.value.code == "unknown_parameter"
         return
-    if "reasoning_budget" in given:
-        problem = refusal(reader, TEXT, of(TEXT, **given))
+    if "reasoning_budget" in fields:
+        problem = refusal(reader, TEXT, of(TEXT, **fields))
         assert (problem.param, "needs a chat" in str(problem)) == ("reasoning_budget", True)
-        (chat,) = reader.read(CHAT, of(CHAT, **given)).requests
-        assert getattr(chat.options, name) == given[name]
+        (chat,) = reader.read(CHAT, of(CHAT, **fields)).requests
+        assert getattr(chat.options, name) == fields[name]
         return
-    (request,) = reader.read(TEXT, of(TEXT, **given)).requests
-    assert getattr(request.options, name) != default or given[name] == default
-    if "logprobs" in given:
-        given |= {"logprobs": True, "top_logprobs": 1}
-    (chat,) = reader.read(CHAT, of(CHAT, **given)).requests
+    (request,) = reader.read(TEXT, of(TEXT, **fields)).requests
+    assert getattr(request.options, name) != default or fields[name] == default
+    if "logprobs" in fields:
+        fields |= {"logprobs": True, "top_logprobs": 1}
+    (chat,) = reader.read(CHAT, of(CHAT, **fields)).requests
     if name not in ("regex", "grammar", "choice", "json_schema"):
         assert getattr(chat.options, name) == getattr(request.options, name)
 

@@ -86,8 +86,8 @@ def test_a_written_model_equals_the_model(tmp_path, form, format, dtype, family,
     quantize_folder(source, tmp_path / "small", format)
     config, params = read(tmp_path / "small")
     in_memory = quantize(onward.load(source), format).model
-    written, expected = leaves(params), leaves(in_memory.params)
-    assert all(torch.equal(*pair) for pair in zip(written, expected, strict=True))
+    loaded, expected = leaves(params), leaves(in_memory.params)
+    assert all(torch.equal(*pair) for pair in zip(loaded, expected, strict=True))
     assert torch.equal(logits(build_model(config, params)), logits(in_memory))
 
 
@@ -106,8 +106,8 @@ def test_unquantized_weights_are_written_as_in_the_checkpoint(tmp_path, family):
     quantize_folder(source, tmp_path / "small", "iq4_nl", calibrate=calibration)
     want = quantize(onward.load(source).model, "iq4_nl", calibrate=calibration)
     assert torch.equal(onward.load(tmp_path / "small").logits(list(range(50))), logits(want))
-    written, stock = (load_file(folder / "model.safetensors") for folder in (tmp_path / "small", source))
-    assert all(torch.equal(tensor, stock[name]) for name, tensor in written.items() if tensor.dtype != torch.uint8)
+    stored, stock = (load_file(folder / "model.safetensors") for folder in (tmp_path / "small", source))
+    assert all(torch.equal(tensor, stock[name]) for name, tensor in stored.items() if tensor.dtype != torch.uint8)
 
 
 @pytest.mark.parametrize("format", FORMATS)

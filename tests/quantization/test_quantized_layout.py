@@ -74,8 +74,8 @@ def test_the_documented_converter_converts_q4_0():
     scales, raw = random_scales(rows * groups), random_bytes(rows * groups * 16)
     blocks = [(d, raw[16 * i : 16 * i + 16]) for i, d in enumerate(scales)]
     expected = [d * (q - 8) for d, block in blocks for q in [b & 15 for b in block] + [b >> 4 for b in block]]
-    given = b"".join(struct.pack("<e", d) + block for d, block in blocks)
-    weight = documented_functions()["from_q4_0"](given, rows, groups * 32)
+    raw_blocks = b"".join(struct.pack("<e", d) + block for d, block in blocks)
+    weight = documented_functions()["from_q4_0"](raw_blocks, rows, groups * 32)
     assert weight.dequantize().flatten().tolist() == expected
 
 
@@ -86,8 +86,8 @@ def test_the_documented_converter_converts_q8_0():
     expected = torch.tensor(
         [d * (b - 256 if b > 127 else b) for d, b in zip([d for d in scales for _ in range(32)], raw, strict=True)]
     )
-    given = b"".join(struct.pack("<e", d) + raw[32 * i : 32 * i + 32] for i, d in enumerate(scales))
-    weight = documented_functions()["from_q8_0"](given, rows, groups * 32)
+    raw_blocks = b"".join(struct.pack("<e", d) + raw[32 * i : 32 * i + 32] for i, d in enumerate(scales))
+    weight = documented_functions()["from_q8_0"](raw_blocks, rows, groups * 32)
     expected = expected.view(rows, groups * 32)
     step = expected.abs().amax(1, keepdim=True) / 127
     # and the float32 roundings of the scale, the quotient and the product, each of a number up to absmax

@@ -33,15 +33,15 @@ def test_a_custom_call_of_a_chat_has_an_input(server: LiveServer) -> None:
     options = OPTIONS | {"seed": 5, "tools": [TOOL, CUSTOM], "max_tokens": 300, "tool_choice": choice}
     with server.openai() as client:
         whole = client.chat.completions.create(messages=ASKED, **options)
-        (said,) = whole.choices
-        assert said.finish_reason == "tool_calls"
-        (call,) = said.message.tool_calls or ()
+        (only_choice,) = whole.choices
+        assert only_choice.finish_reason == "tool_calls"
+        (call,) = only_choice.message.tool_calls or ()
         assert call.type == "custom"
         assert call.custom.name == "run"
         assert re.fullmatch(PATTERN, call.custom.input)
         result: Any = {"role": "tool", "tool_call_id": call.id, "content": "done"}
         again = client.chat.completions.create(
-            messages=[*ASKED, said.message, result], **(options | {"tool_choice": "none", "max_tokens": 4})
+            messages=[*ASKED, only_choice.message, result], **(options | {"tool_choice": "none", "max_tokens": 4})
         )
         assert again.choices[0].message.tool_calls is None
     parts = [delta for part in deltas(server.stream(CHAT, {**options, "messages": ASKED}).chunks)
@@ -71,9 +71,9 @@ def test_a_custom_call_of_a_response_is_an_item_with_its_own_events(server: Live
         assert [item.type for item in again.output] == ["message"]
         lm = server.engines["demo"].lm
         called = {"type": "custom", "id": call.call_id, "custom": {"name": "run", "input": call.input}}
-        said = {"role": "assistant", "content": None, "tool_calls": [called]}
+        message = {"role": "assistant", "content": None, "tool_calls": [called]}
         result = {"role": "tool", "tool_call_id": call.call_id, "content": "dry"}
-        messages = [{"role": "user", "content": "Does it rain?"}, said, result]
+        messages = [{"role": "user", "content": "Does it rain?"}, message, result]
         assert again.usage is not None
         assert again.usage.input_tokens == len(lm.chat_prompt(messages))
 
@@ -137,22 +137,22 @@ def test_legacy_functions_are_tools(server: LiveServer) -> None:
     asked = body | {"function_call": {"name": "weather"}}
     with server.openai() as client:
         whole = client.chat.completions.create(**asked)
-        (said,) = whole.choices
-        assert said.finish_reason == "function_call"
-        assert said.message.tool_calls is None
-        assert said.message.function_call is not None
-        assert said.message.function_call.name == "weather"
+        (only_choice,) = whole.choices
+        assert only_choice.finish_reason == "function_call"
+        assert only_choice.message.tool_calls is None
+        assert only_choice.message.function_call is not None
+        assert only_choice.message.function_call.name == "weather"
         chunks = list(client.chat.completions.create(**asked, stream=True))
     parts = [chunk.choices[0].delta.function_call for chunk in chunks if chunk.choices[0].delta.function_call]
     assert [part.name for part in parts if part.name] == ["weather"]
-    assert "".join(part.arguments or "" for part in parts) == said.message.function_call.arguments
+    assert "".join(part.arguments or "" for part in parts) == only_choice.message.function_call.arguments
     assert not any(chunk.choices[0].delta.tool_calls for chunk in chunks)
     assert chunks[-1].choices[0].finish_reason == "function_call"
     tools = OPTIONS | {"messages": ASKED, "tools": [TOOL], "max_tokens": 300, "seed": 5, "tool_choice": "weather"}
-    wanted = server.post(CHAT, tools).json()
-    (call,) = wanted["choices"][0]["message"]["tool_calls"]
-    assert (call["function"]["arguments"], wanted["usage"]) == (
-        said.message.function_call.arguments,
+    expected = server.post(CHAT, tools).json()
+    (call,) = expected["choices"][0]["message"]["tool_calls"]
+    assert (call["function"]["arguments"], expected["usage"]) == (
+        only_choice.message.function_call.arguments,
         server.post(CHAT, asked).json()["usage"],
     )
     call = {"name": "weather", "arguments": '{"city": "Oslo", "days": 2}'}

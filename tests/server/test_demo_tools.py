@@ -36,20 +36,20 @@ def test_the_template_shows_tools_calls_and_results(demo: onward.LanguageModel) 
     assert demo.chat_template is not None
     tools = [described("weather", "city", "string"), described("clock", "hour", "integer")]
     call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}
-    said = [*ASKED, {"role": "assistant", "content": None, "tool_calls": [call, call]}]
-    said.append({"role": "tool", "tool_call_id": "1", "content": "rain"})
+    messages = [*ASKED, {"role": "assistant", "content": None, "tool_calls": [call, call]}]
+    messages.append({"role": "tool", "tool_call_id": "1", "content": "rain"})
     lines = "\n".join(json.dumps(tool["function"]) for tool in tools)
-    written = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+    call_text = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
     rest = (
         "<|im_start|>user\nWhat is the weather in Oslo?<|im_end|>\n"
-        f"<|im_start|>assistant\n{written}\n{written}<|im_end|>\n"
+        f"<|im_start|>assistant\n{call_text}\n{call_text}<|im_end|>\n"
         "<|im_start|>tool\nrain<|im_end|>\n<|im_start|>assistant\n"
     )
-    assert demo.chat_template.render(said, tools=tools) == f"<|im_start|>system\nTools:\n{lines}<|im_end|>\n{rest}"
+    assert demo.chat_template.render(messages, tools=tools) == f"<|im_start|>system\nTools:\n{lines}<|im_end|>\n{rest}"
     system = {"role": "system", "content": "Be brief."}
     begun = f"<|im_start|>system\nBe brief.\n\nTools:\n{lines}<|im_end|>\n"
-    assert demo.chat_template.render([system, *said], tools=tools) == begun + rest
-    assert demo.chat_template.render(said) == rest, "without tools there is no system turn"
+    assert demo.chat_template.render([system, *messages], tools=tools) == begun + rest
+    assert demo.chat_template.render(messages) == rest, "without tools there is no system turn"
 
 
 @pytest.mark.parametrize("choice", ["required", "clock", {"type": "function", "function": {"name": "weather"}}])
@@ -91,7 +91,7 @@ def test_through_openais_client(server: LiveServer, lm: onward.LanguageModel) ->
         chunks = client.chat.completions.create(**options, **asked, stream=True)
         parts = [part for chunk in chunks for part in chunk.choices[0].delta.tool_calls or ()]
         assert "".join(part.function.arguments or "" for part in parts if part.function) == call.function.arguments
-        said: Any = [*ASKED, first.message, {"role": "tool", "tool_call_id": call.id, "content": RESULT}]
-        last = client.chat.completions.create(**options, messages=said, tool_choice="none", max_tokens=20)
+        messages: Any = [*ASKED, first.message, {"role": "tool", "tool_call_id": call.id, "content": RESULT}]
+        last = client.chat.completions.create(**options, messages=messages, tool_choice="none", max_tokens=20)
         assert last.choices[0].message.content
     assert lm.message_format.name == "hermes"

@@ -77,8 +77,8 @@ def test_expressions_of_alerts_preserve_the_labels_they_show() -> None:
     for group in ALERTS["groups"]:
         for rule in group["rules"]:
             shown = set(re.findall(r"\$labels\.(\w+)", str(rule["annotations"])))
-            kept = re.search(r"\bby \(([^)]*)\)", rule["expr"])
-            assert not kept or shown <= {name.strip() for name in kept[1].split(",")}, rule["alert"]
+            grouped = re.search(r"\bby \(([^)]*)\)", rule["expr"])
+            assert not grouped or shown <= {name.strip() for name in grouped[1].split(",")}, rule["alert"]
 
 
 @pytest.mark.parametrize("dashboard", DASHBOARDS, ids=lambda path: path.name)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from live_server import SECONDS
-from test_taking_up import BODIES, PIECEWISE, RESPONSES, Frames, frames_of, said, without_cached
+from test_taking_up import BODIES, PIECEWISE, RESPONSES, Frames, frames_of, joined, without_cached
 
 import onward
 from onward.cluster.call import ProxiedRequest, ReplicaLostError, Reply, RouteAttempt
@@ -76,7 +76,7 @@ def test_a_stream_continues_after_any_message(lm: onward.LanguageModel, body: st
             if url in PIECEWISE:
                 assert without_cached(got) == without_cached(expected)
             else:
-                assert said(got.data) == said(expected.data)
+                assert joined(got.data) == joined(expected.data)
 
         async def lost() -> None:
             whole = await frames(ingress, url, asked)

@@ -52,9 +52,9 @@ def choices(answer: dict[str, Any]) -> list[Any]:
 def test_fields_of_other_servers_are_aliases_of_options(server: LiveServer, path: str, name: str) -> None:
     common = {**BODIES[path], "max_tokens": 24, "seed": 5, "temperature": 1.0, "return_token_ids": True}
     theirs, ours = (common | fields for fields in SAME[name])
-    answer, wanted = server.post(path, theirs), server.post(path, ours)
-    assert (answer.status_code, wanted.status_code) == (200, 200), (answer.text, wanted.text)
-    assert choices(answer.json()) == choices(wanted.json())
+    answer, expected = server.post(path, theirs), server.post(path, ours)
+    assert (answer.status_code, expected.status_code) == (200, 200), (answer.text, expected.text)
+    assert choices(answer.json()) == choices(expected.json())
     plain = server.post(path, common)
     if name != "top_k":
         assert choices(answer.json()) != choices(plain.json()), "the field has an effect"

@@ -264,15 +264,15 @@ CHOICES: list[tuple[Any, Any, bool | None]] = [
 ]
 
 
-@pytest.mark.parametrize(("choice", "wanted", "parallel"), CHOICES)
+@pytest.mark.parametrize(("choice", "expected", "parallel"), CHOICES)
 def test_tools_and_their_choice_equal_those_of_a_chat(
-    thinker: onward.LanguageModel, choice: Any, wanted: Any, parallel: bool | None
+    thinker: onward.LanguageModel, choice: Any, expected: Any, parallel: bool | None
 ) -> None:
     hints = {"type": "custom", "cache_control": {"type": "ephemeral"}, "eager_input_streaming": True, "strict": None}
     body = read(thinker, tools=[{**TOOL, **hints}], tool_choice=choice)
     tools: Any = [{"type": "function", "function": FUNCTION}]
     own = thinker.chat_request(
-        SAID, tools=tools, tool_choice=wanted, parallel_tool_calls=parallel, max_new_tokens=12, seed=3
+        SAID, tools=tools, tool_choice=expected, parallel_tool_calls=parallel, max_new_tokens=12, seed=3
     )
     assert body.requests[0].prompt == own.prompt
     assert repr(body.requests[0].options) == repr(own.options)
@@ -535,13 +535,13 @@ PARTS = st.sampled_from(
 )
 
 
-def parsed(said: str, cuts: Sequence[int]) -> list[MessageDelta]:
+def parsed(output: str, cuts: Sequence[int]) -> list[MessageDelta]:
     """The deltas of a text that comes in parts."""
     parser = MessageParser(FORMATS["hermes"], lambda at: f"call_{at}", ["weather"])
     deltas, before = [], 0
-    for cut in [*sorted(cuts), len(said)]:
-        parser.feed(said[before:cut])
-        if cut == len(said):
+    for cut in [*sorted(cuts), len(output)]:
+        parser.feed(output[before:cut])
+        if cut == len(output):
             parser.finish()
         deltas.append(parser.take())
         before = cut
@@ -597,9 +597,9 @@ def test_reasoning_text_and_calls_are_blocks(lm: onward.LanguageModel) -> None:
     broken = ToolCall("c4", "weather", "Oslo")
     completion = completed(lm, body, AssistantMessage("Well.", "Hm.", (*calls, broken)), 3)
     whole = body.protocol.answer(body, [completion])
-    thinking, said, *uses = whole["content"]
+    thinking, text_block, *uses = whole["content"]
     assert (thinking["type"], thinking["thinking"], len(thinking["signature"])) == ("thinking", "Hm.", 32)
-    assert said == {"type": "text", "text": "Well."}
+    assert text_block == {"type": "text", "text": "Well."}
     assert [each["input"] for each in uses] == [{"at": 1}, {}, {"a": [1]}, {"INVALID_JSON": "Oslo"}]
     assert [each["id"] for each in uses] == ["c1", "c2", "c3", "c4"]
     assert whole["stop_reason"] == "tool_use"

@@ -70,8 +70,8 @@ def test_the_page_lists_every_field_of_the_log(
         while not any('"batch ended"' in record.getMessage() for record in caplog.records):
             assert time.monotonic() < end
             time.sleep(0.01)
-    written = {name for record in caplog.records for name in json.loads(record.getMessage())}
+    logged = {name for record in caplog.records for name in json.loads(record.getMessage())}
     rows = [line.split("|")[1:3] for line in section("Read the log").splitlines() if line.startswith("| `")]
     documented = {name: where.strip() for names, where in rows for name in re.findall(r"`(\w+)`", names)}
-    assert written == {name for name, where in documented.items() if where != "`onward deploy`"}
-    assert {"replica", "retries", "host", "pid"} == documented.keys() - written
+    assert logged == {name for name, where in documented.items() if where != "`onward deploy`"}
+    assert {"replica", "retries", "host", "pid"} == documented.keys() - logged

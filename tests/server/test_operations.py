@@ -387,8 +387,8 @@ def test_invalid_tokenize_requests_are_refused(server: LiveServer, path: str, bo
 
 def test_every_answer_has_an_id(server: LiveServer) -> None:
     assert server.get("/health").headers["x-request-id"].startswith("req_")
-    given = {"X-Request-Id": "mine-1"}
-    assert server.get("/nothing", headers=given).headers["x-request-id"] == "mine-1"
+    request_headers = {"X-Request-Id": "mine-1"}
+    assert server.get("/nothing", headers=request_headers).headers["x-request-id"] == "mine-1"
     assert server.get("/health", headers={"X-Request-Id": "a b"}).headers["x-request-id"].startswith("req_")
 
 

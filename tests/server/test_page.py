@@ -43,7 +43,7 @@ def page(browser: Any) -> Iterator[Any]:
     page.set_default_timeout(SECONDS * 1000 / 4)
     page.problems = []
     page.on("pageerror", lambda error: page.problems.append(str(error)))
-    page.on("console", lambda said: said.type == "error" and page.problems.append(said.text))
+    page.on("console", lambda message: message.type == "error" and page.problems.append(message.text))
     yield page
     assert [text for text in page.problems if not re.search(r"net::|status of 40[01]", text)] == []
     context.close()
@@ -67,9 +67,9 @@ def texts(page: Any, at: int = -1) -> str:
     return "".join(tokens.evaluate_all("all => all.map(each => each.textContent)"))
 
 
-def content(server: LiveServer, *said: str, **fields: Any) -> str:
-    roles = ["user", "assistant"] * len(said)
-    messages = [{"role": role, "content": text} for role, text in zip(roles, said, strict=False)]
+def content(server: LiveServer, *texts: str, **fields: Any) -> str:
+    roles = ["user", "assistant"] * len(texts)
+    messages = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]
     answer: str = server.post(CHAT, {"messages": messages, **fields}).json()["choices"][0]["message"]["content"]
     return answer
 
@@ -119,12 +119,12 @@ def test_a_text_continues_from_an_alternative_by_keyboard(server: LiveServer, pa
     expect(tokens.nth(4)).to_be_focused()
     expect(page.locator(".facts")).to_contain_text("prompt tokens cached")
 
-    said = [{"role": "user", "content": "Tell me a story."}]
-    body = {"messages": said, "max_tokens": 24, "temperature": 1, "seed": 3}
+    messages = [{"role": "user", "content": "Tell me a story."}]
+    body = {"messages": messages, "max_tokens": 24, "temperature": 1, "seed": 3}
     first = server.post(CHAT, body | {"logprobs": True, "top_logprobs": 6}).json()["choices"][0]["logprobs"]["content"]
     ids = [entry["id"] for entry in first[:4]]
     other = next(top for top in first[4]["top_logprobs"] if top["id"] != first[4]["id"])
-    prompt = server.post("/tokenize", {"messages": said}).json()["tokens"]
+    prompt = server.post("/tokenize", {"messages": messages}).json()["tokens"]
     rest = server.post(TEXT, {"prompt": [*prompt, *ids, other["id"]], "max_tokens": 19, "temperature": 1, "seed": 3})
     begun = "".join(entry["token"] for entry in first[:4]) + other["token"]
     assert new == begun + rest.json()["choices"][0]["text"]
@@ -142,10 +142,10 @@ def test_a_text_continues_from_an_alternative_by_keyboard(server: LiveServer, pa
 
 def _output_of(program: str) -> str:
     pytest.importorskip("openai")
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
         exec(compile(program, "copied", "exec"), {})
-    return said.getvalue()
+    return output.getvalue()
 
 
 def test_an_interrupted_answer_continues_when_the_server_returns(lm: onward.LanguageModel, page: Any) -> None:

@@ -41,14 +41,14 @@ def test_head_is_get_without_the_body(server: LiveServer) -> None:
     }
     for path in paths | paths_of(server, "get"):
         connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=SECONDS)
-        kept = []
+        answers = []
         for method in ("GET", "HEAD", "GET"):  # on one connection: a body that is left over would spoil the next answer
             connection.request(method, path)
             answer = connection.getresponse()
             headers = {name.lower(): value for name, value in answer.getheaders()}
-            kept.append((answer.status, headers, answer.read()))
+            answers.append((answer.status, headers, answer.read()))
         connection.close()
-        (status, headers, body), (head_status, head_headers, nothing), (again, _, _) = kept
+        (status, headers, body), (head_status, head_headers, nothing), (again, _, _) = answers
         assert head_status == status == again, path
         assert nothing == b""
         assert set(head_headers) == set(headers)

@@ -233,12 +233,12 @@ def test_lines_of_a_batch_have_the_date_of_their_file(dated: onward.LanguageMode
     assert first["response"]["body"]["usage"]["prompt_tokens"] == len(prompt)
 
 
-@pytest.mark.parametrize("written", [-86400.0, 0.0, float(2**38)])
-def test_a_batch_file_of_any_date_is_served(dated: onward.LanguageModel, tmp_path: Path, written: float) -> None:
+@pytest.mark.parametrize("modified", [-86400.0, 0.0, float(2**38)])
+def test_a_batch_file_of_any_date_is_served(dated: onward.LanguageModel, tmp_path: Path, modified: float) -> None:
     file = tmp_path / "batch.jsonl"
     body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
     file.write_text(json.dumps({"custom_id": "a", "method": "POST", "url": CHAT, "body": body}))
-    os.utime(file, (written, written))
+    os.utime(file, (modified, modified))
     (line,) = BatchInput(file).lines()
 
     with onward.Engine(dated) as engine:

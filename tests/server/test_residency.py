@@ -38,8 +38,8 @@ class Server(RuleBasedStateMachine):
             if reason == "idle":
                 assert self.now - self.last_use[name] >= TTL
             else:
-                kept = [each for each in idle if not self.waiting[each]]
-                assert all(self.last_use[name] <= self.last_use[each] for each in kept), "the least recently used"
+                unclaimed = [each for each in idle if not self.waiting[each]]
+                assert all(self.last_use[name] <= self.last_use[each] for each in unclaimed), "the least recently used"
             self.unloading.add(name)
         if load is not None:
             assert self.loading is None

@@ -74,10 +74,10 @@ ANSWERS = [
 ]
 
 
-@pytest.mark.parametrize(("text", "tools", "said"), ANSWERS)
+@pytest.mark.parametrize(("text", "tools", "content"), ANSWERS)
 @pytest.mark.parametrize("whole", [True, False])
 def test_logprobs_cover_only_the_content(
-    lm: onward.LanguageModel, text: str, tools: tuple[str, ...] | None, said: str, whole: bool
+    lm: onward.LanguageModel, text: str, tools: tuple[str, ...] | None, content: str, whole: bool
 ) -> None:
     """Every token with a character of the content is sent once, in order, and no other token is."""
     thinking = True if "</think>" in text else None
@@ -91,7 +91,7 @@ def test_logprobs_cover_only_the_content(
     logprobs += found.rest(completion)
     places = [-int(entry["logprob"]) for entry in logprobs]
     assert places == sorted(set(places))
-    parts = [part for part in said.split("\n") if part]
+    parts = [part for part in content.split("\n") if part]
     start, expected = 0, set()
     pieces = [entry.text for entry in token_texts(ids, None, [1], lm.tokenizer)]
     for part in parts:

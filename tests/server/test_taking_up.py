@@ -306,8 +306,8 @@ def test_an_in_process_caller_moves_an_answer_between_applications(lm: onward.La
                 texts = len(before[0]["onward"]["emitted"])
                 emitted = [[id for part in before for id in part["onward"]["emitted"][text]] for text in range(texts)]
                 ended = [at for part in before for at in part["onward"]["ended"]]
-                given = {"answer": key, "emitted": emitted, "ended": ended}
-                rest = await apps[(stop + 1) % 2].messages(url, asked, given)
+                state = {"answer": key, "emitted": emitted, "ended": ended}
+                rest = await apps[(stop + 1) % 2].messages(url, asked, state)
                 if url in PIECEWISE:
                     assert without_cached(frames_of([*before, *rest])) == without_cached(frames_of(whole))
                 else:
@@ -350,19 +350,19 @@ def test_the_same_key_gives_the_same_nonstreamed_answer(lm: onward.LanguageModel
         caller = Caller(create_app({"demo": engine}, Settings(access_log=False)))
         for body in ("chat", "texts", "response"):
             url, asked = BODIES[body]
-            given = {"answer": ResponseKey.new().text}
+            state = {"answer": ResponseKey.new().text}
             answers = []
             for emitted in ({}, {"emitted": [[]] * (4 if body == "texts" else 1)}):
-                _, message = asyncio.run(caller.messages(url, asked, {**given, **emitted}))
+                _, message = asyncio.run(caller.messages(url, asked, {**state, **emitted}))
                 answers.append(json.loads(message["body"]))
             for answer in answers:
                 del answer["usage"]
             assert answers[0] == answers[1]
-            assert answers[0]["id"].endswith(given["answer"])
+            assert answers[0]["id"].endswith(state["answer"])
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("state", "message"),
     [
         ({"answer": "abc"}, "a response key is 32 hexadecimal digits"),
         ({"anser": "abc"}, "scope['onward'] has answer, emitted, ended and last_event_id; got 'anser'"),
@@ -371,10 +371,10 @@ def test_the_same_key_gives_the_same_nonstreamed_answer(lm: onward.LanguageModel
     ],
 )
 def test_mistakes_of_an_in_process_caller_are_errors(
-    lm: onward.LanguageModel, given: dict[str, Any], message: str
+    lm: onward.LanguageModel, state: dict[str, Any], message: str
 ) -> None:
     with onward.Engine(lm) as engine:
         caller = Caller(create_app({"demo": engine}, Settings(access_log=False)))
-        start, answer = asyncio.run(caller.messages(CHAT, {**BODIES["chat"][1], "stream": True}, given))
+        start, answer = asyncio.run(caller.messages(CHAT, {**BODIES["chat"][1], "stream": True}, state))
         assert start["status"] == 400
         assert message in json.loads(answer["body"])["error"]["message"]

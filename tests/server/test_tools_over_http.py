@@ -60,11 +60,11 @@ def test_a_call_is_made_streamed_and_answered(caller: LiveServer, choice: Any) -
     options |= {"parallel_tool_calls": False}
     with caller.openai() as client:
         whole = client.chat.completions.create(messages=ASKED, tool_choice=choice, **options)
-        (said,) = whole.choices
-        assert said.finish_reason == "tool_calls"
-        assert said.message.content is None
-        assert said.message.tool_calls
-        (call,) = said.message.tool_calls
+        (only_choice,) = whole.choices
+        assert only_choice.finish_reason == "tool_calls"
+        assert only_choice.message.content is None
+        assert only_choice.message.tool_calls
+        (call,) = only_choice.message.tool_calls
         assert call.type == "function"
         assert call.function.name == "weather"
         assert call.function.arguments.startswith('{"city": "')
@@ -80,11 +80,11 @@ def test_a_call_is_made_streamed_and_answered(caller: LiveServer, choice: Any) -
         assert [chunk.choices[0].finish_reason for chunk in chunks][-1] == "tool_calls"
 
         result = {"role": "tool", "tool_call_id": call.id, "content": "rain"}
-        messages = [*ASKED, said.message, result]
+        messages = [*ASKED, only_choice.message, result]
         answer = client.chat.completions.create(messages=messages, tool_choice="none", **(options | {"max_tokens": 8}))
         assert answer.choices[0].message.tool_calls is None
         lm = caller.engines["demo"].lm
-        back = [*ASKED, said.message.model_dump(), result]
+        back = [*ASKED, only_choice.message.model_dump(), result]
         assert answer.usage
         assert answer.usage.prompt_tokens == len(lm.chat_prompt(back)), "what the client sends back is read"
 

@@ -160,7 +160,7 @@ def raw_text(ids):
     """With special tokens written out, as `decode(ids, skip_special_tokens=False)` of the tokenizers library does."""
     special = special_tokens(demo_tokenizer())
     runs = groupby(ids, key=special.get)
-    return "".join(written * len([*run]) if written else demo_tokenizer().decode([*run]) for written, run in runs)
+    return "".join(text * len([*run]) if text else demo_tokenizer().decode([*run]) for text, run in runs)
 
 
 @st.composite
@@ -218,9 +218,9 @@ def test_stop_strings_match_special_tokens(case, as_eos):
 def visible_part(ids, end):
     """What stands among the first `end` characters of the raw text, without special tokens."""
     shown, at = "", 0
-    for written, run in groupby(ids, key=special_tokens(demo_tokenizer()).get):
+    for special, run in groupby(ids, key=special_tokens(demo_tokenizer()).get):
         text = raw_text([*run])
-        shown += text[: max(0, end - at)] if written is None else ""
+        shown += text[: max(0, end - at)] if special is None else ""
         at += len(text)
     return shown
 

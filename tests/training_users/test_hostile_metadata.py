@@ -69,8 +69,8 @@ def test_a_call_is_refused_by_name_and_does_not_run(folder, tmp_path, function, 
 )
 def test_dotted_names_are_refused_too(folder, name):
     # Protocol 4 looks names with dots up part by part, from an admitted module on.
-    wanted = b"\x8c" + bytes([len("torch")]) + b"torch" + b"\x8c" + bytes([len(name)]) + name.encode()
-    (folder / ".metadata").write_bytes(b"\x80\x04" + wanted + b"\x93.")
+    needle = b"\x8c" + bytes([len("torch")]) + b"torch" + b"\x8c" + bytes([len(name)]) + name.encode()
+    (folder / ".metadata").write_bytes(b"\x80\x04" + needle + b"\x93.")
     with pytest.raises(CheckpointError) as caught:
         onward.load(folder)
     assert f"uses torch.{name}, which" in str(caught.value)

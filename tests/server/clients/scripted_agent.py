@@ -68,8 +68,8 @@ def answer_to(prompt: str) -> str:
     calls = calls or [(name, arguments) for name, arguments in SHELLS.items() if name in offered][:1]
     if not calls:
         return "Nothing is to be done."
-    written = (json.dumps({"name": name, "arguments": arguments}) for name, arguments in calls)
-    return f"<think>\n{THOUGHT}\n</think>\n\n" + "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in written)
+    calls_json = (json.dumps({"name": name, "arguments": arguments}) for name, arguments in calls)
+    return f"<think>\n{THOUGHT}\n</think>\n\n" + "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in calls_json)
 
 
 class Seen(NamedTuple):
@@ -105,8 +105,8 @@ def scripted_agent() -> onward.LanguageModel:
             return end
         # The answer begins after "<|im_start|>assistant\n".
         at = int(starts[-1]) + 1 + len(tokenizer.encode("assistant\n", add_special_tokens=False))
-        written = script(ids[:at].numpy().tobytes())
-        return written[len(ids) - at] if 0 <= len(ids) - at < len(written) else end
+        answer = script(ids[:at].numpy().tobytes())
+        return answer[len(ids) - at] if 0 <= len(ids) - at < len(answer) else end
 
     def forward(
         tokens: Tensor, offsets: Tensor, cache: Seen, params: object, *, logits_at: Tensor | None = None

@@ -116,7 +116,7 @@ final = stream.get_final_message()
 print(json.dumps([told, streamed, [message.content[0].thinking, message.content[1].text, final.content[1].text]]))
 """
     with LiveServer({"demo": lm}) as server:
-        told, streamed, said = run(program, server)
-    assert told == [[["thinking", "text", "tool_use"], "tool_use"], [["thinking", "text"], "end_turn"]]
+        messages, streamed, said = run(program, server)
+    assert messages == [[["thinking", "text", "tool_use"], "tool_use"], [["thinking", "text"], "end_turn"]]
     assert streamed == ["input_json", "text"]
     assert said == ["I know.", "It rains.", "It rains."]

@@ -132,7 +132,7 @@ def decoding(folder: str, arguments: argparse.Namespace) -> dict[str, float]:
     while slots.disk is None:
         time.sleep(0.05)
         lms[1].generate([1, 2, 3], max_new_tokens=2, temperature=0)
-    written = slots.disk.counts.written
+    blocks_before = slots.disk.counts.written
     for number in range(arguments.rounds):
         for at in (0, 1) if number % 2 else (1, 0):
             prompt = prompt_of(PROMPT, 10 + number)
@@ -140,9 +140,9 @@ def decoding(folder: str, arguments: argparse.Namespace) -> dict[str, float]:
             gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
             seconds[at].append(sum(gaps[SKIPPED:]) / len(gaps[SKIPPED:]))
             if at:
-                written_while_decoding = slots.disk.counts.written - written
+                written_while_decoding = slots.disk.counts.written - blocks_before
                 slots.disk.flush(600)
-                written = slots.disk.counts.written
+                blocks_before = slots.disk.counts.written
     without, with_disk = (1e3 * statistics.median(each) for each in seconds)
     ratios = [disk / none for none, disk in zip(*seconds, strict=True)]
     store, ids = slots.disk.current.store, prompt_of(4000, 99)

@@ -56,7 +56,7 @@ def prefix(folder: Path, blocks: int, runs: int, cold: bool) -> dict[str, float]
         assert store.put("", ids, [Part(at, 0, [views[at]]) for at in range(first, min(first + 8, blocks))])
     put = time.perf_counter() - start
     store.flush()
-    written, cpu = time.perf_counter() - start, cpu_since(used)
+    write_seconds, cpu = time.perf_counter() - start, cpu_since(used)
     store.close()
 
     start = time.perf_counter()
@@ -79,7 +79,7 @@ def prefix(folder: Path, blocks: int, runs: int, cold: bool) -> dict[str, float]
     figures = {
         "prefix GB": total / 1e9,
         "put s": put,
-        "write GB/s": total / written / 1e9,
+        "write GB/s": total / write_seconds / 1e9,
         "write CPU s/GB": cpu / total * 1e9,
         "open, one prefix s": opened,
         "find s": find,

@@ -198,13 +198,19 @@ def large_folder() -> dict[str, Any]:
             folder = Path(temporary) / format
             began = time.perf_counter()
             quantize_folder(source, folder, format)
-            written = time.perf_counter() - began
+            write_seconds = time.perf_counter() - began
             size = (folder / "model.safetensors").stat().st_size
             command = [sys.executable, "-c", code.format(str(folder))]
             runs = [subprocess.run(command, capture_output=True, text=True, check=True) for _ in range(3)]
         loaded = statistics.median(float(run.stdout) for run in runs)
-        print(f"{format} folder of 0.6 B: {size / 1e6:.0f} MB, written in {written:.1f} s, loaded in {loaded:.3f} s")
-        result[format] = {"bytes": size, "seconds_to_write": round(written, 1), "seconds_to_load": round(loaded, 3)}
+        print(
+            f"{format} folder of 0.6 B: {size / 1e6:.0f} MB, written in {write_seconds:.1f} s, loaded in {loaded:.3f} s"
+        )
+        result[format] = {
+            "bytes": size,
+            "seconds_to_write": round(write_seconds, 1),
+            "seconds_to_load": round(loaded, 3),
+        }
     return result
 
 

@@ -88,16 +88,16 @@ def main() -> None:
     parser.add_argument("--quantize")
     parser.add_argument("--new", type=int, default=32)
     parser.add_argument("--way", nargs=4, help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.way:
-        source, ranks, quantize, new = given.way
+    arguments = parser.parse_args()
+    if arguments.way:
+        source, ranks, quantize, new = arguments.way
         print(json.dumps(measure(source, int(ranks), quantize or None, int(new))))
         return
     cores = len(os.sched_getaffinity(0))
-    source = str(random_checkpoint()) if given.large else "demo"
+    source = str(random_checkpoint()) if arguments.large else "demo"
     ways = {"one process": (cores, 1), "2 ranks, cores shared out": (cores // 2, 2), "2 ranks, all cores": (cores, 2)}
     found = {
-        name: apart(threads, source, str(ranks), given.quantize or "", str(given.new))
+        name: apart(threads, source, str(ranks), arguments.quantize or "", str(arguments.new))
         for name, (threads, ranks) in ways.items()
     }
     one = found["one process"]
@@ -107,7 +107,7 @@ def main() -> None:
         for key in (*map(PER_TOKEN.format, ROWS), "prompt tokens/s"):
             print(f"  {key:22}{way[key]:10,.1f}{way[key] / one[key]:8.2f} of one process")
     one.pop("ids")
-    print(json.dumps({"quantize": given.quantize, "large": given.large} | found | description()))
+    print(json.dumps({"quantize": arguments.quantize, "large": arguments.large} | found | description()))
 
 
 if __name__ == "__main__":

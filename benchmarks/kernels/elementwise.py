@@ -71,8 +71,8 @@ def rotary(library: native.Library, rows: int, dtype: torch.dtype) -> Iterator[P
     cos, sin = angle.cos()[None], angle.sin()[None]
     strides, angle_strides = (ctypes.c_int64 * 3)(*x.stride()[:3]), (ctypes.c_int64 * 2)(*cos.stride()[:2])
     place = (1, HEADS, rows, HEAD_DIM, CODES[dtype], x.data_ptr(), strides)
-    given = (*place, cos.data_ptr(), sin.data_ptr(), pairs, angle_strides, 0, out.data_ptr(), strides)
-    yield "rotate", lambda: library.onward_rotate(*given), lambda: rotate_definition(x, cos[:, None], sin[:, None])
+    arguments = (*place, cos.data_ptr(), sin.data_ptr(), pairs, angle_strides, 0, out.data_ptr(), strides)
+    yield "rotate", lambda: library.onward_rotate(*arguments), lambda: rotate_definition(x, cos[:, None], sin[:, None])
 
 
 def gates(library: native.Library, rows: int, dtype: torch.dtype) -> Iterator[Pair]:

@@ -44,8 +44,8 @@ SILENCE = 3.0
 _DRAIN = 2.0  # seconds of a replacement in which replicas are killed
 FAULTS = ("kill", "stop", "kill while draining")
 STATES = ("idle", "opening", "prefill", "stream", "start")
-_UNUSED = 7.0  # seconds after which a channel that nobody uses is closed
-_BESIDE = 4  # streams that run beside the one that is measured
+_UNUSED = 7.0  # seconds after which an idle channel is closed
+_BESIDE = 4  # streams that run at the same time as the measured one
 
 Act = Callable[[int], None]  # is given the process of the replica
 

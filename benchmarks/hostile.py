@@ -64,10 +64,12 @@ def main() -> None:
                 outcome = run(standing, attack.name, [attack], options.seconds)
                 problems = [*outcome.problems, *_exceeded(outcome.waits, idle, keyed=not options.without_keys)]
                 failed += bool(problems)
-                _print(attack.name, outcome.waits, f"{outcome.growth:+5.0f} MB  {'; '.join(problems)[:300] or 'held'}")
+                _print(
+                    attack.name, outcome.waits, f"{outcome.growth:+5.0f} MB  {'; '.join(problems)[:300] or 'passed'}"
+                )
                 _note(options.json, _line(attack, outcome, problems), "a")
             _print("idle", _idle(standing), "")
-    print(f"{len(attacks) - failed} of {len(attacks)} held")
+    print(f"{len(attacks) - failed} of {len(attacks)} passed")
     sys.exit(1 if failed else 0)
 
 

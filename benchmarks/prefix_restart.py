@@ -4,7 +4,7 @@
 
 Random weights in the shape of Qwen3-0.6B. For each length one process computes a prompt, writes it and kills itself
 (SIGKILL); another one loads the model and generates a token of the same prompt. The page cache is warm. The time of the
-first token is divided into reading, forwards and the rest, beside the machine's rates in the same process: a copy
+first token is divided into reading, forwards and the rest, next to the machine's rates in the same process: a copy
 within memory, and a warm file that two threads read into new memory without a checksum. Then two models in one process
 take turns, with and without the disk: each computes a new prompt of 1,000 tokens and decodes, while the prompt is
 written. The first of a round changes from round to round. The last line is one JSON object.

@@ -47,8 +47,8 @@ def check_kind(kind, slots, nodes):
     assert kind.holders == [holders[block] for block in range(kind.count)], "holders are counted wrong"
     cached = [node.blocks[kind.number] for node in kind.cached]
     states = Counter([*kind.warm, *kind.cold, *cached, *holders])
-    assert sorted(states) == list(range(kind.count)), "a block is neither free nor cached nor held"
-    assert max(states.values(), default=1) == 1, "a block is in two of free, cached and held"
+    assert sorted(states) == list(range(kind.count)), "a block is neither free nor cached nor in use"
+    assert max(states.values(), default=1) == 1, "a block is in two of free, cached and in use"
     assert list(kind.cached.values()) == sorted(kind.cached.values()), "the oldest does not go first"
     linked = {block: node for node in nodes if (block := node.blocks[kind.number]) is not None}
     found = {block: node for block, node in enumerate(kind.nodes) if node is not None}
@@ -73,7 +73,7 @@ def check_nodes(text, nodes, size):
         for tokens, following in pairwise(keys):
             assert tokens < following, "children are out of order"
         if parent.parent is not None:
-            assert text.holders[parent.blocks[0]] >= text.holders[block], f"block {block} is held without its parent"
+            assert text.holders[parent.blocks[0]] >= text.holders[block], f"block {block} is in use without its parent"
             assert node not in order or parent not in order or order[node] < order[parent], "a parent goes first"
 
 

@@ -187,7 +187,7 @@ def _long(course: Course) -> None:
     for name in course.everyone():
         course.begin(name, prompt)
         course.more(name, LONG, keep=False)
-    # Shorter turns than after short prompts, more often: nothing has to be processed anew, and the bus changes.
+    # Shorter turns than after short prompts, more often: nothing has to be processed again, and the memory bus changes.
     for turn in range(course.plan.rounds * LONG_TURNS):
         for name in course.everyone(turn):
             course.more(name, LONG, count=max(1, course.plan.tokens // LONG_TURNS))

@@ -28,7 +28,7 @@ def picture(reports: Sequence[PrecisionReport], machine: str) -> str:
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" '
             f'viewBox="0 0 {WIDTH} {height}" role="img">',
-            f"<title>Onward beside its peers on {escape(machine)}</title>",
+            f"<title>Onward compared with its peers on {escape(machine)}</title>",
             f"<style>{STYLE}</style>",
             f'<rect width="{WIDTH}" height="{height}" fill="#ffffff"/>',
             _text(18, 30, "Tokens per second, Qwen3-0.6B shape, batch 1", "title"),

@@ -39,7 +39,7 @@ class Part:
     """One part of the benchmark.
 
     positions: the longest request, prompt and answer. sequences: how many there are at a time.
-    ways: how Onward takes part, the one that is held against the peers first.
+    ways: Onward's configurations; the first is compared with the peers.
     """
 
     name: str

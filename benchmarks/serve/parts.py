@@ -40,7 +40,7 @@ def _warm_up(course: Course, *lengths: int, rows: int = 1) -> None:
 
 def _closed(course: Course) -> None:
     plan = course.plan
-    for clients in plan.clients:  # prompts beside rows that decode are other shapes than rows that begin together
+    for clients in plan.clients:  # prompts with decoding rows have other shapes than rows that start together
         for name in course.everyone():
             course.run(name, _clients(course, clients, WARM_TOKENS), keep=False)
     for turn in range(plan.rounds):

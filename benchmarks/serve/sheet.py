@@ -14,7 +14,7 @@ from benchmarks.compare.report import Check, rounded
 class Column:
     """One figure. Its name has up to two words of heading, one above the other, parted by a line break.
 
-    wanted: least lead over the best peer; None where there is no such target.
+    wanted: the smallest required lead over the best peer; None without a target.
     """
 
     heading: str
@@ -35,7 +35,7 @@ class Sheet:
     limits: what the bandwidth allows, by column, one value a turn.
     bandwidth: bytes a second, one reading a turn.
     first_tokens: what each answered first to the same requests.
-    ours: Onward's contenders, the first being the one that is held against the peers.
+    ours: Onward's contenders, the first is compared with the peers.
     """
 
     part: str

@@ -21,7 +21,7 @@ PRINT = "a model"
 
 
 class Killed(BaseException):
-    """Ends a job at once. A KeyboardInterrupt would leave asyncio a task that nobody awaits."""
+    """Ends a job at once. A KeyboardInterrupt would leave asyncio an unawaited task."""
 
 
 class Fake:

@@ -104,7 +104,7 @@ class RowsInAnyOrder(RuleBasedStateMachine):
         pinned = 0 if pin is None else self.slots.pinned(pin.slot)
         acquired = self.slots.acquire(ids, length, reuse=reuse, pin=None if pin is None else pin.slot)
         if acquired is None:
-            assert self.rows or len(self.pins) > (pin is not None), "an empty cache has room for whatever can be held"
+            assert self.rows or len(self.pins) > (pin is not None), "an empty cache has room for any valid request"
             assert counts(self.slots) == before
             assert pin is None or self.slots.pinned(pin.slot) == pinned
             return None

@@ -103,11 +103,11 @@ def test_marks_stay_at_the_position_of_their_tokens() -> None:
             sequence.accept(id)
         fork = sequence.fork()
         fork.accept(9)
-        assert len(fork.marks) == len(sequence.marks) + 1, "a fork goes on by itself"
+        assert len(fork.marks) == len(sequence.marks) + 1, "a fork continues independently"
         return [(mark.position, mark.at) for mark in sequence.marks]
 
     assert marks(9, 1, 9) == [(0, 0), (2, 2)]
-    assert marks(1, 4, 9, 1) == [(4, 2)], "'st' is held back and stands before it all the same"
+    assert marks(1, 4, 9, 1) == [(4, 2)], "'st' is delayed, but precedes the mark"
     assert marks(2, 3, 9) == [(1, 2)]
 
 

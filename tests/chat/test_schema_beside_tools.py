@@ -75,7 +75,7 @@ def test_an_answer_is_a_call_or_follows_the_schema(format: str) -> None:
         wrong = call.replace("Oslo", 'Oslo", "x": "y') if "{" in call else call.replace("city", "x")
         # Without a mark, an invalid call is also a JSON object.
         assert not of(request, wrong) or (format, schema) == ("llama3", {"type": "object"})
-        assert not of(request, f"I look. {call}"), "no text beside either"
+        assert not of(request, f"I look. {call}"), "no text next to a call or an answer"
         required = chat.request(tools=TOOLS, json_schema=schema, tool_choice="weather")
         assert of(required, call)
         assert not of(required, content(format, SAID))

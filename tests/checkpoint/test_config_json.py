@@ -140,8 +140,8 @@ OPTIONAL = [
 ]
 
 
-# What a family wants beside CONFIG: of hybrids one layer at least must attend, and by default it is the fourth or none;
-# heads that share a latent are as many as those of keys.
+# Fields that a family needs in addition to CONFIG: at least one layer of a hybrid must be attention, by default the
+# fourth or none; with latent attention, there are as many heads as key heads.
 _MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8}
 _NEEDED = {
     "BambaForCausalLM": _MAMBA | {"attn_layer_indices": [0]},

@@ -93,7 +93,7 @@ class Terminal:
         environment = ENVIRONMENT | {
             "TERM": "xterm",
             "NO_COLOR": "1",
-            "PROMPT_TOOLKIT_NO_CPR": "1",  # nobody here would answer
+            "PROMPT_TOOLKIT_NO_CPR": "1",  # no terminal answers here
             "XDG_STATE_HOME": str(state),
         }
         streams = {"stdin": theirs, "stdout": theirs, "stderr": theirs}

@@ -118,7 +118,7 @@ def signal_it(number: int) -> Callable[[Stream], None]:
 
 
 def undisturbed(port: int, body: dict[str, Any], path: str = "/v1/completions") -> Stream:
-    """What is said when nothing happens. Replicas that were lost before may still be on their way back."""
+    """The answer of an undisturbed run. Replicas that were lost before may still be restarting."""
     end = time.monotonic() + 60
     while True:
         stream = read(port, body, path=path)

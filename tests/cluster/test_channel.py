@@ -230,7 +230,7 @@ def test_a_closed_outbox_drops_messages() -> None:
 
 @pytest.mark.parametrize("is_opened", [True, False])
 def test_a_call_ends_with_its_ingress(is_opened: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray doesn't notify a replica of a caller's death: the replica ends streams that nobody reads, without waiting."""
+    """Ray doesn't notify a replica of a caller's death: the replica ends unread streams without waiting."""
     monkeypatch.setattr(bridge, "_LEASE", 0.3)
     left = asyncio.Event()
 

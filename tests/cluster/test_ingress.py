@@ -29,7 +29,7 @@ async def streaming(scope: Any, receive: Any, send: Any) -> None:
     begun = scope["onward"]
     (known,) = begun.get("emitted") or [()]
     first = len(known)
-    assert list(known) == list(range(first)), "it knows what was told"
+    assert list(known) == list(range(first)), "it knows the emitted tokens"
     assert list(begun["ended"]) == ([0] if first == len(EVENTS) else [])
     headers = [(b"content-type", b"text/event-stream")]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -209,7 +209,7 @@ def test_a_fault_at_every_position(fault: str, after: int) -> None:
     got = ask(replicas, silence=1.0 if fault == "hang" else 10.0)
     assert (got.status, without_comments(got.body)) == (200, STREAM)
     assert len(replicas.calls) <= 2
-    assert len({name for name, _ in replicas.calls}) == len(replicas.calls), "another replica goes on"
+    assert len({name for name, _ in replicas.calls}) == len(replicas.calls), "another replica continues"
 
 
 def test_a_leaving_replica_without_successor_serves_to_the_end() -> None:

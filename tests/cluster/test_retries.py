@@ -27,7 +27,7 @@ def test_a_request_is_quarantined_after_killing_two_replicas() -> None:
     quarantine = Quarantine(RetryOptions(quarantine=60.0))
     quarantine.note_death(b"poison", "a", 0.0)
     quarantine.note_death(b"poison", "a", 1.0)
-    assert not quarantine.contains(b"poison", 1.0), "one replica died, whoever tells of it"
+    assert not quarantine.contains(b"poison", 1.0), "one replica died, however often it is reported"
     quarantine.note_death(b"poison", "b", 2.0)
     quarantine.note_death(b"other", "b", 2.0)
     assert quarantine.contains(b"poison", 2.0)

@@ -1,4 +1,4 @@
-"""Warnings of replicas, whose output nobody sees."""
+"""Warnings of replicas, whose own output is invisible."""
 
 from pathlib import Path
 

@@ -236,7 +236,7 @@ def test_all_beams_match_the_constraint(beams):
 
 
 def test_a_search_continues_when_its_likeliest_texts_end():
-    """Of one letter there are ten, and all are likelier than the one that goes on; the search finds what follows it."""
+    """Ten texts of one letter are all likelier than the one that continues; the search finds its continuations."""
     logits = torch.full((128,), -9.0)
     logits[97:107] = 1.0  # a … j end the text
     logits[ord("z")], logits[ord("!")] = 0.5, 9.0

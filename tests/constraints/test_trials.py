@@ -191,7 +191,7 @@ def test_the_process_ends_with_its_owner(vocabulary):
 
 
 def test_a_vocabulary_in_use_is_not_confused_with_a_later_one():
-    """An object that is freed gives its id to another; the key of the process is kept as long as it counts."""
+    """A freed object's id is reused by another one; the process keeps its key alive as long as it is valid."""
     trials, grammar = TrialProcesses(), JsonSchema({"type": "integer", "multipleOf": 5})
     for tokenizer in (ByteTokenizer(), onward.load("demo").tokenizer, ByteTokenizer()):
         vocabulary = Vocabulary.of(tokenizer)

@@ -81,7 +81,7 @@ def test_only_the_best_ended_texts_are_kept():
     search.advance(
         [BeamCandidate(0, 8, -2.5), BeamCandidate(1, 8, -3.5), BeamCandidate(0, 0, -3.6), BeamCandidate(1, 0, -3.7)]
     )
-    assert len(search.ended) == 1, "the third best may go on, and may not end"
+    assert len(search.ended) == 1, "the third best may continue, but may not end"
 
 
 @pytest.mark.parametrize(

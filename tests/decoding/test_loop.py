@@ -63,7 +63,7 @@ def test_logits_are_requested_only_at_the_end_of_a_prompt():
 
 
 def test_rows_that_cannot_be_split_are_padded_and_padding_is_never_read():
-    """A forward gets all rows of such a cache; the entries of the others are nobody's."""
+    """A forward gets all rows of such a cache; the entries of the others are unused."""
     model = scripted_model(follow_all)
     prompts = [list(range(10)), list(range(6))]
     sequences = greedy(prompts, 3)

@@ -62,7 +62,7 @@ class CheckedEngine(Engine):
         assert not worker._scheduler.running
         assert worker._scheduler.waiting_tokens == 0
         stats = self.slots.stats()
-        assert stats.available == stats.total, "a block is held, and nothing runs"
+        assert stats.available == stats.total, "a block is in use, but nothing runs"
         if isinstance(self.slots, PagedCacheManager):
             check_accounts(self.slots)
         stats = self.stats()

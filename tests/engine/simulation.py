@@ -199,7 +199,7 @@ class Simulation:
         if missing > self.free:
             victim = self.scheduler.preempt()
             assert victim is not None
-            assert victim is not self._running[0], "the oldest goes on"
+            assert victim is not self._running[0], "the oldest is never preempted"
             newer = self._running[self._running.index(victim) + 1 :]
             assert victim.client not in {request.client for request in newer}, "the newest of a client gives way"
             self._preempt(victim)
@@ -212,7 +212,7 @@ class Simulation:
         rows, plan = self._planned()
         if not plan:
             assert not rows, "rows run and none is planned"
-            assert not self.scheduler.waiting, "nobody runs and the head of the queue does not join"
+            assert not self.scheduler.waiting, "nothing runs, but the head of the queue is not admitted"
             return
         decoding = sum(row.total - row.computed == 1 for row in rows)
         assert sum(row.total - row.computed == 1 for row, _ in plan) == decoding, "rows that decode take part"

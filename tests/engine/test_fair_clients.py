@@ -57,7 +57,7 @@ def test_a_client_alone_uses_everything_and_yields_its_newest_request():
     queue.ended(second)
     queue.ended(third)
     assert admitted(queue) == []
-    assert queue.running == list(hog[:4]), "who gave way comes back in order"
+    assert queue.running == list(hog[:4]), "preempted requests resume in order"
 
 
 def test_preemption_is_never_in_vain_or_beyond_a_fair_share():

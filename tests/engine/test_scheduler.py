@@ -135,7 +135,7 @@ def test_the_head_of_the_queue_is_not_overtaken_while_it_lacks_memory():
     queue.ended(running)
     asked = []
     assert queue.admit(lambda item, new: asked.append(item)) == []
-    assert asked == [wide], "nobody behind it is asked"
+    assert asked == [wide], "no request behind it is considered"
     assert queue.admit(always) == [wide, narrow]
 
 
@@ -168,7 +168,7 @@ def test_the_newest_is_preempted_and_resumes_in_order_with_all_blocks():
     assert queue.admit(always) == [first, second, third]
     queue.offer(fourth, 1.0)
     assert (queue.preempt(), queue.preempt(), queue.preempt()) == (third, second, None)
-    assert queue.admit(always) == [], "nobody joins until a request has ended"
+    assert queue.admit(always) == [], "no request is admitted until another one has ended"
     queue.ended(first)
     asked = []
     assert queue.admit(lambda item, new: asked.append((item, new)) is None) == [second, third, fourth]

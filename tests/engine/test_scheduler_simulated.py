@@ -37,7 +37,7 @@ def scheduler(**limits):
 
 
 class Watch:
-    """Looks at the simulation before each step: at rows and blocks, and whether the oldest that runs goes on."""
+    """Checks the simulation before each step: rows and blocks, and whether the oldest running request continues."""
 
     def __init__(self, max_sequences):
         self.max_sequences, self.oldest = max_sequences, None
@@ -221,5 +221,5 @@ def test_prompts_with_their_own_forward_get_enough_tokens_to_pay_for_it():
     machine = Machine(0.1, 0.001, chunk=0.1, token=0.001)
     steps, first_token, _ = prompt_with_rows(machine, 1, 4000, joins=False)
     assert all(tokens >= 16 for step in steps for _, tokens in step.chunks)
-    # 250 chunks of 16 tokens, and a step of decoding beside each and after 16 of them.
+    # 250 chunks of 16 tokens, and a decoding step with each and after 16 of them.
     assert first_token <= 250 * machine.prefill(0, 16) + 267 * machine.decode(1)

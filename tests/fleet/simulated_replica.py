@@ -93,8 +93,8 @@ class Prefixes:
 class SimulatedEngine:
     """Serves texts on a clock of its caller's.
 
-    Whoever drives it calls `advance(now)` at the time that it names, `next`, and after each `offer`. Steps in which all
-    rows decode and nobody waits decide nothing: a run of them is one event, which an offer cuts at the end of a step.
+    Its driver calls `advance(now)` at the time in `next`, and after each `offer`. Steps in which all rows decode and no
+    request waits decide nothing: a run of them is one event, which an offer cuts at the end of a step.
 
     ended: called with each text and the time at which it had all its tokens.
     """

@@ -23,7 +23,7 @@ def all_counts() -> dict[str, dict[str, float]]:
 
 
 def counts(family: str) -> dict[str, float]:
-    """Ids found in the cache, evicted blocks, preemptions, steps, and blocks in all and with kept prefixes."""
+    """Ids found in the cache, evicted blocks, preemptions, steps, all blocks, and those with cached prefixes."""
     return _alone(family) | _together(family)
 
 

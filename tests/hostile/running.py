@@ -18,7 +18,7 @@ _BY_CODE = {NO_ANSWER: "no answer", CLOSED: "closed"}
 
 @dataclass(frozen=True)
 class Outcome:
-    """growth: most memory during the attack over that before it, in MB. problems: empty if the server held."""
+    """growth: most memory during the attack over that before it, in MB. problems: empty if the server passed."""
 
     name: str
     statuses: tuple[int, ...]
@@ -30,13 +30,13 @@ class Outcome:
     def __str__(self) -> str:
         worst = ", ".join(f"{kind} {self.waits.worst(kind):.2f} s" for kind in self.waits.seconds)
         statuses = "/".join(_BY_CODE.get(status, str(status)) for status in sorted(set(self.statuses)))
-        verdict = "; ".join(self.problems) or "held"
+        verdict = "; ".join(self.problems) or "passed"
         figures = f"{statuses or '-'} after {self.seconds:.2f} s, +{self.growth:.0f} MB, worst {worst}"
         return f"{self.name}: {figures}: {verdict}"
 
 
 def run(standing: Standing, name: str, attacks: Sequence[Attack], seconds: float = 0.0) -> Outcome:
-    """Run attacks one after the other, beside the neighbours of one model. Restart a server that they broke.
+    """Run attacks one after the other, together with the other clients of one model. Restart a server that they broke.
 
     seconds: how long each is repeated; it is sent once at least.
     """

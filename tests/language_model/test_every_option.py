@@ -105,8 +105,8 @@ NO_FIELDS = {"time_limit", "stop_when", "cancel", "draft", "adapter", "constrain
 
 @pytest.fixture(scope="module")
 def lm(tmp_path_factory: pytest.TempPathFactory) -> LanguageModel:
-    """The demo model with a chat template that writes what is said, so that chats continue the same prompt; it can also
-    open reasoning."""
+    """The demo model with a chat template that renders the plain text, so that chats continue the same prompt; it can
+    also open reasoning."""
     demo = onward.load("demo")
     template = "{{ messages[0].content }}{% if enable_thinking %}<think>{% endif %}"
     lm = LanguageModel(demo.model, demo.tokenizer, ChatTemplate(template, {}))

@@ -62,7 +62,7 @@ def test_only_layers_with_a_mixer_have_places_in_the_cache():
 
 
 def test_configs_on_the_hub_are_read():
-    """Those of granite-4.0-h-tiny, granite-4.0-micro, Falcon-H1-0.5B and Nemotron-H-8B, without what nobody reads."""
+    """Those of granite-4.0-h-tiny, granite-4.0-micro, Falcon-H1-0.5B and Nemotron-H-8B, without unread fields."""
     common = {"vocab_size": 1000, "num_attention_heads": 12, "num_key_value_heads": 4, "max_position_embeddings": 4096}
     granite = common | {
         "architectures": ["GraniteMoeHybridForCausalLM"], "attention_multiplier": 0.0078125,

@@ -147,7 +147,7 @@ def test_common_prefixes_continue_from_cached_states():
 
 @pytest.mark.parametrize("running", [False, True], ids=["one after the other", "while the first runs"])
 def test_a_third_prompt_continues_where_the_second_diverged(running):
-    """The states there are kept by the second, whose prompt is cut there; the first could not know of the place."""
+    """The second stores the states there, since its prompt is cut there; the first could not know the position."""
     lm, empty = language_model(), language_model(prefix_memory=0)
     chance = random.Random(5)
     shared = [chance.randrange(250) for _ in range(150)]

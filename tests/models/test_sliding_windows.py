@@ -177,7 +177,7 @@ def test_a_session_continues_and_is_edited(pair, tmp_path):
     third = resumed.generate(last, **SAMPLED)
     assert third.cached_tokens == len(last) - 2
     assert ids(third) == ids(whole.generate(last, **SAMPLED))
-    # The blocks that fell out of the window are kept as long as there is room, so an edit far back finds its window.
+    # Blocks that left the window stay cached while there is room, so an edit far back finds its window.
     for length in (len(longer) + 30, 200, 90, 3):
         edited = [*[*longer, *ids(second)][:length], 1, 2, 3]
         again = session.generate(edited, **SAMPLED)
@@ -275,5 +275,5 @@ def text_bytes(model, length):
 def test_programs_are_not_retraced_as_texts_grow(monkeypatch):
     lm = language_model(model())
     lm.generate(PROMPTS[0], max_new_tokens=10, **SAMPLED)
-    monkeypatch.setattr("onward.program.compiled.trace", lambda *_, **__: pytest.fail("a program is traced anew"))
+    monkeypatch.setattr("onward.program.compiled.trace", lambda *_, **__: pytest.fail("a program is traced again"))
     lm.generate(PROMPTS[0], max_new_tokens=400, **SAMPLED)

@@ -12,7 +12,7 @@ from onward.ops.operator import usable_library
 from onward.ops.packed import pack_into
 from onward.testing import random_checkpoint, tiny_model
 
-PROMPT = list(range(3, 75))  # more than a block of 64, which is what is kept
+PROMPT = list(range(3, 75))  # more than a block of 64, the unit of the cache
 
 
 class Module(nn.Module):

@@ -89,7 +89,7 @@ def test_large_gathers_are_split_over_threads(isa: str) -> None:
     x = torch.randn(500, 300, generator=torch.Generator().manual_seed(0))
     rows = torch.randint(0, 500, (2000,), generator=torch.Generator().manual_seed(1))
     assert torch.equal(index(x, [rows]), x[rows])
-    # gather along the last dimension: one index for each place, the row's own coordinate beside it.
+    # gather along the last dimension: one index per position, with the row's own coordinate.
     columns = torch.randint(0, 300, (500, 60), generator=torch.Generator().manual_seed(2))
     assert torch.equal(index(x, [torch.arange(500)[:, None], columns]), x.gather(1, columns))
 

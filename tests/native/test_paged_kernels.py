@@ -23,7 +23,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 def in_blocks(generator: torch.Generator, *dense: Tensor) -> tuple[list[Tensor], Tensor]:
     """Tensors [B, G, 64 M, …] cut into blocks [N, G, 64, …], each a strided view of one buffer, in an order drawn by
-    lot, with blocks between that nobody holds; and the table [B, M], a view too."""
+    lot, with unused blocks between them; and the table [B, M], a view too."""
     batch, heads, positions, _ = dense[0].shape
     row_blocks = positions // BLOCK
     count = batch * row_blocks + 3

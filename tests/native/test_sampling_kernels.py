@@ -55,13 +55,13 @@ def logits_of(kind: str, seed: int, columns: int) -> torch.Tensor:
     match kind:
         case "ties":
             return (x * 2).round()
-        case "plateaus":  # many equal and large, some a little beside
+        case "plateaus":  # many equal and large, some slightly different
             return torch.where(x > 0, 3.0, 3.0 - 2e-7 * (x * 4).round())
         case "peaks":
             return x + 40 * (x == x.amax(-1, keepdim=True))
         case "impossible":
             return torch.where(x > 1, x * scale, -INF)
-        case "merged":  # different logits, equal scores: beside the best their differences are rounded away
+        case "merged":  # different logits, equal scores: relative to the best, the differences are rounded away
             return torch.where(x == x.amax(-1, keepdim=True), 100.0, x * 1e-6)
         case "huge":
             return x * 1e38

@@ -101,8 +101,8 @@ def test_sums_of_the_largest_features_fit(form, dim, sign):
 
 @pytest.mark.parametrize("tokens", [1, 3, 40])
 def test_nonfinite_queries_and_values_reach_only_what_attends_to_them(form, tokens):
-    """A query of zeros has the mean of its values, one with a NaN or an infinite feature has NaN, and so has whoever
-    sees such a value."""
+    """A query of zeros gives the mean of its values; one with a NaN or an infinite feature gives NaN, and so does every
+    query that sees such a value."""
     heads, dim, past = 4, 64, 100
     q, k, v = (random(1, n, past + tokens, dim, seed=n) for n in (heads, 2, 2))
     q, at = q[:, :, past:].clone(), torch.tensor([past], dtype=torch.int32)

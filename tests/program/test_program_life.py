@@ -74,7 +74,7 @@ def test_memory_does_not_grow_with_the_number_of_tokens() -> None:
     after = sizes()
     assert after[:3] == before[:3]
     assert after[0] <= 32
-    # Logits kept for each token would be 20 MB and more; of 100,000 tokens a pointer for each is 800 kB.
+    # Logits stored per token would take more than 20 MB; a pointer for each of 100,000 tokens takes 800 kB.
     assert after[3] - before[3] < 800_000
 
 

@@ -81,7 +81,7 @@ def test_a_thousand_shapes_give_the_bits_of_eager_calls() -> None:
         ours, theirs = caches[batch]
         with torch.no_grad():
             assert same(program(ids, offsets, ours), model(ids, offsets, theirs)), (batch, tokens, offsets)
-    # One row: a token, then a line in T of two more traces. Rows: a line in B (a corner and one that confirms, beside
+    # One row: a token, then a line in T of two more traces. Rows: a line in B (a corner and a confirming one, besides
     # the first), and all B and T.
     assert len(traced) == len(set(traced)) <= 1 + 4 + 4 + 6
 

@@ -119,7 +119,7 @@ def test_a_repeated_answer_is_not_counted_again(
     counted = counters(server.get("/metrics").text)
     assert counted['onward_time_to_first_token_seconds_count{model="demo"}'] == 2
     assert counted['onward_request_seconds_count{model="demo"}'] == 2
-    assert not server.app.service.metrics.of("demo")._started, "nothing of what has ended is kept"
+    assert not server.app.service.metrics.of("demo")._started, "ended requests leave nothing"
 
 
 @pytest.mark.parametrize("options", [{"temperature": 0}, {"n": 2, "temperature": 1.0, "seed": 1}])

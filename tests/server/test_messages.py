@@ -100,7 +100,7 @@ def added(events: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def same(whole: dict[str, Any], streamed: dict[str, Any]) -> bool:
-    """Whether they differ in nothing but what is the response's own, and what the cache held."""
+    """Whether they differ only in the response's own fields and in cached tokens."""
 
     def bare(message: dict[str, Any]) -> dict[str, Any]:
         usage = message["usage"]

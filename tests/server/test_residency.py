@@ -177,7 +177,7 @@ def test_a_busy_model_yields_to_one_that_has_waited() -> None:
     _loaded(policy, "a", 0.0)
     policy.request("b", 1, 1.0)
     assert policy.step(1.0) == ([], None, [])
-    assert policy.request("a", 1, 2.0), "at first, it goes on"
+    assert policy.request("a", 1, 2.0), "at first, it continues"
     policy.step(1.0 + PATIENCE)
     assert not policy.request("a", 1, 7.0), "then, its next request waits for its turn"
     policy.finish("a", 8.0)

@@ -82,7 +82,7 @@ def test_an_empty_session_is_saved_too(tmp_path: Path) -> None:
 
 
 def test_a_session_does_not_depend_on_layout_or_context(file: Path) -> None:
-    """Saved from packed weights, it goes on with stock ones; and with another limit on the context."""
+    """Saved from packed weights, it continues with stock ones and with another context limit."""
     here = tiny()
     stock = dataclasses.replace(tiny_model("qwen3", seed=7, **WINDOWED), max_seq_len=100)
     session = Session.load(file, LanguageModel(stock, TOKENIZER))

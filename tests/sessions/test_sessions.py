@@ -347,20 +347,20 @@ def test_a_forward_may_return_a_new_cache() -> None:
     assert contents(again) == contents(tiny().generate(text, **SAMPLED))
 
 
-@pytest.mark.parametrize("layout", ["positions last", "a constant beside", "positions hidden"])
+@pytest.mark.parametrize("layout", ["positions last", "an extra constant", "positions hidden"])
 def test_custom_caches(layout: str) -> None:
-    """Growing keeps what is held where a cache shows its positions, and fills it anew where it does not."""
+    """Growing copies the cache if its positions are known, and recomputes it otherwise."""
 
     def new_cache(batch: int, max_len: int) -> list[dict[str, Any]]:
         shape = (2 * max_len,) if layout == "positions hidden" else (3, max_len)
-        constant = {"scale": torch.ones(4)} if layout == "a constant beside" else {}
+        constant = {"scale": torch.ones(4)} if layout == "an extra constant" else {}
         return [{"ids": torch.full(shape, -1)} | constant]
 
     def forward(tokens: Any, offsets: Any, cache: list[dict[str, Any]], params: Any) -> Any:
         offset, count = int(offsets[0]), tokens.shape[1]
         ids = cache[0]["ids"]
         row = ids if layout == "positions hidden" else ids[1]
-        assert bool((row[:offset] >= 0).all()), "what is held was written"
+        assert bool((row[:offset] >= 0).all()), "the entries of the session were written"
         row[offset : offset + count] = tokens[0]
         row[offset + count :] = -1
         sums = row[: offset + count].cumsum(0)[offset:] % 32

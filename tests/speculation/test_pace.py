@@ -97,7 +97,7 @@ def test_correct_drafts_grow_to_the_maximum(rows):
     first, _ = machine.seconds(400, speculator, rows)
     again, speculation = machine.seconds(400, speculator, rows)
     assert first < plain / 4
-    assert again < plain / 8, "what was learnt is kept for the next request"
+    assert again < plain / 8, "the next request uses the learned pace"
     assert speculation.tokens_per_round > 12
 
 

@@ -226,7 +226,7 @@ def test_eos_inside_an_accepted_draft_ends_the_row_and_its_cache():
 
 
 def test_a_ban_caused_by_a_wrong_draft_does_not_end_the_text():
-    """After the drafted 0, 1 every id but those has been said; plain decoding never says 1."""
+    """After the drafted 0, 1 every other id has been generated; plain decoding never generates 1."""
     model = scripted_model([0, 2, 3], vocab_size=4)
     params = [SamplingParams(no_repeat_ngram_size=1)]
     plain = texts(model, [[1]], [3], params)

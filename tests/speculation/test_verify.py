@@ -54,7 +54,7 @@ def test_nan_logits_with_a_custom_select_function():
 
 
 def test_a_row_stopped_by_a_wrong_draft_takes_no_id_from_the_others():
-    """Row 0 would have said everything after its draft; row 1 is right to its last id, and keeps all of it."""
+    """Row 0 would have used every id after its draft; row 1 is correct to its last id, and keeps its whole draft."""
     model = scripted_model(lambda tokens: (tokens[-1] + 1) % V, vocab_size=V)
     params = [SamplingParams(no_repeat_ngram_size=1), SamplingParams()]
     plain = texts(model, [[0], [1]], [3, 9], params)

@@ -249,7 +249,7 @@ def test_a_dtype_other_than_the_caches_is_refused():
 
 
 def with_silent_layers():
-    """Its config speaks of five layers, and three of them cache something."""
+    """Its config has five layers, three of which have a cache."""
     module = build("llama")
     module.config.num_hidden_layers = 5
     return module

@@ -109,7 +109,7 @@ def test_a_shard_that_is_a_program_is_refused(folder, tmp_path):
 
 
 def test_a_value_of_nested_tuples_is_not_printed(folder):
-    """Nor is one that a size or a name is wanted in place of."""
+    """Nor is one in place of a size or a name."""
     nested = ("x",)
     for _ in range(60):
         nested = (nested, nested)

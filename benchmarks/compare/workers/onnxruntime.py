@@ -15,7 +15,7 @@ class OnnxRuntime(Session):
 
     def begin(self, ids: list[int]) -> int:
         params = og.GeneratorParams(self.model)
-        # Its end of text stops it: it is kept from coming by a least length.
+        # Its end of text would stop it: a minimum length prevents that.
         params.set_search_options(max_length=self.capacity, min_length=self.capacity, do_sample=False)
         self.generator = og.Generator(self.model, params)
         self.generator.append_tokens(ids)

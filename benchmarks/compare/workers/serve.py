@@ -1,7 +1,7 @@
-"""The worker's side: a `Service` is loaded once and then told what to do, one JSON object a line.
+"""The worker's side: a `Service` is loaded once and then reads commands, one JSON object a line.
 
     {"do": "load"}                               -> {"seconds": 1.2, "instructions": "AVX2 FMA"}
-    {"do": "memory"}                             -> {"peak": bytes}                   the most this process ever held
+    {"do": "memory"}                             -> {"peak": bytes}                   the peak memory of this process
     {"do": "quit"}
 
 A `Session`, one text or one batch at a time, answers also

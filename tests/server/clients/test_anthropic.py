@@ -106,14 +106,14 @@ def weather(city: str) -> str:
 
 del options["system"], options["extra_body"]
 options |= dict(max_tokens=300, thinking={"type": "enabled", "budget_tokens": 1024}, tools=[weather])
-told = []
+messages = []
 for message in client.beta.messages.tool_runner(**options):
-    told.append([[block.type for block in message.content], message.stop_reason])
+    messages.append([[block.type for block in message.content], message.stop_reason])
 streamed = []
 for stream in client.beta.messages.tool_runner(stream=True, **options):
     streamed.append([event.type for event in stream if event.type in ("text", "thinking", "input_json")][-1])
 final = stream.get_final_message()
-print(json.dumps([told, streamed, [message.content[0].thinking, message.content[1].text, final.content[1].text]]))
+print(json.dumps([messages, streamed, [message.content[0].thinking, message.content[1].text, final.content[1].text]]))
 """
     with LiveServer({"demo": lm}) as server:
         messages, streamed, said = run(program, server)

@@ -11,17 +11,17 @@ from onward.engine import Engine
 def held(engine: Engine) -> Iterator[threading.Event]:
     """The engine's thread stops at its next step: requests submitted meanwhile run together, however slowly this
     thread runs. The event is set once the engine has stopped there."""
-    steps, reached, goes_on = engine._worker._steps, threading.Event(), threading.Event()
+    steps, reached, resume = engine._worker._steps, threading.Event(), threading.Event()
     by_kind = steps.by_kind
 
-    def when_it_goes_on(work):
+    def wait_for_resume(work):
         reached.set()
-        goes_on.wait()
+        resume.wait()
         return by_kind(work)
 
-    steps.by_kind = when_it_goes_on
+    steps.by_kind = wait_for_resume
     try:
         yield reached
     finally:
         steps.by_kind = by_kind
-        goes_on.set()
+        resume.set()

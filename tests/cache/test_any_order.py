@@ -166,14 +166,14 @@ class AnyOrder(RowsInAnyOrder):
         assert list(self.slots._slots) == slots
 
     @invariant()
-    def every_row_holds_its_text(self):
+    def every_row_has_its_text(self):
         for row in getattr(self, "rows", ()):
             assert self.memory.read(row.slot, len(row.written)) == row.written
         for pin in getattr(self, "pins", ()):
             assert self.memory.read(pin.slot, pin.pinned) == pin.written[: pin.pinned]
 
     @invariant()
-    def what_can_be_found_is_what_was_written(self):
+    def cached_texts_equal_written_ones(self):
         if hasattr(self, "slots"):
             for node, _, written in self.found_texts():
                 positions = len(node.tokens)

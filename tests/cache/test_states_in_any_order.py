@@ -105,7 +105,7 @@ class AnyOrderOfStates(RowsInAnyOrder):
 
     def complete(self, row, chunk=8):
         while len(row.written) < len(row.ids):
-            self.go_on(row, min(chunk, len(row.ids) - len(row.written)), 0, 0)
+            self.extend(row, min(chunk, len(row.ids) - len(row.written)), 0, 0)
 
     @precondition(lambda self: self.rows)
     @rule(data=st.data(), count=st.integers(1, 14), token=st.integers(0, 1), drafted=st.integers(0, PAGE - 1))
@@ -114,9 +114,9 @@ class AnyOrderOfStates(RowsInAnyOrder):
         row = self.pick(data)
         count = min(count, row.slot.length - len(row.written))
         if count > 0:
-            self.go_on(row, count, token, drafted)
+            self.extend(row, count, token, drafted)
 
-    def go_on(self, row, count, token, drafted):
+    def extend(self, row, count, token, drafted):
         first = len(row.written)
         piece = self.slots.max_chunk(row.slot, first, count)
         assert 1 <= piece <= count
@@ -142,7 +142,7 @@ class AnyOrderOfStates(RowsInAnyOrder):
         return written[begins - 1] if begins else None, written[begins:positions]
 
     @invariant()
-    def every_row_holds_its_text_and_the_states_after_it(self):
+    def every_row_has_its_text_and_states(self):
         for row in getattr(self, "rows", ()):
             count = len(row.written)
             assert self.memory.read(row.slot, count) == row.written

@@ -44,15 +44,15 @@ class AnyOrderOfWindows(RowsInAnyOrder):
 
     def complete(self, row):
         while len(row.written) < min(len(row.ids), row.slot.length):
-            self.go_on(row, len(row.ids) - len(row.written), 0, 0)
+            self.extend(row, len(row.ids) - len(row.written), 0, 0)
 
     @precondition(lambda self: self.rows)
     @rule(data=st.data(), count=st.integers(1, 14), token=st.integers(0, 1), drafted=st.integers(0, 4))
     def step(self, data, count, token, drafted):
         """A piece of a prompt, or new ids with others that are taken back."""
-        self.go_on(self.pick(data), count, token, drafted)
+        self.extend(self.pick(data), count, token, drafted)
 
-    def go_on(self, row, count, token, drafted):
+    def extend(self, row, count, token, drafted):
         first = len(row.written)
         count = min(count, row.slot.length - first)
         if count < 1:
@@ -89,7 +89,7 @@ class AnyOrderOfWindows(RowsInAnyOrder):
         assert list(self.slots._slots) == slots
 
     @invariant()
-    def every_row_holds_its_text_and_its_window(self):
+    def every_row_has_its_text_and_window(self):
         for row in getattr(self, "rows", ()):
             count = len(row.written)
             assert self.memory.read(row.slot, count) == row.written
@@ -98,7 +98,7 @@ class AnyOrderOfWindows(RowsInAnyOrder):
                 assert texts[windows[at // self.size]][at % self.size] == row.written[at]
 
     @invariant()
-    def what_can_be_found_is_what_was_written(self):
+    def cached_texts_equal_written_ones(self):
         if not hasattr(self, "slots"):
             return
         for node, _, written in self.found_texts():

@@ -94,8 +94,8 @@ def test_a_model_takes_another_cache_and_params():
     cache = MODEL.new_cache(1, 20)
     ids = onward.decode(MODEL, prompt=PROMPT, max_new_tokens=8, params=other.params, cache=cache)
     assert ids == onward.decode(other, prompt=PROMPT, max_new_tokens=8)
-    goes_on = onward.decode(other, prompt=ids[-1:], offset=len(PROMPT) + 7, cache=cache, max_new_tokens=3)
-    assert ids + goes_on == onward.decode(other, prompt=PROMPT, max_new_tokens=11)
+    continued = onward.decode(other, prompt=ids[-1:], offset=len(PROMPT) + 7, cache=cache, max_new_tokens=3)
+    assert ids + continued == onward.decode(other, prompt=PROMPT, max_new_tokens=11)
 
 
 def test_the_context_of_a_model_is_a_limit():

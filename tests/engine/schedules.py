@@ -315,11 +315,11 @@ def run(schedule):
         worker()
     engine.check()
     for arrival, generation in worker.served:
-        _assert_as_alone(schedule, arrival, generation)
+        _assert_equal_alone(schedule, arrival, generation)
     return engine.stats()
 
 
-def _assert_as_alone(schedule, arrival, generation):
+def _assert_equal_alone(schedule, arrival, generation):
     expected = expected_of(schedule.name, arrival.index)
     completion = generation.result(0)
     pieces = list(generation)

@@ -241,11 +241,11 @@ def test_an_ended_watch_gets_no_more_calls():
 
 
 def test_an_engine_reports_how_long_its_step_has_been_running():
-    hangs, goes_on = threading.Event(), threading.Event()
+    hangs, resume = threading.Event(), threading.Event()
 
     def stop_when(ids, text):
         hangs.set()
-        goes_on.wait(SECONDS)
+        resume.wait(SECONDS)
         return True
 
     with CheckedEngine(LM) as engine:
@@ -255,7 +255,7 @@ def test_an_engine_reports_how_long_its_step_has_been_running():
         since = engine.seconds_since_step
         time.sleep(0.05)
         assert engine.seconds_since_step >= since + 0.05
-        goes_on.set()
+        resume.set()
         generation.result(SECONDS)
     assert engine.seconds_since_step == 0
     with pytest.raises(EngineError):

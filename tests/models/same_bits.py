@@ -5,7 +5,7 @@ import torch
 import onward
 
 
-def assert_bits_depend_on_the_text_alone(lm: onward.LanguageModel, ids: list[int], new_tokens: int) -> None:
+def assert_bits_depend_only_on_the_text(lm: onward.LanguageModel, ids: list[int], new_tokens: int) -> None:
     """Over the program: in chunks, in a batch of different lengths and drafted as whole, alone and plain."""
     assert lm.explain().backend == "native"
     whole = lm.logits(ids)

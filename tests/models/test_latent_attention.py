@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from same_bits import assert_bits_depend_on_the_text_alone
+from same_bits import assert_bits_depend_only_on_the_text
 
 import onward
 from onward import native, ops
@@ -47,7 +47,7 @@ def test_a_position_caches_one_latent_and_one_rotated_key(family, tmp_path):
 @pytest.mark.parametrize("format", [None, "int8", "int4"])
 def test_bits_depend_only_on_the_text(family, dtype, format, tmp_path):
     lm = onward.load(random_checkpoint(tmp_path, family, dtype=dtype), quantize=format)
-    assert_bits_depend_on_the_text_alone(lm, IDS, new_tokens=12)
+    assert_bits_depend_only_on_the_text(lm, IDS, new_tokens=12)
 
 
 @pytest.mark.parametrize("format", ["int8", "int4"])

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from same_bits import assert_bits_depend_on_the_text_alone
+from same_bits import assert_bits_depend_only_on_the_text
 
 import onward
 from onward import native
@@ -21,7 +21,7 @@ IDS = [(13 * i) % 258 for i in range(70)]
 def test_bits_depend_only_on_the_text(family, dtype, format, tmp_path):
     source = random_checkpoint(tmp_path / "source", family, dtype=dtype, num_hidden_layers=3)
     lm = onward.load(source, quantize=format)
-    assert_bits_depend_on_the_text_alone(lm, IDS, new_tokens=40)
+    assert_bits_depend_only_on_the_text(lm, IDS, new_tokens=40)
     if format is not None:
         quantize_folder(source, tmp_path / "small", format)
         assert torch.equal(onward.load(tmp_path / "small").logits(IDS), lm.logits(IDS))

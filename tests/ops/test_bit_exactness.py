@@ -37,7 +37,7 @@ def cuts(draw) -> tuple[int, int, int, int, int]:
 cases = given(cut=cuts(), counts=st.tuples(threads, threads), seed=seeds, dtype=dtypes, width=widths)
 
 
-def assert_rows_stand_alone(op: Callable[[Tensor], Tensor], x: Tensor, cut, counts) -> None:
+def assert_batched_equals_alone(op: Callable[[Tensor], Tensor], x: Tensor, cut, counts) -> None:
     """op maps x [B, T, K] to [B, T, N]."""
     _, _, row, start, end = cut
     native.set_num_threads(counts[0])
@@ -62,7 +62,7 @@ def test_linear(weights, cut, counts, seed, dtype, width):
     weight = WEIGHTS[weights](random(50, width, dtype=dtype, seed=seed))
     bias = random(50, dtype=dtype, seed=seed) if seed % 2 else None
     x = random(*cut[:2], width, dtype=dtype, seed=seed)
-    assert_rows_stand_alone(lambda x: ops.linear(x, weight, bias), x, cut, counts)
+    assert_batched_equals_alone(lambda x: ops.linear(x, weight, bias), x, cut, counts)
 
 
 NORMS = {
@@ -81,7 +81,7 @@ NORMS = {
 def test_norms_and_elementwise_ops(op, cut, counts, seed, dtype, width):
     weight = random(width, dtype=dtype, seed=seed)
     x = random(*cut[:2], width, dtype=dtype, seed=seed)
-    assert_rows_stand_alone(lambda x: NORMS[op](x, weight), x, cut, counts)
+    assert_batched_equals_alone(lambda x: NORMS[op](x, weight), x, cut, counts)
 
 
 @given(

@@ -164,14 +164,14 @@ def by_a_square_root(x: Tensor, p: Params) -> Tensor:
     return p["weight"] * (wide * torch.sqrt(wide.pow(2).mean(-1, keepdim=True) + EPS)).to(x.dtype)
 
 
-def of_what_changes(x: Tensor, p: Params) -> Tensor:
+def of_changing_params(x: Tensor, p: Params) -> Tensor:
     wide = x.float() * 2
     square = wide.pow(2)
     square += 1
     return p["weight"] * (wide * torch.rsqrt(square.mean(-1, keepdim=True) + EPS)).to(x.dtype)
 
 
-def with_a_weight_a_row(x: Tensor, p: Params) -> Tensor:
+def with_weight_per_row(x: Tensor, p: Params) -> Tensor:
     wide = x.float()
     normed = (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS)).to(x.dtype)
     return x * normed
@@ -180,7 +180,7 @@ def with_a_weight_a_row(x: Tensor, p: Params) -> Tensor:
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize(
     "body",
-    [of_another_axis, of_another_array, of_a_rounded_copy, of_cubes, by_a_square_root, of_what_changes],
+    [of_another_axis, of_another_array, of_a_rounded_copy, of_cubes, by_a_square_root, of_changing_params],
 )
 def test_other_expressions_are_not_fused_into_a_norm(body: Callable[..., Tensor], dtype: torch.dtype) -> None:
     ours, names = run(lambda x, _, p: body(x, p), dtype)
@@ -190,9 +190,9 @@ def test_other_expressions_are_not_fused_into_a_norm(body: Callable[..., Tensor]
 
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_a_product_with_a_norm_is_no_weight(dtype: torch.dtype) -> None:
-    ours, names = run(lambda x, _, p: with_a_weight_a_row(x, p), dtype)
+    ours, names = run(lambda x, _, p: with_weight_per_row(x, p), dtype)
     assert "rms_norm" not in names
-    assert close(ours, eagerly(lambda x, _, p: with_a_weight_a_row(x, p), dtype))
+    assert close(ours, eagerly(lambda x, _, p: with_weight_per_row(x, p), dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -290,7 +290,7 @@ def different_halves(x: Tensor, positions: Tensor, p: Params) -> Tensor:
     return (q * both.cos() + rotate_half(q) * both.sin()).to(x.dtype).transpose(1, 2)
 
 
-def turned_the_other_way(x: Tensor, positions: Tensor, p: Params) -> Tensor:
+def rotated_in_reverse(x: Tensor, positions: Tensor, p: Params) -> Tensor:
     q, (cos, sin) = split_heads(x), angles(positions, p)
     half = DIM // 2
     other = torch.cat((q[..., half:], -q[..., :half]), -1)
@@ -303,7 +303,7 @@ def halves_of_another(x: Tensor, positions: Tensor, p: Params) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("body", [different_halves, turned_the_other_way, halves_of_another])
+@pytest.mark.parametrize("body", [different_halves, rotated_in_reverse, halves_of_another])
 def test_other_expressions_are_not_fused_into_a_rotation(body: Body, dtype: torch.dtype) -> None:
     ours, names = run(body, dtype)
     assert "rotate" not in names

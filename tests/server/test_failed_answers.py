@@ -101,12 +101,12 @@ def test_a_failed_answer_leaves_nothing_running(engine, monkeypatch, url, broken
 def test_a_submission_for_a_cancelled_request_is_cancelled(engine, monkeypatch):
     """The submitting thread waits before the engine while the requesting task is cancelled."""
     app = create_app({"tiny": engine}, Settings())
-    stands, goes_on = threading.Event(), threading.Event()
+    blocked, resume = threading.Event(), threading.Event()
     submit, submitted = engine.submit, []
 
     def waits(*arguments, **options):
-        stands.set()
-        assert goes_on.wait(SECONDS)
+        blocked.set()
+        assert resume.wait(SECONDS)
         submitted.append(submit(*arguments, **options))
         return submitted[-1]
 
@@ -114,10 +114,10 @@ def test_a_submission_for_a_cancelled_request_is_cancelled(engine, monkeypatch):
 
     async def cancelled():
         asking = asyncio.create_task(ask(app, "/v1/completions", URLS["/v1/completions"]))
-        await asyncio.to_thread(stands.wait, SECONDS)
+        await asyncio.to_thread(blocked.wait, SECONDS)
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
-        goes_on.set()
+        resume.set()
         while not submitted:
             await asyncio.sleep(0.001)
         await asyncio.wait_for(idle(app, engine), SECONDS)

@@ -145,18 +145,18 @@ def test_requests_cancelled_at_shutdown_get_an_error(start: Start, lm: onward.La
 
 def test_a_hanging_engine_is_not_healthy(start: Start, lm: onward.LanguageModel) -> None:
     server = start({"demo": lm}, hang_seconds=0.05)
-    hangs, goes_on = threading.Event(), threading.Event()
+    hangs, resume = threading.Event(), threading.Event()
 
     def stop_when(ids: Any, text: str) -> bool:
         hangs.set()
-        goes_on.wait(SECONDS)
+        resume.wait(SECONDS)
         return True
 
     generation = server.engines["demo"].submit("Once", stop_when=stop_when)
     assert hangs.wait(SECONDS)
     until(lambda: server.get("/health").status_code == 503)
     assert server.get("/health").json()["models"]["demo"]["state"] == "hangs"
-    goes_on.set()
+    resume.set()
     generation.result(SECONDS)
     until(lambda: server.get("/health").json()["models"]["demo"]["state"] == "idle")
 

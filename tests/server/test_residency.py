@@ -136,7 +136,7 @@ class Server(RuleBasedStateMachine):
                 assert resident.status == "loaded"
 
     @invariant()
-    def nobody_waits_without_cause(self) -> None:
+    def no_request_waits_without_reason(self) -> None:
         """While requests wait, a model is on its way in or out, or one that serves is in the way."""
         if hasattr(self, "policy") and any(self.waiting.values()):
             assert self.loading or self.unloading or any(self.using.values())

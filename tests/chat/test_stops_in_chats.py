@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 from answers import ASKED, CLOCK, TEMPLATES, WEATHER, Chat, answering
-from test_cut_calls import ANSWERS
 from test_harmony import TEMPLATE as HARMONY
+from test_truncated_calls import ANSWERS
 
 import onward
 from onward.decoding.speculation import PredictedOutput, Speculator

@@ -9,7 +9,7 @@ from answers import ASKED, Chat, message
 from hypothesis import given
 from hypothesis import strategies as st
 from test_constrained_calls import admitted
-from test_schema_beside_tools import CALLS, chat_of
+from test_schema_with_tools import CALLS, chat_of
 
 from onward.chat import FORMATS
 from onward.errors import RequestError

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from live_server import SECONDS
-from test_taking_up import BODIES, PIECEWISE, RESPONSES, Frames, frames_of, joined, without_cached
+from test_stream_resumption import BODIES, PIECEWISE, RESPONSES, Frames, frames_of, joined, without_cached
 
 import onward
 from onward.cluster.call import ProxiedRequest, ReplicaLostError, Reply, RouteAttempt

@@ -50,7 +50,7 @@ def warnings_of(*lms):
 def test_an_untraceable_forward_names_its_line_once():
     lm = onward.LanguageModel(untraceable())
     (message,) = warnings_of(lm, lm, onward.LanguageModel(untraceable(1)))
-    assert "test_slow_for_a_reason.py:" in message
+    assert "test_slow_path_warnings.py:" in message
     assert "in forward" in message
     assert 'compile="eager" silences this' in message
 

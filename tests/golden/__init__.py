@@ -10,8 +10,14 @@ kernels vary by processor, so the definition path has no record: two source tree
 
 from pathlib import Path
 
+from onward import native
+
 HERE = Path(__file__).parent
 DEMO = HERE / "demo"
 RECORD = HERE / "record"
-# The instruction sets with the bits of another one, which has the record (docs/decisions/0025).
-BITS = {"avx512vnni": "avx2", "neon": "avx2", "neon_i8mm": "avx2"}
+
+
+def recorded_isa() -> str:
+    """The instruction set of the record that holds for the one in use (docs/decisions/0025)."""
+    bits = native.bits_of(native.isa())
+    return "avx2" if bits == "neon" else bits

@@ -9,9 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.golden import BITS, RECORD, __doc__, bits, cache, http, programs
-
-from onward import native
+from tests.golden import RECORD, __doc__, bits, cache, http, programs, recorded_isa
 
 
 def main() -> int:
@@ -36,11 +34,11 @@ def _records() -> dict[str, Any]:
     """The results of this tree, by the name of their file."""
     with http.server() as port:
         streams, statuses = http.all_streams(port), http.all_statuses(port)
-    record = BITS.get(native.isa(), native.isa())
+    isa = recorded_isa()
     return {
-        f"bits-{record}": bits.all_bits(),
+        f"bits-{isa}": bits.all_bits(),
         "programs": programs.all_programs(),
-        f"streams-{record}": streams,
+        f"streams-{isa}": streams,
         "statuses": statuses,
         "cache": cache.all_counts(),
     }

@@ -4,9 +4,7 @@ import json
 
 import pytest
 import torch
-from tests.golden import BITS, RECORD, bits, cache, programs
-
-from onward import native
+from tests.golden import RECORD, bits, cache, programs, recorded_isa
 
 # One family of each kind of layer: the others are compared by `python -m tests.golden check`.
 FAMILIES = ("gemma3", "gptoss", "deepseekv3", "qwen3next", "falconh1")
@@ -22,7 +20,7 @@ def recorded(name: str) -> dict:
 @pytest.mark.parametrize("name", ["demo", *FAMILIES])
 def test_bits_and_programs_equal_the_recorded_ones(name: str) -> None:
     key = f"{name} bfloat16"
-    record = recorded(f"bits-{BITS.get(native.isa(), native.isa())}")
+    record = recorded(f"bits-{recorded_isa()}")
     assert bits.bits(bits.language_model(name, torch.bfloat16)) == record[key]
     assert programs.program_hashes(bits.language_model(name, torch.bfloat16)) == recorded("programs")[key]
 

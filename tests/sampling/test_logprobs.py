@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from onward import Sampler, SamplingParams
 from onward.errors import RequestError
 from onward.sampling import logprobs, noise
+from onward.sampling.logprobs import log_softmax
 from onward.sampling.noise import by_rows
 
 NAN, INF = math.nan, math.inf
@@ -33,6 +34,7 @@ def test_logprobs_equal_a_log_softmax_in_float64(scale, vocab):
     bound = 5e-7 + 2.0**-24 * exact.abs()
     assert ((got.chosen - exact.gather(-1, chosen.unsqueeze(-1)).squeeze(-1)).abs() <= bound.amax(-1)).all()
     assert ((got.top - exact.gather(-1, got.top_ids)).abs() <= bound.gather(-1, got.top_ids)).all()
+    assert torch.equal(log_softmax(logits.flatten(0, 1)).view_as(logits).gather(-1, got.top_ids), got.top)
     if scale:
         assert torch.equal(got.top_ids, logits.sort(-1, descending=True).indices[..., :3])
 

@@ -21,7 +21,7 @@ from onward.decoding.sequence import FinishReason, Sequence
 from onward.decoding.step import DecodeStep, Emitted
 from onward.errors import RequestError
 from onward.sampling.constraint import mask_logits, nothing_left
-from onward.sampling.logprobs import TokenLogprobs, not_finite, token_logprobs
+from onward.sampling.logprobs import TokenLogprobs, log_softmax, not_finite, token_logprobs
 from onward.sampling.sampler import AdjustmentPass
 
 # How many of the most likely continuations may all end a sequence that has a constraint.
@@ -262,7 +262,7 @@ def _last_ids(search: BeamSearch) -> list[Sequence]:
 def _best_candidates(search: BeamSearch, logits: Tensor) -> list[BeamCandidate]:
     assert search.sampling is not None
     running = search.running
-    logprobs = torch.log_softmax(logits.to(torch.float32), dim=-1)
+    logprobs = log_softmax(logits)
     adjust = AdjustmentPass([search.sampling] * len(running), logits.device)
     if adjust.any:
         histories = [beam.sequence.read_history() for beam in running] if adjust.needs_history else None

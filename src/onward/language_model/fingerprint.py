@@ -199,8 +199,18 @@ def _first_difference(name: str, was: Any, here: Any) -> tuple[str, Any, Any] | 
 
 
 def computed_by(model: Model) -> str:
-    """The device and kernels that run a model, such as "cpu native avx512": others may round differently."""
-    return " ".join((model.device.type, *(ops.choice() if model.device.type == "cpu" else ())))
+    """The device and kernels that run a model, such as "cpu native avx512": others may round differently.
+
+    Instruction sets with the same bits have one name. Where a forward calls functions of torch, because it isn't a
+    built-in family's or no kernels are used, those that torch uses are named too: its softmax depends on them.
+    """
+    if model.device.type != "cpu":
+        return model.device.type
+    form, isa = ops.choice()
+    kernels = f"cpu {form} {native.bits_of(isa)}"
+    if form == "native" and architecture_of(model) is not None:
+        return kernels
+    return f"{kernels} torch {torch.backends.cpu.get_cpu_capability()}"
 
 
 def _kind(weight: Any) -> str:
@@ -251,8 +261,8 @@ _STARTED = time.time()
 
 def build() -> str:
     """A text that is equal for builds with equal bits."""
-    library = native.library()
-    return f"{_sources()} {'' if library is None else _hash_of((library.path,))}"
+    libraries = native.libraries_of(native.bits_of(native.isa()))
+    return f"{_sources()} {_hash_of(tuple(libraries)) if libraries else ''}"
 
 
 def reading_build() -> str:

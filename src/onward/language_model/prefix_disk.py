@@ -170,6 +170,7 @@ def key_of(model: Model, backend: str, weights: str) -> str:
     *_, autocast = computation(model)
     parts = (
         weights, computed_by(model), platform.machine(), build(), torch.__version__, backend, str(autocast),
+        torch.backends.cpu.get_cpu_capability(),  # of the code that torch.compile makes
         str((plan.shapes, plan.states, plan.dtype, plan.rows.name, BLOCK)),
     )  # fmt: skip
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()

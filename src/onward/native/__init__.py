@@ -8,9 +8,11 @@ from onward.native.interface import DType, Format, Status
 from onward.native.loader import (
     Library,
     available_isas,
+    bits_of,
     built_isas,
     configured_threads,
     isa,
+    libraries_of,
     library,
     library_folder,
     num_threads,
@@ -20,20 +22,7 @@ from onward.native.loader import (
 from onward.native.machine import advise_huge_pages, give_back_pages, last_level_cache_bytes
 
 __all__ = [
-    "DType",
-    "Format",
-    "Library",
-    "Status",
-    "advise_huge_pages",
-    "available_isas",
-    "built_isas",
-    "configured_threads",
-    "give_back_pages",
-    "isa",
-    "last_level_cache_bytes",
-    "library",
-    "library_folder",
-    "num_threads",
-    "select_isa",
-    "set_num_threads",
+    "DType", "Format", "Library", "Status", "advise_huge_pages", "available_isas", "bits_of", "built_isas",
+    "configured_threads", "give_back_pages", "isa", "last_level_cache_bytes", "libraries_of", "library",
+    "library_folder", "num_threads", "select_isa", "set_num_threads",
 ]  # fmt: skip

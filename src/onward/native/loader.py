@@ -63,6 +63,9 @@ class Library:
             raise NativeError(f"{name} failed: {Status(status).name.lower().replace('_', ' ')}")
 
 
+# Sets that compute the bits of another one (docs/decisions/0025), as tests/native and the golden record check.
+_BITS = {"avx512vnni": "avx2", "neon_i8mm": "neon"}
+
 _lock = threading.Lock()
 _loaded: dict[str, Library] = {}
 _current: Library | None = None
@@ -103,6 +106,16 @@ def isa() -> str:
     """The instruction set in use: one of `available_isas()`, or "none"."""
     current = library()
     return current.isa if current else "none"
+
+
+def bits_of(isa: str) -> str:
+    """The set that stands for all sets with the same bits as this one."""
+    return _BITS.get(isa, isa)
+
+
+def libraries_of(bits: str) -> list[Path]:
+    """The libraries that were built for the instruction sets with these bits (`bits_of`)."""
+    return [_path(isa) for isa in built_isas() if bits_of(isa) == bits]
 
 
 def select_isa(name: str) -> None:

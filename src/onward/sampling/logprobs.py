@@ -75,6 +75,11 @@ def logprobs(logits: Tensor, chosen: Tensor, top_k: int = 0) -> Logprobs:
     return Logprobs(of_chosen, top_ids.view(*logits.shape[:-1], top_k), of(top_ids))
 
 
+def log_softmax(logits: Tensor) -> Tensor:
+    """Those of all ids: float [N, V] -> float32 [N, V], with the bits and the errors of `logprobs`."""
+    return (logits.to(torch.float32).to(torch.float64) - _normalisers(logits)).to(torch.float32)
+
+
 def _normalisers(logits: Tensor) -> Tensor:
     """[N, V] -> float64 [N, 1], by the kernel or by its definition."""
     library = usable_library()

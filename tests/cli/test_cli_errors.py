@@ -171,7 +171,7 @@ def test_an_empty_prompt_without_a_bos(cli: Cli, tmp_path: Path) -> None:
     assert_one_line(cli("generate", "", "--model", str(folder)), "empty", "BOS")
 
 
-def test_an_unsupported_architecture(cli: Cli, tmp_path: Path) -> None:
+def test_unsupported_architecture(cli: Cli, tmp_path: Path) -> None:
     folder = _copy_of_the_demo(tmp_path)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"architectures": ["AbacusForCausalLM"]}))

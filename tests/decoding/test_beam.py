@@ -71,7 +71,7 @@ def test_copies_give_every_beam_its_parents_past(seed, width, new, kind):
     assert all(search.is_over and search.holders() == [] for search in searches)
 
 
-def test_only_the_best_ended_texts_are_kept():
+def test_only_the_best_ended_texts_remain_candidates():
     search = BeamSearch(BeamOptions(2, length_penalty=0.0), [1], 9, {0})
     search.advance(
         [BeamCandidate(0, 0, -1.0), BeamCandidate(0, 5, -2.0), BeamCandidate(0, 6, -3.0), BeamCandidate(0, 7, -4.0)]

@@ -250,7 +250,7 @@ def steps_of(prompt, others, arrivals, turn):
     others=st.lists(st.integers(2000, 4000), max_size=2),
     turn=st.booleans(),
 )
-def test_the_first_and_the_shortest_prompt_take_at_most_twice_their_steps_plus_one(prompt, arrivals, others, turn):
+def test_first_and_shortest_prompts_take_at_most_twice_their_steps(prompt, arrivals, others, turn):
     alone = steps_of(prompt, [], [], turn)
     assert steps_of(prompt, [], arrivals, turn) <= 2 * alone + 1, "it is the first, and shorter ones come"
     short = min(prompt, 150)

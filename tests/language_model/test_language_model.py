@@ -288,7 +288,7 @@ def test_logits_do_not_depend_on_later_ids():
 # ── caches ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_cache_can_be_reused_whatever_its_contents():
+def test_a_cache_can_be_reused_with_any_contents():
     lm = tiny_lm()
     want = [contents(one) for one in lm.generate(PROMPTS, **SAMPLED)]
     cache = lm.new_cache(len(PROMPTS), 80)

@@ -120,7 +120,7 @@ def placed_steers(vector: torch.Tensor, count: int) -> list[dict[str, Any] | Non
     ]
 
 
-def test_steered_positions_are_equal_alone_batched_chunked_in_engines_and_eagerly(lm, vector):
+def test_steered_positions_are_equal_in_batches_chunks_engines_and_eagerly(lm, vector):
     count = len(lm.encode(PROMPT))
     each = placed_steers(vector, count)
     alone = [lm.generate(PROMPT, steer=steer, **GREEDY).token_ids for steer in each]
@@ -250,7 +250,7 @@ def test_a_steered_forward_is_a_program_and_changes_no_other_row(lm, vector):
     assert torch.equal(logits[0], lm.logits(ids).to(logits.dtype))
 
 
-def test_a_steer_beside_adapters_and_after_many_others(lm, tmp_path):
+def test_a_steer_with_loaded_adapters_and_after_many_others(lm, tmp_path):
     lm = LanguageModel(lm.model, lm.tokenizer)
     lm.load_adapter("other", demo_adapter(tmp_path / "other", 3))
     adapted = lm.generate(PROMPT, adapter="other", **GREEDY).token_ids

@@ -45,7 +45,7 @@ _DRAIN = 2.0  # seconds of a replacement in which replicas are killed
 FAULTS = ("kill", "stop", "kill while draining")
 STATES = ("idle", "opening", "prefill", "stream", "start")
 _UNUSED = 7.0  # seconds after which an idle channel is closed
-_BESIDE = 4  # streams that run at the same time as the measured one
+_OTHERS = 4  # streams that run at the same time as the measured one
 
 Act = Callable[[int], None]  # is given the process of the replica
 
@@ -82,7 +82,9 @@ def measured(url: str, options: DeployOptions, body: dict[str, Any], faults: lis
     wait_for_replicas(REPLICAS)
     expected = Reading(url, body)
     undisturbed = [Reading(url, body) for _ in range(5)]
-    assert all(reading.told == expected.told for reading in undisturbed), "nothing happened, and the text is another"
+    assert all(reading.received == expected.received for reading in undisturbed), (
+        "nothing happened, and the text is another"
+    )
     found: dict[str, Any] = {}
     for fault in faults:
         gaps, differ, too_late = [], 0, 0
@@ -92,7 +94,7 @@ def measured(url: str, options: DeployOptions, body: dict[str, Any], faults: lis
             got = Reading(url, body, at, act)
             if isinstance(act, _Replacement):
                 act.join()
-            differ += got.told != expected.told
+            differ += got.received != expected.received
             if got.acted:
                 gaps.append(got.gap * 1e3)
             else:
@@ -122,14 +124,14 @@ def killed(url: str, body: dict[str, Any], state: str, rounds: int) -> dict[str,
             wait_for_replicas(REPLICAS)
             expected = Reading(url, asked)
         time.sleep(_UNUSED if state == "opening" else 0.0)
-        others = [threading.Thread(target=Reading, args=[url, {**asked, "prompt": str(at)}]) for at in range(_BESIDE)]
+        others = [threading.Thread(target=Reading, args=[url, {**asked, "prompt": str(at)}]) for at in range(_OTHERS)]
         for thread in others:
             thread.start()
         loads.append(os.getloadavg()[0])
         got = _killed_reading(url, asked, state, expected.pid)
         for thread in others:
             thread.join()
-        differ += got.told != expected.told
+        differ += got.received != expected.received
         gaps.append(got.gap * 1e3)
     return {**_summary(gaps, differ), "load_average": {"least": round(min(loads), 1), "most": round(max(loads), 1)}}
 
@@ -158,14 +160,14 @@ class Reading:
     """A stream, read to its end.
 
     at: the number of events after which `act` is called with the id of the process that serves the stream.
-    told: the tokens with their logprobs, the ids, and the end.
+    received: the tokens with their logprobs, the ids, and the end.
     times: the times of the events. gap: the longest time between two events after `act`, in seconds.
     pid: the process of the replica that started the stream.
     acted: whether `act` was called; it isn't if events have several tokens and are fewer than `at`.
     """
 
     def __init__(self, url: str, body: dict[str, Any], at: int | None = None, act: Act | None = None) -> None:
-        self.told: tuple[list[Any], list[int], list[Any]] = [], [], []
+        self.received: tuple[list[Any], list[int], list[Any]] = [], [], []
         self.times: list[float] = []
         connection = http.client.HTTPConnection(url.removeprefix("http://").partition("/")[0], timeout=120)
         since = time.perf_counter()
@@ -192,7 +194,7 @@ class Reading:
         """The tokens one by one, independent of their division into events."""
         (choice,) = event.get("choices") or [event]
         logprobs = choice.get("logprobs") or {"token_logprobs": [], "tokens": []}
-        tokens, ids, ends = self.told
+        tokens, ids, ends = self.received
         tokens += zip(logprobs["tokens"], logprobs["token_logprobs"], strict=True)
         ids += choice.get("token_ids") or ()
         ends += [choice["error"]] if "error" in choice else filter(None, [choice["finish_reason"]])

@@ -85,7 +85,7 @@ def ours(library: native.Library, layers: list[Layer], queries: int) -> Run:
     calls = [ctypes.byref(arguments(q, layer, offsets, out)) for layer in layers]
     function = library.onward_attention
 
-    def run(kept: object = (q, out, offsets, layers)) -> None:
+    def run(alive: object = (q, out, offsets, layers)) -> None:
         for call in calls:
             function(call)
 

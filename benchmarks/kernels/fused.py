@@ -67,7 +67,7 @@ class Code:
 
     def __init__(self, library: native.Library) -> None:
         self.library, self.words, self.names = library, [], []
-        self.kept: list[object] = []
+        self.alive: list[object] = []
 
     def add(self, name: str, *arguments: Any) -> None:
         self.words += [self.library.onward_program_instruction(name.encode()), len(arguments)]
@@ -81,10 +81,10 @@ class Code:
         if kind is ctypes.c_float:
             return struct.unpack("<i", struct.pack("<f", argument))[0]
         if isinstance(argument, Tensor):
-            self.kept.append(argument)
+            self.alive.append(argument)
             return argument.data_ptr()
         if isinstance(argument, (ctypes.Array, ctypes.Structure)):
-            self.kept.append(argument)
+            self.alive.append(argument)
             return ctypes.addressof(argument)
         return int(argument)
 
@@ -169,7 +169,7 @@ class Token:
         for i, out in enumerate(outputs):
             rows = self.weights.shapes[first + i][0]
             products[i] = LinearArguments(rows, self.weights.addresses[first + i], None, out.data_ptr(), rows, 0, BF16)
-        self.code.kept.extend(outputs)
+        self.code.alive.extend(outputs)
         width = x.shape[1]
         self.code.add(
             "onward_linear_many", products, len(outputs), self.weights.format, self.tokens, width, x, BF16, width
@@ -204,7 +204,7 @@ class Token:
             q_strides=(0, dim, shape.heads * dim), keys_strides=cache_strides, values_strides=cache_strides,
             out_strides=(0, dim, shape.heads * dim), offsets=self.offsets.data_ptr(), scale=dim**-0.5, dtype=BF16,
         )  # fmt: skip
-        self.code.kept += [q, k, v, keys, values, mixed]
+        self.code.alive += [q, k, v, keys, values, mixed]
         self.code.add("onward_attention", attention)
 
 

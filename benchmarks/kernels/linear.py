@@ -67,7 +67,7 @@ class Weights:
             for (outputs, inputs), address in zip(self.shapes, self.addresses, strict=True)
         ]  # fmt: skip
 
-        def run(kept: object = (self.memory, x, out)) -> None:
+        def run(alive: object = (self.memory, x, out)) -> None:
             for call in calls:
                 function(*call)
 

@@ -25,7 +25,7 @@ SHARE_OF_PREFILL = 0.65
 MIXED_PROMPTS, MIXED_NEW = (16, 2048), (16, 256)
 LOAD, CAPACITY_CLIENTS = 0.7, 16
 # The row after whose tokens the long prompt comes may be the first to begin: the others have begun by then.
-ROWS_BESIDE, LONG_PROMPT, LONG_AFTER, ROWS_NEW = 8, 4000, 96, 384
+DECODING_ROWS, LONG_PROMPT, LONG_AFTER, ROWS_NEW = 8, 4000, 96, 384
 GAP_GROWTH = 2.5
 PREFIX, SUFFIX, PREFIX_GAIN = 2000, 32, 12.0
 CONTEXTS, OVERHEAD = (32, 512, 4000), 1.02
@@ -133,12 +133,12 @@ def _arrivals_columns(plan: Plan) -> list[Column]:
 
 def _long_prompt(course: Course) -> None:
     plan, sheet = course.plan, course.sheet
-    _warm_up(course, rows=ROWS_BESIDE)
+    _warm_up(course, rows=DECODING_ROWS)
     _warm_up(course, 1024)
     for turn in range(plan.rounds):
         progress(f"round {turn + 1} of {plan.rounds}")
-        rows = [Request(course.prompt(PROMPT), ROWS_NEW) for _ in range(ROWS_BESIDE)]
-        requests = [*rows, Request(course.prompt(LONG_PROMPT), 1, after=ROWS_BESIDE - 1, tokens=LONG_AFTER)]
+        rows = [Request(course.prompt(PROMPT), ROWS_NEW) for _ in range(DECODING_ROWS)]
+        requests = [*rows, Request(course.prompt(LONG_PROMPT), 1, after=DECODING_ROWS - 1, tokens=LONG_AFTER)]
         for name in course.everyone(turn):
             if records := course.run(name, requests):
                 *others, long = records
@@ -242,7 +242,7 @@ PARTS = {
             "a prompt of 4,000 among 8 decoding rows: ms between their tokens",
             _long_prompt_columns,
             _long_prompt,
-            sequences=lambda plan: ROWS_BESIDE + 1,
+            sequences=lambda plan: DECODING_ROWS + 1,
             positions=4096,
             ways=(ENGINE, SHORT_STEPS),
         ),

@@ -34,7 +34,7 @@ class Stream:
         return pid_of(self.replica) if self.replica else 0
 
     @property
-    def said(self) -> list[Any]:
+    def content(self) -> list[Any]:
         """All data of each text, independent of its division into events: the parts in order, then the usage."""
         texts: dict[int, list[Any]] = {}
         for choice in (choice for event in self.events for choice in event.get("choices", ())):
@@ -130,7 +130,7 @@ def undisturbed(port: int, body: dict[str, Any], path: str = "/v1/completions") 
 def check_same(got: Stream, expected: Stream) -> None:
     assert expected.is_whole
     assert "error" not in got.events[-1], got.events[-1]
-    assert got.said == expected.said
+    assert got.content == expected.content
     assert got.is_whole
 
 

@@ -24,5 +24,5 @@ def test_running_requests_have_time_to_end() -> None:
         assert began.wait(60)
     reading.join()
     assert got[0].is_whole
-    texts, _ = got[0].said
+    texts, _ = got[0].content
     assert [parts[2] for _, parts in texts] == ["length"] * 16

@@ -63,7 +63,7 @@ def test_replicas_of_two_ranks_each() -> None:
     whole = onward.load("demo").generate(STORY["prompt"], max_new_tokens=400, temperature=0.5, seed=10)
     with running(options, port=(port := free_port())):
         expected = undisturbed(port, STORY)
-        assert expected.said[0][0][1][0] == whole.text
+        assert expected.content[0][0][1][0] == whole.text
         got = read(port, STORY, 20, signal_it(signal.SIGKILL))
         check_same(got, expected)
         served_by = undisturbed(port, STORY)

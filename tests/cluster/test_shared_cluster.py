@@ -55,11 +55,11 @@ def test_commands_share_a_cluster_with_others(address: str) -> None:
         assert _ours() == 2
         assert _models(port) == _models(another)
         first, second = (read(one, STORY) for one in (port, another))
-        assert first.said == second.said
+        assert first.content == second.content
         assert first.replica != second.replica
         commands[1].close()
         assert _ours() == 1
-        assert read(port, STORY).said == first.said
+        assert read(port, STORY).content == first.content
     finally:
         for command in commands:
             command.close()

@@ -142,7 +142,7 @@ class Fleet:
         if arrival.place is not None:
             name, text = arrival.place
             self._engines[name].settle(now)
-            if text.told:
+            if text.generated:
                 return
             del self._at[name][text]
             self._engines[name].cancel(text, now)
@@ -201,9 +201,9 @@ class Fleet:
         self._post(now + self._plan.restart, self._start)
         for text, arrival in queued.items():
             arrival.place = None
-            if text.told and arrival.first is None:
+            if text.generated and arrival.first is None:
                 arrival.first = text.first
-            arrival.emitted += text.told
+            arrival.emitted += text.generated
             arrival.avoid.add(name)
             self._post(now + self._plan.noticed, lambda now, arrival=arrival: self._again(arrival, now))
 

@@ -42,7 +42,7 @@ class Text:
     """A request at one replica: a `SchedulerRequest`, and its row.
 
     tokens: of its prompt, whose whole blocks have hashes. new: tokens that it generates. emitted: those that it had
-    when it came here. told: those that it was given here; first: when.
+    when it came here. generated: those that were generated here; first: when.
     """
 
     tokens: int
@@ -57,7 +57,7 @@ class Text:
     computed: int = 0
     cached: int = 0
     reserved: int = 0
-    told: int = 0
+    generated: int = 0
     first: float = math.nan
 
     def __post_init__(self) -> None:
@@ -200,18 +200,18 @@ class SimulatedEngine:
         for text, tokens in self._plan:
             text.computed += tokens
             if text.computed == text.total:
-                if not text.told:
+                if not text.generated:
                     text.first = self._began + durations[0]
                 more = len(durations)
                 text.computed += more - 1
                 text.total += more
                 text.left -= more
-                text.told += more
+                text.generated += more
                 output += 1
         for seconds in durations:
             self.scheduler.record_step(seconds, output)
         for text, _ in self._plan:
-            if text.left == 0 and text.told:
+            if text.left == 0 and text.generated:
                 self._leave(text)
                 self._ended(text, end)
 

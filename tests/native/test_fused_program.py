@@ -28,12 +28,12 @@ class Program:
     def __init__(self) -> None:
         library = native.library()
         assert library is not None
-        self.library, self.words, self.kept = library, [], []
+        self.library, self.words, self.alive = library, [], []
 
     def add(self, name: str, *arguments: object) -> None:
         self.words += [self.library.onward_program_instruction(name.encode()), len(arguments)]
         for argument in arguments:
-            self.kept.append(argument)
+            self.alive.append(argument)
             if isinstance(argument, Tensor):
                 self.words.append(argument.data_ptr())
             elif isinstance(argument, int):
@@ -56,7 +56,7 @@ def add_linear(program: Program, weights: list[Packed], x: Tensor) -> list[Tenso
             for w, out in zip(weights, outs, strict=True)
         )
     )
-    program.kept += [outs, x]
+    program.alive += [outs, x]
     fmt = weights[0].format
     program.add("onward_linear_many", products, len(weights), fmt, *x.shape, x, F32, x.stride(0))
     return outs
@@ -72,7 +72,7 @@ def add_attention(program: Program, q: Tensor, keys: Tensor, values: Tensor, off
         keys_strides=strides(keys, 3), values_strides=strides(values, 3), out_strides=strides(out, 3),
         offsets=offsets.data_ptr(), window=window, scale=dim**-0.5, dtype=F32,
     )  # fmt: skip
-    program.kept += [out, q, keys, values, offsets]
+    program.alive += [out, q, keys, values, offsets]
     program.add("onward_attention", arguments)
     return out
 

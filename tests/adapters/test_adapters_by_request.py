@@ -364,7 +364,7 @@ def test_logits_use_the_adapter(loaded, name, chunk):
 
 
 def test_every_method_takes_an_adapter_and_refuses_unloaded_ones(loaded):
-    """A verb of LanguageModel is whatever runs the model for ids, a text or messages."""
+    """All methods of LanguageModel that run the model for ids, a text or messages."""
     verbs = {
         "generate": lambda **options: loaded.generate(IDS, max_new_tokens=4, **options).token_ids,
         "stream": lambda **options: [piece.token_id for piece in loaded.stream(IDS, max_new_tokens=4, **options)],

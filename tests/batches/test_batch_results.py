@@ -36,7 +36,7 @@ def done(results: BatchResults, batch: BatchInput) -> list[bool]:
 
 
 def finished(out: Path, batch: BatchInput) -> bytes:
-    """The output, with whatever is not done yet."""
+    """The output, and the unfinished lines."""
     with BatchResults(out, batch) as results:
         results.add(each for each, is_done in zip(answers(batch), done(results, batch), strict=True) if not is_done)
         results.finish(PRINT)

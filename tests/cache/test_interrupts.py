@@ -75,7 +75,7 @@ class House:
         check_accounts(slots)
 
     def check_window(self, slot, ids):
-        """The slot has what a token after these ids sees."""
+        """The slot has the entries that a token after these ids attends to."""
         window = 0 if self.memory.windows is None else self.memory.windows.window
         for at in range(max(0, len(ids) - window + 1), len(ids)) if window else ():
             texts = self.memory.windows.texts[slot.windows[at // SIZE]]

@@ -100,7 +100,7 @@ def test_the_second_of_two_equal_rows_extends_the_first_after_release():
 
 
 def test_a_block_of_a_fork_is_not_found_through_another_rows_block():
-    """Else the fork would hold it without what comes before, which could then not be evicted first."""
+    """Otherwise the fork would use it without its parents, which could then be evicted first."""
     _, slots = slots_over()
     text = list(range(12))
     (one, _), (two, _) = slots.acquire(text, 12), slots.acquire(text, 12)

@@ -1,4 +1,4 @@
-"""Required calls are always made, and they parse whatever a model would rather write."""
+"""Required calls are always made, and they parse, whatever the model prefers."""
 
 import json
 from typing import Any
@@ -237,7 +237,7 @@ def test_a_constraint_applies_after_reasoning_opened_by_the_prompt(options: dict
     assert (
         admitted(chat.request(opens_thinking=True, **options), ByteTokenizer(), f"x</think>@{message}") == "x</think>"
     )
-    # Without it the text is what it has to be from its beginning on.
+    # Without it the constraint applies from the first token.
     assert admitted(chat.request(**options), ByteTokenizer(), message) == f"{message}$"
 
 

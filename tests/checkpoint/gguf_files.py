@@ -288,7 +288,7 @@ def write_model(
             raw = _halved(raw, config["head_dim"], 2)
         if stored.startswith("qwen35") and ".linear_attn." in name:
             raw = of_delta(name, raw, kind, config)
-            if raw is None:  # blocks that the order would cut: what is drawn is what the file has
+            if raw is None:  # blocks that the order would cut: the drawn values are those of the file
                 raw = _raw(tensor, kind, seed + at)
                 keys, heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
                 parts = twin[name].view(len(tensor), heads // keys, keys, -1)
@@ -529,7 +529,7 @@ def _write_gemma4_config(writer: gguf.GGUFWriter, config: dict) -> None:
 
 
 def _write_latent_config(writer: gguf.GGUFWriter, config: dict) -> None:
-    """Widths as newer converters write them: of the latent, and of what is computed of it apart."""
+    """Widths as newer converters write them: of the latent, and separately of the values computed from it."""
     keys, values = config["qk_nope_head_dim"] + config["qk_rope_head_dim"], config["v_head_dim"]
     writer.add_kv_lora_rank(config["kv_lora_rank"])
     if config["q_lora_rank"]:

@@ -152,7 +152,7 @@ def factors_of(name: str, config: dict) -> torch.Tensor:
 
 
 def write_gate_and_up(writer: gguf.GGUFWriter, name: str, raw: np.ndarray, kind: str, config: dict) -> None:
-    """Granite's block of all tokens: what is one matrix in the checkpoint is two."""
+    """Granite's block of all tokens: one matrix of the checkpoint is split into two."""
     end = "_shexp" if config["num_local_experts"] else ""
     for part, rows in zip(("gate", "up"), np.split(raw, 2), strict=True):
         place = f"blk.{name.split('.')[2]}.ffn_{part}{end}.weight"

@@ -39,7 +39,7 @@ class Repository:
 
 
 class Hub:
-    """Start with `Hub()`, stop with `close()`. `requests` holds what was asked, in order."""
+    """Start with `Hub()`, stop with `close()`. `requests` lists the requests in order."""
 
     def __init__(self) -> None:
         self.repositories: dict[str, Repository] = {}

@@ -81,7 +81,7 @@ def test_the_original_length_of_a_rope_is_a_positive_integer(value):
 
 @pytest.mark.parametrize("name", ["vocab_size", "max_position_embeddings", "num_hidden_layers", "intermediate_size"])
 def test_absurdly_large_sizes_are_refused(name):
-    """Ids and positions are int32; and a tuple of so many layers would not fit the memory."""
+    """Ids and positions are int32, and a tuple of that many layers would not fit in memory."""
     with refused(ConfigError, repr(name), str(HUGE), "to "):
         read_config(config(**{name: HUGE}))
 

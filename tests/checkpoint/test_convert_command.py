@@ -65,7 +65,7 @@ UNTIED = ["olmo2", "olmo3"]
 
 @pytest.mark.parametrize("family", WRITTEN)
 def test_gguf_files_equal_those_of_llama_cpps_converter(family, tmp_path):
-    """The names and keys are those of a file by llama.cpp's package; what is read back has the bits of the folder."""
+    """Names and keys equal those written by llama.cpp's package; reading the file back gives the bits of the folder."""
     tied = family not in UNTIED
     config, twin = write_model(tmp_path / "theirs.gguf", family, "F32", tie_word_embeddings=tied)
     folder = tmp_path / "folder"

@@ -172,7 +172,7 @@ def test_stop_strings_without_a_tokenizer_are_a_warning(tmp_path):
     lm.generate([1], max_new_tokens=1)
 
 
-# ── what is not served ────────────────────────────────────────────────────────────────────────────────────
+# ── unsupported fields ────────────────────────────────────────────────────────────────────────────────────
 
 UNSERVED = {
     "begin_suppress_tokens": [1],

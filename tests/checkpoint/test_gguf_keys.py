@@ -59,7 +59,7 @@ def config_with(checkpoint: GgufCheckpoint, **changes: object) -> dict:
 
 
 def test_every_key_of_llama_cpp_is_known():
-    """Those of its package; a new version of it may add to them."""
+    """The keys in its package; a new version may add some."""
 
     def keys_of(names: type) -> set[str]:
         values = [value for name, value in vars(names).items() if not name.startswith("__")]
@@ -273,7 +273,7 @@ def test_the_docs_list_every_key(files):
 
 
 def test_absurd_sizes_allocate_no_lists(files):
-    """A number of layers that no model has makes no list of them, and a width that no head has none of its pairs."""
+    """An absurd number of layers allocates no list of layers, and an absurd width no list of pairs."""
     with refused(ConfigError, "head_dim 1099511627776"):
         wide = {"attention.key_length": 2**40, "attention.value_length": 2**40, "rope.dimension_count": 2**40}
         config_with(files["qwen3"], **wide, rope__scaling__attn_factor=2.0)

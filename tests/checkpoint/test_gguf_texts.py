@@ -112,7 +112,7 @@ def test_surrounding_tokens_that_gguf_lacks_are_a_warning(around, words, tmp_pat
 @pytest.mark.parametrize("names", [NAMES, {"bos_token": "<s>"}])
 @pytest.mark.parametrize("ends", [7, [7], [EOS, 7, 9], [IM_END, EOS, 7], [7, IM_END, 9]])
 def test_every_eos_of_the_folder_is_written(ends, names, tmp_path):
-    """And with those that end them by what they are called."""
+    """Including tokens that end a text by their name."""
     files = {"tokenizer_config": names, "generation_config": {"eos_token_id": ends}}
     folder, file = converted(tmp_path, bytes_tokenizer(), **files)
     own = {EOS} if "eos_token" in names else set()

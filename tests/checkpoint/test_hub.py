@@ -82,7 +82,7 @@ def same_weights(one: onward.LanguageModel, other: onward.LanguageModel) -> bool
     return torch.equal(one.logits([5, 6, 7]), other.logits([5, 6, 7]))
 
 
-# ── what is fetched, and from where ───────────────────────────────────────────────────────────────────────
+# ── downloads and their sources ───────────────────────────────────────────────────────────────────────────
 
 
 def test_a_hub_id_equals_its_folder(published):
@@ -212,7 +212,7 @@ def test_the_token_of_the_environment_opens_a_private_repository(published, hub,
     assert {request.token for request in hub.requests if request.path.startswith("/storage/")} == {None}
 
 
-# ── what is refused ───────────────────────────────────────────────────────────────────────────────────────
+# ── refusals ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_unknown_repository(published):

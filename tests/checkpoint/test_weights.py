@@ -80,7 +80,7 @@ def test_values_beyond_float16_are_refused(folder):
     assert read(folder, torch.bfloat16).norm[0] == torch.tensor(1e6, dtype=torch.bfloat16)
 
 
-# ── what the folder holds, against what config.json makes of it ───────────────────────────────────────────
+# ── the tensors of the folder against those that config.json needs ─────────────────────────────────────────
 
 
 @pytest.mark.parametrize("name", sorted(random_tensors(CONFIG)))
@@ -232,7 +232,7 @@ def test_no_weights_and_weights_in_another_format(folder):
 
 
 class Spoilable:
-    """A checkpoint whose weights are written again and again, each time spoilt in another way."""
+    """A checkpoint whose weights are written again and again, each time damaged in another way."""
 
     def __init__(self, folder):
         self.folder = folder

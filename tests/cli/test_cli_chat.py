@@ -132,7 +132,7 @@ def test_a_message_too_long_for_the_context_changes_nothing(session: ChatSession
 
 
 def test_very_long_chats_end_with_a_message_instead_of_a_crash(session: ChatSession) -> None:
-    """Whatever is left of the context: a message is answered or refused, and nothing is lost."""
+    """However little of the context is left, a message is answered or refused, and nothing is lost."""
 
     def fill(words: int) -> int:
         session.conversation = Conversation(turns=[("a " * words, "b")])

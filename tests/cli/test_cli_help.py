@@ -51,7 +51,7 @@ def test_the_list_of_commands_is_not_truncated(cli: Cli) -> None:
 
 
 def test_a_shared_option_has_one_help_text() -> None:
-    # These differ on purpose: what a file is read for, or what a default is for.
+    # These differ on purpose: the purpose of a file, or of a default.
     exceptions = {"adapter", "dtype", "max_new_tokens", "model", "chat", "system", "file", "ids", "seed", "limit"}
     exceptions |= {"max_step_ms", "overcommit", "as_json", "batch", "address", "replicas", "prompt", "output"}
     texts: dict[str, set[str]] = {}

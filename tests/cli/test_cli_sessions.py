@@ -78,7 +78,7 @@ def test_a_chat_continues_in_the_next_run(cli: Cli, loaded: onward.LanguageModel
 
 def processed_before(chat: ChatSession, lm: onward.LanguageModel) -> int:
     """The tokens that the run before has processed and that the prompt begins with."""
-    lm.prefix_memory = lm.prefix_memory  # which clears the cache of what the chat has left there
+    lm.prefix_memory = lm.prefix_memory  # which clears the entries of the chat from the cache
     fresh = ChatSession(lm, "demo", GREEDY, Conversation())
     for question in QUESTIONS:
         fresh.ask(question, ignore)

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.timeout(300 + 60 * KILLS)
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Lines of all kinds, those that fail too. They take two replicas a few seconds."""
+    """Lines of all kinds, including failing ones. They take two replicas a few seconds."""
     lines: list[Any] = []
     for at in range(400):
         body: dict[str, Any] = {"prompt": f"Once upon a time there were {at}", "max_tokens": 40 + at % 160}

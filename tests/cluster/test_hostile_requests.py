@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
 
 BODIES = 40  # of each kind
 OF_DEMO = [attack for attack in ATTACKS if attack.model == "demo"]
-# What reaches a replica is tested there: a tenth of it, and half of what is about connections, which the ingress holds.
+# A tenth of the attacks, since servers are tested with all of them, and half of those on the ingress's connections.
 CHOSEN = [attack for attack in OF_DEMO if attack.send is whole][::10]
 CHOSEN += [attack for attack in OF_DEMO if attack.send is not whole][::2]
 

@@ -288,7 +288,7 @@ def test_differing_replicas_are_logged_once(caplog: pytest.LogCaptureFixture) ->
 
 
 def test_a_nonstreamed_answer_comes_from_one_replica() -> None:
-    """Nothing of it is sent before it is complete, so another replica may give another one."""
+    """Nothing is sent before the answer is complete, so another replica may give a different one."""
 
     async def slow(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})

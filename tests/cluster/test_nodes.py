@@ -64,7 +64,7 @@ def test_a_lost_machine(port: int, cluster: Any, fault: str, at: int) -> None:
     """Before the first token, and in the middle. Another machine takes its place."""
     wait_for_replicas(OPTIONS.replicas)
     expected = undisturbed(port, STORY)
-    lost: list[int] = []  # its raylet, and what else is stopped
+    lost: list[int] = []  # its raylet, and everything else that is stopped
 
     def lose_it(stream: Stream) -> None:
         of_replica = stream.pid or expected.pid  # before it answers, it is most likely the same

@@ -49,7 +49,7 @@ def test_nothing_listens_for_other_machines(url: str) -> None:
 
 
 def test_a_listener_on_all_interfaces_is_detected() -> None:
-    """The check above finds what it looks for."""
+    """The check above detects a violation."""
     program = "import socket; s = socket.create_server(('', 0)); print(flush=True); input()"
     with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None

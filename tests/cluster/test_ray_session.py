@@ -38,7 +38,7 @@ def ray_options(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 def test_ray_is_started_locally_without_an_address(
     ray_options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever its own variables say, for this process alone."""
+    """Regardless of Ray's own variables, and only for this process."""
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     monkeypatch.setenv("RAY_AUTH_TOKEN", "known")

@@ -58,7 +58,7 @@ class NoneTwice(onward.Constraint):
 
 
 class Anything:
-    """A drafter that proposes what comes to its mind."""
+    """A drafter that proposes arbitrary ids."""
 
     def start(self, request):
         self.vocab = request.vocab_size

@@ -165,7 +165,7 @@ def test_the_draft_model_follows_the_constraint():
     lm = onward.load("demo")
     schema = JsonSchema({"type": "array", "items": {"type": "string", "maxLength": 30}, "minItems": 2, "maxItems": 3})
     length = 4
-    draft = Speculator(lm, length=length)  # the model itself: whatever is admitted is right
+    draft = Speculator(lm, length=length)  # the model itself, so every admitted id is right
     for seed in range(3):
         found = lm.generate("Once", json_schema=schema, temperature=1.0, seed=seed, draft=draft)
         assert found.token_ids == lm.generate("Once", json_schema=schema, temperature=1.0, seed=seed).token_ids

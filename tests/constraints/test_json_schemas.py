@@ -80,6 +80,6 @@ def test_random_schemas(schema):
 
 
 def test_most_random_texts_are_complete():
-    """Of those of the test before this one."""
+    """The texts of the previous test."""
     ended, asked = ENDED
     assert ended >= asked / 2

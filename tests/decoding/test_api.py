@@ -220,7 +220,7 @@ def test_a_select_that_returns_no_ids_is_refused(select, message):
         decode(COUNT_UP(), select=select)
 
 
-# ── what a forward must not return ────────────────────────────────────────────────────────────────────────
+# ── invalid results of a forward ──────────────────────────────────────────────────────────────────────────
 
 
 def forward_returning(logits):

@@ -156,7 +156,7 @@ def test_other_errors_of_the_forward_are_raised(error):
         onward.decode(forward, cache=None, params=None, first_token=1, max_new_tokens=2, compile="eager")
 
 
-# ── what is neither ───────────────────────────────────────────────────────────────────────────────────────
+# ── invalid arguments ──────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(

@@ -119,7 +119,7 @@ def test_a_failed_call_leaves_the_cache_unchanged():
     assert inferencer.decode(first, kv, 1, greedy).token_ids.tolist() == [[3]]
 
 
-# ── what it is for ────────────────────────────────────────────────────────────────────────────────────────────
+# ── use cases ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def speculate(drafter, target, prompts, new, strategy, draft=3):

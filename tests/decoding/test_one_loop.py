@@ -127,7 +127,7 @@ def code() -> list[tuple[str, ast.AST]]:
 
 
 def called(node: ast.AST) -> str | None:
-    """The last name of what a call calls."""
+    """The last name of a called function."""
     if not isinstance(node, ast.Call):
         return None
     return node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", None)

@@ -107,7 +107,7 @@ def test_siblings_share_the_past_of_their_leader(copies):
 @pytest.mark.parametrize("rows", [1, 2, 5])
 @pytest.mark.parametrize("chunk", [2, 512])
 def test_siblings_equal_separate_prompts(rows, chunk):
-    """Also where there are fewer slots than texts, so that some wait for those that end."""
+    """Also with fewer slots than texts, so that some texts wait for others to end."""
     model = scripted_model(follow)
     texts = [[1, 2, 3, 4], [9], [5, 6]]
     groups = [led(sequences_of([text] * 3)) for text in texts]

@@ -49,7 +49,7 @@ def addressed(text: str) -> str:
 
 def _serve(arguments: list[str]) -> None:
     """Start a server for the page, on a free port."""
-    # On this machine alone, whatever the page says.
+    # Only on this machine, regardless of the page.
     command = [sys.executable, "-m", "onward", "serve", *arguments, "--port", "0", "--host", "127.0.0.1"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None

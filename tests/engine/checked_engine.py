@@ -6,7 +6,7 @@ from block_accounts import check_accounts
 from onward.cache.manager import PagedCacheManager
 from onward.engine import Engine
 
-# Those that a test has made and not yet closed.
+# Engines that a test has made and not yet closed.
 OPEN: list["CheckedEngine"] = []
 
 

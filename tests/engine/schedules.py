@@ -309,7 +309,7 @@ class _Run:
 
 
 def run(schedule):
-    """Serve a schedule, and assert that every request gets what it gets alone. Returns the engine's stats."""
+    """Serve a schedule, and assert that every request gets the same result as alone. Returns the engine's stats."""
     with schedule.engine() as engine:
         worker = _Run(schedule, engine)
         worker()

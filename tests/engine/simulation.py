@@ -10,7 +10,7 @@ BLOCK = 64  # positions of a block
 
 @dataclass(frozen=True)
 class Machine:
-    """What a step costs, in seconds. Chunks may cost more at later positions; a new shape costs `making` once.
+    """The cost of a step, in seconds. Chunks may cost more at later positions; a new shape costs `making` once.
 
     noise: a step takes up to this part longer or shorter.
     """

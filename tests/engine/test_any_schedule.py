@@ -1,4 +1,4 @@
-"""Every request gets the tokens, text and logprobs that it gets alone, whatever else the engine serves.
+"""Every request gets the same tokens, text and logprobs as alone, regardless of the engine's other requests.
 
 With ONWARD_SCHEDULES=1000, as in `make soak`, each test runs 1000 random schedules of up to 64 requests.
 """

@@ -56,7 +56,7 @@ def test_a_forked_child_gets_a_clear_error_and_the_parent_continues():
         with pytest.raises(EngineError, match="in the parent process"):
             engine.submit("abc")
         for generation in running:
-            if generation._completion is None:  # else it had ended before the fork
+            if generation._completion is None:  # otherwise it ended before the fork
                 with pytest.raises(EngineError, match="in the parent process"):
                     generation.result(SECONDS)
                 with pytest.raises(EngineError, match="in the parent process"):

@@ -89,7 +89,7 @@ def test_preempted_samples_share_their_prompt_again():
 
 
 def test_a_growing_text_takes_no_blocks_reserved_for_others():
-    """The texts of one prompt begin when it is computed. What they will take is theirs from the beginning."""
+    """The texts of one prompt begin when it is computed; their blocks are reserved from the start."""
     several = {"max_new_tokens": 60, "temperature": 1.0, "seed": 3, "n": 3}
     growing = {"max_new_tokens": 190, "temperature": 1.0, "seed": 4}
     alone = [LM.generate("a long prompt " * 9, **several), LM.generate("abc", **growing)]

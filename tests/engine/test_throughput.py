@@ -77,7 +77,7 @@ def test_overestimated_rows_are_corrected_and_measured_again():
 
 
 def test_the_first_step_of_rows_alone_replaces_their_estimate():
-    """Whatever it was made of: steps with chunks, or other rows where a row costs more than assumed."""
+    """Regardless of its origin: steps with chunks, or other rows if a row costs more than assumed."""
     pace, machine = StepTimeModel(), Machine(step=0.006, decoding_row=0.0024, chunk=0.004, token=0.0025)
     for _ in range(20):
         run(pace, machine, 8)

@@ -105,7 +105,7 @@ def test_finish_gives_each_text_one_version(checkpoints, seed):
 
 @pytest.mark.parametrize("seed", range(2))
 def test_recomputed_texts_equal_decoding_with_each_version(checkpoints, seed):
-    """Token by token: what an engine with those weights alone continues the earlier ids with."""
+    """Token by token: the continuation of the earlier ids by an engine with only those weights."""
     rng = random.Random(seed)
     with CheckedEngine(onward.load(checkpoints[0]), max_sequences=4, overcommit=2.0) as engine:
         thread, requests, generations = submitted(engine, rng)

@@ -195,7 +195,7 @@ class SimulatedEngine:
                 return
 
     def _run(self, durations: Sequence[float], end: float) -> None:
-        """So many steps of the plan were run; several only where all rows decode."""
+        """This number of steps of the plan were run; several only if all rows decode."""
         output = 0
         for text, tokens in self._plan:
             text.computed += tokens

@@ -37,7 +37,7 @@ def _engine(family: str, overcommit: float = 1.0) -> onward.Engine:
 
 
 def _prompt(number: int) -> list[int]:
-    """130 ids that every second request shares, then 20 of its own."""
+    """130 ids shared by every second request, then 20 unique ones."""
     return [(7 * at + number % 2) % 250 for at in range(130)] + [(3 * at + number) % 250 for at in range(20)]
 
 

@@ -53,7 +53,7 @@ class Attack:
 
     @property
     def is_plain(self) -> bool:
-        """One small request, sent as any client would: what it costs is its own."""
+        """One small, ordinary request; only its own cost matters."""
         return self.clients == 1 and self.send is whole and not callable(self.body)
 
     def bodies(self) -> list[bytes]:
@@ -142,7 +142,7 @@ _PRIMES = [number for number in range(10_001, 14_000) if all(number % factor for
 
 
 def slow_numbers(seed: int) -> dict[str, Any]:
-    """A schema that takes long to compile, other than those of other seeds."""
+    """A schema that takes long to compile, different for each seed."""
     factors = [{"type": "integer", "multipleOf": prime} for prime in _PRIMES[4 * seed : 4 * seed + 4]]
     return {"type": "object", "properties": {f"n{seed}": {"allOf": factors}}, "required": [f"n{seed}"]}
 

@@ -126,7 +126,7 @@ def _repeat(over: threading.Event, ask: Callable[[], str], seconds: list[float],
 
 
 def _asking(port: int, key: str, request: tuple[str, str, bytes | None]) -> Callable[[], str]:
-    """A request on a connection of its own; its result says what went wrong, if anything."""
+    """A request on its own connection; its result describes the failure, if any."""
     method, path, body = request
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
 

@@ -12,7 +12,7 @@ from tests.hostile.neighbours import PATIENCE, Waits
 from tests.hostile.program import Standing
 from tests.hostile.sending import CLOSED, NO_ANSWER, Answer, Target, whole
 
-GROWTH = 300.0  # MB that the server may need for hostile requests, whatever they are
+GROWTH = 300.0  # MB that the server may use for hostile requests of any kind
 _BY_CODE = {NO_ANSWER: "no answer", CLOSED: "closed"}
 
 

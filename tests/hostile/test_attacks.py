@@ -12,13 +12,13 @@ pytestmark = [pytest.mark.strength(0), pytest.mark.timeout(1200 if FULL else 300
 
 PLAIN = [attack for attack in ATTACKS if attack.is_plain]
 OTHERS = [attack for attack in ATTACKS if not attack.is_plain]
-# Those that need several clients, where they are one client: without keys, all have one address.
+# Attacks by several clients that count as one: without keys, all have one address.
 TOGETHER = [attack for attack in ATTACKS if attack.clients > 1 and attack.model == "demo"]
 
 
 @pytest.mark.parametrize("model", sorted({attack.model for attack in PLAIN}))
 def test_small_requests(keyed: Standing, model: str) -> None:
-    """One after the other, since none of them may take long."""
+    """Sequentially, since each must finish quickly."""
     outcome = run(keyed, model, [attack for attack in PLAIN if attack.model == model])
     assert not outcome.problems, "\n".join(outcome.problems)
 

@@ -117,7 +117,7 @@ def test_streamed_pieces_add_up_to_generate(which, options, demo):
 
 
 def drained(stream):
-    """All pieces, and what the generator returned."""
+    """All pieces, and the generator's return value."""
     pieces = []
     while True:
         try:

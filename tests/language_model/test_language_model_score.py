@@ -1,4 +1,4 @@
-"""Scores are the sums of logprobs, whatever else is scored in the call."""
+"""Scores are sums of logprobs, regardless of the other texts in the call."""
 
 import dataclasses
 import math

@@ -105,7 +105,7 @@ def their_logits(model: PreTrainedModel | None) -> Tensor | None:
 
 
 def difference(name: str, fields: dict[str, Any], folder: Path) -> str | None:
-    """How Onward's logits differ from those of transformers; None: they do not, or loading them is an error."""
+    """How Onward's logits differ from those of transformers; None if they are equal or loading is an error."""
     model = theirs(name, fields, folder)
     want = their_logits(model)
     if model is None or want is None or not want.isfinite().all():

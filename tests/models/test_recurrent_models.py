@@ -168,7 +168,7 @@ def test_a_third_prompt_continues_where_the_second_diverged(running):
 
 
 def test_texts_evict_the_states_of_others():
-    """Many texts in little memory: whatever is found, the tokens are the same."""
+    """Many texts in little memory: the tokens do not depend on cache hits."""
     chance = random.Random(3)
     bases = [[chance.randrange(250) for _ in range(150)] for _ in range(3)]
     empty = language_model(prefix_memory=0)

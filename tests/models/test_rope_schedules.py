@@ -1,4 +1,4 @@
-"""Every RoPE schedule has the frequencies of transformers, whatever its parameters."""
+"""Every RoPE schedule has the frequencies of transformers for all parameters."""
 
 import pytest
 import torch

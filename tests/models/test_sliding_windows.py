@@ -204,7 +204,7 @@ def test_a_chat_reuses_its_past_up_to_the_last_answer(pair):
 
 
 def test_texts_evict_the_windows_of_others(pair):
-    """Many texts in little memory: whatever is found, the tokens are the same."""
+    """Many texts in little memory: the tokens do not depend on cache hits."""
     windowed, whole = pair
     chance = random.Random(3)
     bases = [[chance.randrange(250) for _ in range(500)] for _ in range(3)]

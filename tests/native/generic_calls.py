@@ -137,7 +137,7 @@ def matmul(
 
 
 def index(x: Tensor, indices: Sequence[Tensor | None], values: Tensor | None = None) -> Tensor:
-    """x[indices], or x[indices] = values. Indexed dimensions stand together: their result stands in their place."""
+    """x[indices], or x[indices] = values. Indexed dimensions are adjacent, and their result takes their place."""
     at = [d for d, i in enumerate(indices) if i is not None]
     present = [i for i in indices if i is not None]
     assert at == list(range(at[0], at[0] + len(at)))

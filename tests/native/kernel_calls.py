@@ -35,7 +35,7 @@ def poisoned(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 def strides(t: Tensor, count: int) -> ctypes.Array:
-    """The first `count` strides; what is left must be contiguous."""
+    """The first `count` strides; the rest must be contiguous."""
     assert t.stride(-1) == 1 or t.shape[-1] == 1
     return (ctypes.c_int64 * count)(*t.stride()[:count])
 
@@ -57,7 +57,7 @@ def attention(
 ) -> Tensor:
     """q [B, H, T, D] against keys [B, G, S, D] and values [B, G, S, E], or blocks of both [N, G, 64, …].
 
-    Causal from int32 offsets [B], else every key.
+    Causal from int32 offsets [B], otherwise every key.
     """
     batch, heads, queries, dim = q.shape
     out = poisoned((*q.shape[:3], values.shape[3]), q.dtype) if out is None else out

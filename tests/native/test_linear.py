@@ -127,7 +127,7 @@ def test_int4_accepts_scales_of_every_size(isa: str, size: float, scale: float) 
 
 @pytest.mark.parametrize("scale", [0.0, -0.0, float("inf"), -float("inf"), float("nan")])
 def test_int4_scales_of_zero_and_nonfinite_scales(isa: str, scale: float) -> None:
-    """A group with the scale 0 counts for nothing whatever its integers; one that is not finite spoils its output."""
+    """A group with the scale 0 contributes nothing; one with a nonfinite scale makes its output nonfinite."""
     q = torch.randint(-8, 8, (33, 128), generator=drawn(17)).to(torch.int8)
     scales = torch.full((33, 4), 0.5).half()
     scales[5, 1] = scale

@@ -95,7 +95,7 @@ def test_a_long_cache_takes_memory_as_it_is_written():
     )
     assert cache.nbytes == 1 << 29
     cache.keys[1][0, 1, :1000] = 1.0
-    # A tenth of it would be far more than the page tables and what else a process does meanwhile.
+    # A tenth of it would be far more than page tables and other memory of the process.
     assert _resident_bytes() - before < cache.nbytes // 10
     assert cache.keys[1][0, 1, :1001].sum() == 1000 * 64
     assert not cache.values[1][0, 1, :1000].any()

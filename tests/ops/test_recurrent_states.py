@@ -171,7 +171,7 @@ def test_lowering_an_offset_truncates_positions(kind, form, first, taken_back):
 
 @pytest.mark.parametrize("first", [0, 5, 16, 32])
 def test_a_call_may_be_repeated(kind, form, first):
-    """A step that failed is tried again, whatever its length."""
+    """A failed step of any length is retried."""
     tokens, others = kind.tokens(80), kind.tokens(80, seed=50)
     layer = kind()
     if first:
@@ -183,7 +183,7 @@ def test_a_call_may_be_repeated(kind, form, first):
 
 
 def test_rows_are_independent(kind, form):
-    """Offsets, slots and padding of their own."""
+    """Each row has its own offset, slot and padding."""
     texts = [kind.tokens(60, seed=seed) for seed in (5, 6, 7)]
     lengths, rows = [33, 1, 16], [2, 0, 3]
     layer = kind(slots=4)

@@ -24,7 +24,7 @@ def required() -> set[str]:
 
 
 def test_the_version_is_defined_once() -> None:
-    """In src/onward/__init__.py. test_sdist.py compares what the build makes of it."""
+    """In src/onward/__init__.py. test_sdist.py compares the built version."""
     assert PROJECT["dynamic"] == ["version"]
     assert "version" not in PROJECT
     assert not re.search(r"^version:", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)

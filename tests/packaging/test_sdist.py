@@ -18,7 +18,7 @@ BACKEND = (
 )
 WHEEL = BACKEND.replace("(*sys.argv[2:])", "(sys.argv[2], None, sys.argv[3])")
 
-# For those who work in a clone, on its forge. The measurements are dated pages that nothing reads.
+# For contributors with a clone, on its forge. The measurements are dated pages that no code reads.
 ONLY_IN_A_CLONE = (".ci/", ".github/", ".gitignore", "benchmarks/results/")
 
 

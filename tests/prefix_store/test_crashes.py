@@ -46,7 +46,7 @@ def is_whole(disk: SimulatedDisk, name: str) -> bool:
 
 
 def blocks_found(disk: SimulatedDisk) -> tuple[int, int, int]:
-    """What a new store finds after a power loss: blocks of two texts, and ids of the third block of one. It fails if
+    """The contents of a new store after a power loss: blocks of two texts, and ids of the third block of one. It fails if
     anything is wrong."""
     store = opened("/simulated", system=disk)
     try:

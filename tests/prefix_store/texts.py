@@ -11,7 +11,7 @@ TEXT = list(range(100, 124))  # six blocks
 
 
 def content(root: str, ids: Sequence[int], block: int, kind: int, nbytes: int = 700) -> bytes:
-    """The bytes of a part: a function of what it depends on, as keys and values are."""
+    """The bytes of a part: a function of its inputs, like keys and values."""
     return random.Random(repr((root, list(ids[: (block + 1) * BLOCK]), kind))).randbytes(nbytes + kind)
 
 
@@ -31,7 +31,7 @@ def put(store: PrefixStore, root: str, ids: Sequence[int], kinds: Sequence[int] 
 
 
 def read_right(store: PrefixStore, root: str, ids: Sequence[int]) -> int:
-    """How many blocks are found and read; whatever is read must be right."""
+    """How many blocks are found and read; every block read must be right."""
     found = store.find(root, ids)
     requests = [(block, kind, part) for block, kinds in enumerate(found) for kind, part in sorted(kinds.items())]
     buffers = [bytearray(part.nbytes) for _, _, part in requests]

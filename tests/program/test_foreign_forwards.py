@@ -124,7 +124,7 @@ def test_bfloat16_differs_only_by_rounding(foreign: Any) -> None:
     assert torch.equal(ours.argmax(-1)[clear], theirs.argmax(-1)[clear])
 
 
-# ── what has no kernel ────────────────────────────────────────────────────────────────────────────────────────
+# ── operators without a kernel ────────────────────────────────────────────────────────────────────────────────────────
 
 
 def with_a_gap(tokens: Tensor, offsets: Tensor, cache: Tensor, params: Tensor) -> tuple[Tensor, Tensor]:

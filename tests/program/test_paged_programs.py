@@ -158,7 +158,7 @@ def test_the_number_of_rows_is_not_inferred_from_other_sizes() -> None:
 
 @pytest.mark.parametrize("name", ["qwen3 bfloat16", "llama int8", "mistral windowed"])
 def test_logits_of_only_the_first_rows(name: str) -> None:
-    """They are those of a call for all rows, and the number of rows is no part of the program."""
+    """They equal a call for all rows, and the program does not depend on the number of rows."""
     model = MODELS[name]()
     program = compiled(model)
     traced = watched(program)

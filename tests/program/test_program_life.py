@@ -68,7 +68,7 @@ def test_memory_does_not_grow_with_the_number_of_tokens() -> None:
         gc.collect()
         return len(programs.by_shape), len(programs.families), len(programs.arena.memory), resident_bytes()
 
-    some(most // 5)  # every shape has been seen now, and the allocator has what it needs
+    some(most // 5)  # every shape has been traced now, and the allocator has its memory
     before = sizes()
     some(most)
     after = sizes()

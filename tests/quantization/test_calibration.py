@@ -22,7 +22,7 @@ IDS = torch.randint(0, 60, (3, 20), generator=torch.Generator().manual_seed(0))
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_runs_layer_by_layer_like_its_forward(family, monkeypatch):
-    """Three texts, two at a time: a layer's state is another batch's before it is its own."""
+    """Three texts, two at a time: each layer's state is reused between batches."""
     monkeypatch.setattr(watch, "MAX_TOKENS", 40)
     model = tiny_model(family)
     params, ids = model.params, IDS.to(torch.int32)

@@ -47,7 +47,7 @@ FOUR = [2.0, -1.0, 0.0, 4.0]
         ({"presence_penalty": 0.5}, [2.0, -1.5, -0.5, 4.0]),
         ({"frequency_penalty": 0.5}, [2.0, -2.0, -0.5, 4.0]),
         ({"presence_penalty": -1.0, "frequency_penalty": 0.25}, [2.0, -0.5, 0.75, 4.0]),
-        # Bias comes first and repetition acts on what it left; then presence.
+        # Bias comes first, then repetition on its result, then presence.
         ({"logit_bias": {0: -4.0}, "repetition_penalty": 2.0}, [-4.0, -2.0, 0.0, 4.0]),
         ({"repetition_penalty": 2.0, "presence_penalty": 1.0}, [1.0, -3.0, -1.0, 4.0]),
         # The text is 0 1 2 1: before it, 1 was followed by 2.

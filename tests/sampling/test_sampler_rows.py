@@ -62,7 +62,7 @@ def test_batched_rows_draw_the_same_as_alone():
 
 
 def test_drafted_positions_equal_one_after_the_other():
-    """Also where the drafts are of different lengths, and where what is drawn differs from them."""
+    """Also with drafts of different lengths, and with draws that differ from them."""
     batch, rows = Sampler(ROWS), histories()
     drafts = [[(row + 7 * place) % VOCAB for place in range(row % 5)] for row in range(len(ROWS))]
     logits = torch.stack([logits_at(place) for place in range(5)], 1)
@@ -86,7 +86,7 @@ def test_scores_are_those_of_the_draws():
     assert scores.dtype == torch.float32
     for seed in range(50):
         again = Sampler([row.replace(seed=seed) for row in ROWS])
-        # The coin of XTC is of the seed too: its row has scores of its own.
+        # The coin of XTC depends on the seed too, so its row has other scores.
         possible = again.scores(logits_at(0), positions, histories()).isfinite()
         drawn = again(logits_at(0), positions, histories())
         counts[torch.arange(len(ROWS)), drawn] += 1

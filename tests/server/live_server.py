@@ -17,7 +17,7 @@ from onward.server.lifecycle import Server, address_of, bound, config_of
 
 SECONDS = 60
 MESSAGES = [{"role": "user", "content": "Tell me a story."}]
-# No connection here is of TLS. Each request would else read the machine's certificates, 30 ms of work.
+# No connection uses TLS. Otherwise each request would read the machine's certificates for 30 ms.
 PLAIN: dict[str, Any] = {"verify": ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), "timeout": SECONDS}
 
 

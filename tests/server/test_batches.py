@@ -264,7 +264,7 @@ def test_a_batch_continues_after_restarts(tmp_path: Path, lm: onward.LanguageMod
 
 
 def test_a_killed_server_loses_no_line(tmp_path: Path, lm: onward.LanguageModel) -> None:
-    """The folder as it is while a batch runs is what a kill leaves."""
+    """A kill leaves the folder as it is while a batch runs."""
     lines = slow(40)
     with stored(lm, tmp_path / "files") as server, server.openai() as client:
         id = begin(client, lines).id

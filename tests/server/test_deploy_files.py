@@ -21,7 +21,7 @@ ALERTS = yaml.safe_load((DEPLOY / "prometheus" / "alerts.yml").read_text())
 
 
 def commands() -> dict[str, list[str]]:
-    """What each file runs, without the program: the words after `onward serve`."""
+    """The arguments of `onward serve` in each file."""
     [unit] = re.findall(r"^ExecStart=\S+/onward serve (.+)$", UNIT, re.MULTILINE)
     [entry] = re.findall(r"^ENTRYPOINT (.+)$", DOCKERFILE, re.MULTILINE)
     program, verb, *words = json.loads(entry)

@@ -65,7 +65,7 @@ def engine():
 
 
 async def idle(app, engine):
-    """Wait until the engine has nothing to do. The texts are long: it ends only what was cancelled so soon."""
+    """Wait until the engine is idle. The texts are long, so only cancelled ones end this soon."""
     while engine.stats().running or engine.stats().waiting:
         await asyncio.sleep(0.001)
     assert not app.service.live

@@ -99,7 +99,7 @@ def test_a_refused_body_may_be_corrected(server: LiveServer) -> None:
 
 
 def test_a_disconnected_client_finds_the_rest(server: LiveServer) -> None:
-    """A client that leaves cancels its request; it comes again, and what was emitted is not decoded again."""
+    """A disconnected client cancels its request; when repeated, emitted tokens are not decoded again."""
     key = ResponseKey.new().text
     engine = server.engines["demo"]
     with httpx2.stream(

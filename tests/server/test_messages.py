@@ -113,7 +113,7 @@ def same(whole: dict[str, Any], streamed: dict[str, Any]) -> bool:
     return bare(whole) == bare(streamed)
 
 
-# ── what a body means ───────────────────────────────────────────────────────────────────────────────────────────────
+# ── bodies ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def text(said: str, **more: Any) -> dict[str, Any]:

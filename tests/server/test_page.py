@@ -37,7 +37,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def page(browser: Any) -> Iterator[Any]:
-    """A page in a context of its own. Whatever it logs as an error fails the test, but for what a test has caused."""
+    """A page in its own context. Errors in its log fail the test, unless the test caused them."""
     context = browser.new_context(viewport={"width": 1280, "height": 900})
     page = context.new_page()
     page.set_default_timeout(SECONDS * 1000 / 4)

@@ -44,7 +44,7 @@ def test_openais_client_reads_a_response_and_its_stream(server: LiveServer, lm: 
 
 
 def test_logprobs_equal_those_of_a_chat(server: LiveServer) -> None:
-    """Whole and streamed, and no others than a chat's; the token that ends a text is none of the text."""
+    """Whole and streamed, equal to those of a chat; the token that ends a text is excluded."""
     wanted: Any = {"include": ["message.output_text.logprobs"], "top_logprobs": 2, "max_output_tokens": 12}
     with server.openai() as client:
         options: Any = {"model": "demo", "input": "Tell me a story.", "extra_body": {"seed": 3}, **wanted}

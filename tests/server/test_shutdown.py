@@ -1,4 +1,4 @@
-"""SIGTERM ends a server within its drain time and a few seconds, whatever is running."""
+"""SIGTERM ends a server within its drain time and a few seconds, regardless of running requests."""
 
 import http.client
 import json

@@ -58,7 +58,7 @@ def test_a_stream_is_stored_before_its_last_event_is_sent(server: LiveServer) ->
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_continued_response_is_the_whole_conversation(server: LiveServer, stream: bool) -> None:
-    """The same ids, and the prefix cache has what came before."""
+    """The same ids, and the prefix cache has the earlier turns."""
     body: dict[str, Any] = {"max_output_tokens": 10, "seed": 4, "stream": stream}
     whole: list[dict[str, Any]] = []
     last = None
@@ -94,7 +94,7 @@ def test_instructions_apply_to_one_response(server: LiveServer) -> None:
 
 
 def test_items_of_the_input_are_listed(server: LiveServer) -> None:
-    """Those of the responses before as well; in pages, the last first."""
+    """Including those of earlier responses; in pages, the last first."""
     with sdk(server) as client:
         first = client.responses.create(input="Hi", **SHORT)
         items: Any = [
@@ -174,7 +174,7 @@ def test_a_repeated_turn_of_a_conversation_continues_the_same_items(server: Live
     assert rest.status_code == 200
     again = rest.text.split("\n\n")
     assert len(again) > 3
-    assert text.split("\n\n")[-len(again) : -2] == again[:-2]  # the last event also says what the cache had
+    assert text.split("\n\n")[-len(again) : -2] == again[:-2]  # the last event also has the cached tokens
     with sdk(server) as client:
         assert len(client.conversations.items.list(talk).data) == 4
 

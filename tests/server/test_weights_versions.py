@@ -26,7 +26,7 @@ def test_tokens_have_the_version_of_their_weights(start: Callable[..., LiveServe
     for body, path in (({"messages": MESSAGES}, CHAT), ({"prompt": "The fox"}, TEXT)):
         asked = {**body, "max_tokens": 6, "return_token_ids": True, "n": 2, "seed": 1}
         before = server.post(path, asked).json()["choices"]
-        updated = server.engines["demo"].weights_version > 0  # else they are those that it was started with
+        updated = server.engines["demo"].weights_version > 0  # otherwise they are those loaded at the start
         assert all(("weights_versions" in choice) == updated for choice in before)
         version = server.engines["demo"].update_weights(weights)
         assert server.engines["demo"].weights_version == version

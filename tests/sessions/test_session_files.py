@@ -35,7 +35,7 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "a session.safetensors"
 
 
-# ── what is saved ─────────────────────────────────────────────────────────────────────────────────────────
+# ── contents ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_file_has_exactly_the_ids_their_keys_and_values(file: Path) -> None:
@@ -106,7 +106,7 @@ def test_nothing_computed_with_older_weights_is_saved(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("rounded_to", [1, 64])
 def test_any_pytree_of_tensors_is_saved(tmp_path: Path, rounded_to: int) -> None:
-    """By its positions where it shows them, and else whole."""
+    """Only its used positions if they are known, otherwise the whole cache."""
 
     def new_cache(batch: int, max_len: int) -> dict[str, torch.Tensor]:
         return {"ids": torch.full((1, -(-max_len // rounded_to) * rounded_to + (rounded_to > 1)), -1)}

@@ -138,7 +138,7 @@ def test_the_prefix_cache_size_does_not_affect_sessions(memory: int) -> None:
         assert contents(completion) == contents(lm.generate([*text, 7, 8], max_new_tokens=10, **SAMPLED))
 
 
-# ── only what is new ──────────────────────────────────────────────────────────────────────────────────────
+# ── only new tokens ───────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_turns_process_only_their_new_tokens() -> None:

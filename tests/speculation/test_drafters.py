@@ -29,7 +29,7 @@ TARGET = DraftTarget(vocab_size=100, device=CPU, rows=4, max_len=100, positions=
 
 
 def proposed(drafter, ids, limit=4, prompt=0):
-    """What a drafter proposes after `ids`, of which the first `prompt` are the prompt."""
+    """The proposal of a drafter after `ids`, of which the first `prompt` are the prompt."""
     return list(drafter.start(TARGET).propose([DraftRow(ids[:prompt], ids[prompt:], limit)])[0])
 
 
@@ -160,7 +160,7 @@ def test_the_automaton_is_linear_in_its_text():
         assert sum(map(len, automaton._next)) <= 3 * len(text)
 
 
-# ── what is remembered ────────────────────────────────────────────────────────────────────────────────────────
+# ── memory ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def learned(lookup, output, prompt=(50,)):

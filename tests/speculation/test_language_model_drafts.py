@@ -136,7 +136,7 @@ def test_the_model_works_after_a_drafter_failed(lm):
 
 
 def test_drafts_fit_a_callers_cache_of_any_size(lm):
-    """However little of it is left."""
+    """Even if little of the cache is left."""
     plain = lm.generate(["Hello", "Hi"], max_new_tokens=12)
     cache = lm.new_cache(2, 17)
     drafted = lm.generate(

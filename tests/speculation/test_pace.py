@@ -169,7 +169,7 @@ def test_the_pace_adapts_when_a_text_becomes_or_stops_being_predictable():
     assert seconds < 0.5 * plain
     ceases = Speculator(machine.drafter(counting(lambda at: at < 300)), clock=machine.clock)
     seconds, _ = machine.seconds(1200, ceases)
-    # 300 ids come nearly free; what is lost on the others is a part of that.
+    # 300 ids are nearly free; the loss on the others is a part of that gain.
     assert seconds < 0.85 * plain
 
 

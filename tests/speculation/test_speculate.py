@@ -35,7 +35,7 @@ def test_speculated_equals_the_target_alone(strategy, length, seed):
 
 
 class Counter:
-    """An inferencer that is no model of ours: it says the next number, and remembers what it was given."""
+    """A custom inferencer: it generates the next number, and records its inputs."""
 
     def __init__(self, vocab, step=1):
         self.vocab, self.step, self.calls = vocab, step, []
@@ -59,7 +59,7 @@ def test_inferencers_of_any_kind_and_of_other_vocabularies():
     found = speculate(target, drafter, torch.tensor([[1, 2], [4, 5]]), 11, length=4)
     assert found.token_ids.tolist() == [list(range(3, 14)), list(range(6, 17))]
     assert [each.accepted for each in found.speculation] == [8, 8]
-    # One id to learn the vocabulary's size, the prompt, two rounds; lengths are what the cache holds.
+    # One id to learn the vocabulary's size, the prompt, two rounds; lengths are those of the cache.
     assert [(lengths, len(ids[0])) for lengths, ids in target.calls] == [
         ([0], 1),
         ([0, 0], 2),

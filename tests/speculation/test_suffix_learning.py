@@ -32,12 +32,12 @@ def begin(lookup):
 
 
 def continuation(lookup, ids, limit=200):
-    """What a new request that has no text of its own to copy from is proposed."""
+    """The proposal for a new request without its own text to copy from."""
     return lookup.propose([DraftRow([], ids, limit)])[0]
 
 
 def matched(automaton, text):
-    """How long the end of each beginning of a text is that occurs in what was learnt."""
+    """For each prefix of a text, the length of its longest suffix that was learned."""
     state = length = 0
     lengths = []
     for token in text:
@@ -96,7 +96,7 @@ def places(text, run):
 
 
 def test_a_fully_learned_text_is_drafted_for_from_itself():
-    """Another request begins between two drafts, so all of the row's own output is among what was learnt."""
+    """Another request begins between two drafts, so all of the row's own output was learned."""
     lookup = SuffixLookup(1)
     row = DraftRow([9], [1, 2, 3, 1, 2], 2)
     assert lookup.propose([row]) == [[3, 1]]

@@ -14,7 +14,7 @@ SECONDS = 60  # a thread that takes longer never ends
 
 @pytest.fixture(autouse=True)
 def threads_alternate():
-    """Whatever two threads may do to each other happens within a second."""
+    """Interference between two threads would show within a second."""
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     yield
@@ -22,7 +22,7 @@ def threads_alternate():
 
 
 def at_once(work):
-    """Call `work` with generators of chance in threads of their own; what they raised."""
+    """Call `work` with random generators in separate threads; returns their errors."""
     errors = []
 
     def tried(chance):

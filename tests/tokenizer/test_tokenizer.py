@@ -36,7 +36,7 @@ texts = st.text(letters).filter(lambda text: not any(name in text for name in NA
 
 
 def comes_back_as(name: str, text: str) -> str:
-    """The text, but for what a tokenizer does not keep by its nature."""
+    """The text, except for losses inherent to the tokenizer."""
     if name in ("sentencepiece", "metaspace"):
         text = text.replace("▁", " ")  # its own sign for a space
     return text.removeprefix(" ") if name == "metaspace" else text
@@ -190,7 +190,7 @@ def test_an_empty_prompt_starts_from_the_bos_or_is_refused(folder):
         onward.load(folder).generate("", max_new_tokens=1)
 
 
-# ── what is refused ───────────────────────────────────────────────────────────────────────────────────────
+# ── refusals ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_without_a_tokenizer_a_model_takes_ids_and_no_text(tmp_path):

@@ -1,4 +1,4 @@
-"""A .metadata file is a stranger's pickle: none of it runs, and the refused name is in the error."""
+"""A .metadata file is an untrusted pickle: none of it runs, and the error contains the refused name."""
 
 import builtins
 import contextlib
@@ -240,7 +240,7 @@ def test_weights_other_than_dense_tensors_are_refused_by_layout(folder, make, la
 
 
 def replace_entry(folder, name, value):
-    """Put something else where a tensor's bytes are, behind padding that makes it long enough."""
+    """Replace a tensor's bytes by something else, with padding to its length."""
     part = io.BytesIO()
     torch.save(value, part)
     with zipfile.ZipFile(part, "a") as archive:

@@ -74,7 +74,7 @@ print(json.dumps([texts, whole.stop_reason, total, counted.input_tokens, final.u
     assert refused == ["not_found_error", True]
 
 
-# Calls the weather once, and then says what it has heard, with reasoning before both.
+# Calls the weather once, and then repeats the result, with reasoning before both.
 AGENT = """
 {%- if tools %}{% for tool in tools %}{{ tool | tojson }}{% endfor %}<tool_call></tool_call>{% endif %}
 {%- for message in messages %}{{ message.role }}: {{ message.content }}

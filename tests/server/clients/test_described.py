@@ -18,7 +18,7 @@ def test_schemathesis_finds_no_undocumented_answer(
     program = "from schemathesis.cli import schemathesis; schemathesis()"
     command = ("-c", program, "run", f"{server.url}/openapi.json", "--checks", CHECKS, "--max-examples", "25")
     seeded = ("--phases", "examples,fuzzing", "--seed", "1", "--generation-deterministic")
-    monkeypatch.chdir(tmp_path)  # where it keeps what it finds
+    monkeypatch.chdir(tmp_path)  # where it stores its findings
     done = subprocess.run(
         [sys.executable, *command, *seeded], capture_output=True, text=True, timeout=SECONDS, check=False
     )

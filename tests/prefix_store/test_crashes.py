@@ -46,8 +46,8 @@ def is_whole(disk: SimulatedDisk, name: str) -> bool:
 
 
 def blocks_found(disk: SimulatedDisk) -> tuple[int, int, int]:
-    """The contents of a new store after a power loss: blocks of two texts, and ids of the third block of one. It fails if
-    anything is wrong."""
+    """The contents of a new store after a power loss: blocks of two texts, and ids of the third block of one. It fails
+    if anything is wrong."""
     store = opened("/simulated", system=disk)
     try:
         blocks = read_right(store, "root", TEXT), read_right(store, "root", OTHER)

@@ -52,7 +52,7 @@ def is_active() -> bool:
     return _active.values is not None or bool(_active.updates)
 
 
-def is_requested(name: str) -> bool:
+def is_asked(name: str) -> bool:
     """Whether the caller reads or changes this tap. A forward that has fewer positions at the tap then computes all of
     them."""
     if torch.compiler.is_compiling():

@@ -21,7 +21,7 @@ from onward.models.blocks.norm import RMSNorm, rounded
 from onward.models.contract import take_positions
 from onward.models.linear import Embedding, Linear
 from onward.models.rope import RotarySchedule
-from onward.ops.tap import is_requested, tap
+from onward.ops.tap import is_asked, tap
 
 # A cached tap is stored in parts of at most this many features, each with its own scale in a format that has scales.
 _TAP_HEAD = 128
@@ -188,7 +188,7 @@ class Decoder:
 
     def normed(self, params: DecoderParams, x_BTD: Tensor, logits_at: Tensor | None) -> Tensor:
         """The final norm, float [B, T, D], or [R, N, D] at `logits_at`."""
-        if logits_at is not None and not is_requested("norm"):
+        if logits_at is not None and not is_asked("norm"):
             x_BTD, logits_at = take_positions(x_BTD, logits_at), None
         normed = tap(self.norm(params.norm, x_BTD), "norm")
         return normed if logits_at is None else take_positions(normed, logits_at)

@@ -76,7 +76,7 @@ def test_eval_hands_the_first_to_the_harness(
     harness.evaluator = SimpleNamespace()
     monkeypatch.setitem(sys.modules, "lm_eval", harness)
     tasks = ModuleType("lm_eval.tasks")
-    tasks.TaskManager = lambda include_path: SimpleNamespace(all_tasks=["a task"])
+    tasks.TaskManager = lambda: SimpleNamespace(all_tasks=["a task"])
     monkeypatch.setitem(sys.modules, "lm_eval.tasks", tasks)
     integration = ModuleType("onward.integrations.lm_eval")
     integration.OnwardLM = lambda lm, **options: {

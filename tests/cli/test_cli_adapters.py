@@ -74,7 +74,7 @@ def test_eval_uses_the_first_adapter(cli: Cli, folders: dict[str, Path], monkeyp
     harness.evaluator = SimpleNamespace()
     monkeypatch.setitem(sys.modules, "lm_eval", harness)
     tasks = ModuleType("lm_eval.tasks")
-    tasks.TaskManager = lambda include_path: SimpleNamespace(all_tasks=["a task"])
+    tasks.TaskManager = lambda: SimpleNamespace(all_tasks=["a task"])
     monkeypatch.setitem(sys.modules, "lm_eval.tasks", tasks)
     integration = ModuleType("onward.integrations.lm_eval")
     integration.OnwardLM = lambda lm, **options: {

@@ -106,11 +106,9 @@ def evaluate(
     harness = _harness()
     adapter = adapting.first().get("adapter")
     with waiting("reading tasks …"):
-        from lm_eval.tasks import TaskManager
-
         from onward.integrations.lm_eval import OnwardLM
 
-        manager = TaskManager(include_path=None if include is None else str(expanded(include)))
+        manager = _task_manager(tasks, include)
         if unknown := [task for task in tasks if task not in manager.all_tasks]:
             raise RequestError(
                 f"no task {unknown[0]!r}: choose one of the harness's (lm_eval ls tasks), or add --include with the "
@@ -209,6 +207,18 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
 
 def _number(value: Any) -> str:
     return f"{value:.4f}" if isinstance(value, float) else "" if value in (None, "N/A") else str(value)
+
+
+def _task_manager(tasks: list[str], include: Path | None) -> Any:
+    """The harness's, with the tasks of a folder. The harness's own, which take half a minute to read, are left out if
+    the folder has all of `tasks`. Groups and tags may refer to any task."""
+    from lm_eval.tasks import TaskManager
+
+    if include is None:
+        return TaskManager()
+    folder = str(expanded(include))
+    own = TaskManager(include_path=folder, include_defaults=False)
+    return own if set(tasks) <= set(own.all_subtasks) else TaskManager(include_path=folder)
 
 
 def _harness() -> Any:

@@ -5,7 +5,8 @@
 namespace onward {
 namespace {
 
-constexpr int kSums = 24;  // enough independent sums to hide the latency of every step
+// As many independent sums as the registers hold, to hide the latency of every step.
+constexpr int kSums = shapes::linear::kTileRows * shapes::linear::kBlocks[shapes::linear::kTileRows];
 
 // Repeats a step on every sum; returns a value that depends on all sums. They start from different values,
 // because otherwise the compiler would compute only one of them.
@@ -55,7 +56,7 @@ ONWARD_API int64_t onward_probe_read(const void* data, int64_t bytes, int64_t gr
   return total;
 }
 
-// Every thread runs `iterations` rounds of 24 independent 16-lane steps. kind: 0 float fma (2 operations per
+// Every thread runs `iterations` rounds of independent 16-lane steps. kind: 0 float fma (2 operations per
 // lane), 1 pairs of bf16 (4), 2 bytes (8). Returns the number of steps of all threads.
 ONWARD_API int64_t onward_probe_arithmetic(int32_t kind, int64_t iterations) {
   using namespace onward;

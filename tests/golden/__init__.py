@@ -14,4 +14,4 @@ HERE = Path(__file__).parent
 DEMO = HERE / "demo"
 RECORD = HERE / "record"
 # The instruction sets with the bits of another one, which has the record (docs/decisions/0025).
-BITS = {"avx512vnni": "avx2", "neon": "avx2", "neon_i8mm": "avx2"}
+BITS = {"avx512vnni": "avx2", "avxvnni": "avx2", "neon": "avx2", "neon_i8mm": "avx2"}

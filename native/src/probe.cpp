@@ -8,28 +8,23 @@ namespace {
 // As many independent sums as the registers hold, to hide the latency of every step.
 constexpr int kSums = shapes::linear::kTileRows * shapes::linear::kBlocks[shapes::linear::kTileRows];
 
+i32x16 start(int32_t bits, i32x16*) { return splat(bits); }
+f32x16 start(int32_t bits, f32x16*) { return as_f32(splat(bits)); }
+
 // Repeats a step on every sum; returns a value that depends on all sums. They start from different values,
 // because otherwise the compiler would compute only one of them.
 template <class Sum, class Step>
 float repeat(int64_t iterations, Step step) {
   Sum sum[kSums];
 #pragma GCC unroll 32
-  for (int s = 0; s < kSums; ++s) {
-    int32_t lanes[16];
-    for (int32_t& lane : lanes) lane = s;
-    std::memcpy(&sum[s], lanes, sizeof lanes);
-  }
+  for (int s = 0; s < kSums; ++s) sum[s] = start(s, &sum[s]);
   for (int64_t i = 0; i < iterations; ++i) {
 #pragma GCC unroll 32
     for (int s = 0; s < kSums; ++s) sum[s] = step(sum[s]);
   }
   float total = 0;
 #pragma GCC unroll 32
-  for (int s = 0; s < kSums; ++s) {
-    float lane;
-    std::memcpy(&lane, &sum[s], sizeof lane);
-    total += lane;
-  }
+  for (int s = 0; s < kSums; ++s) total += float(sum_lanes(sum[s]));
   return total;
 }
 

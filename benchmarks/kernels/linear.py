@@ -121,9 +121,10 @@ def prefill(isas: Sequence[str], formats: Sequence[Format], repeats: int) -> dic
     steps = 2_000_000
     torch_run: Run = lambda: [torch.nn.functional.linear(x, w) for x, w in pairs]  # noqa: E731
     weights = {fmt: Weights(library_of(isas[0]), fmt, LAYER) for fmt in formats}
-    runs, peaks = {}, {}
+    runs, peaks, counts = {}, {}, {}
     for isa in isas:
         library = library_of(isa)
+        counts[isa] = library.onward_probe_arithmetic(0, steps)  # steps of all threads
         runs |= {(fmt, isa): weights[fmt].linear(PREFILL, isa) for fmt in formats}
         for kind in sorted({ARITHMETIC[fmt][0] for fmt in formats}):
             probe: Run = lambda library=library, kind=kind: library.onward_probe_arithmetic(kind, steps)  # noqa: E731
@@ -132,12 +133,11 @@ def prefill(isas: Sequence[str], formats: Sequence[Format], repeats: int) -> dic
     taken = dict(zip(runs, rest[: len(runs)], strict=True))
     peak_s = dict(zip(peaks, rest[len(runs) :], strict=True))
     per_lane = dict(ARITHMETIC.values())
-    count = steps * 24 * native.num_threads()  # steps of all threads, see probe.cpp
     print(f"T={PREFILL}  torch bf16 {operations / torch_s / 1e12:.2f} TFLOP/s")
     rows = {}
     for fmt, isa in runs:
         kind = ARITHMETIC[fmt][0]
-        seconds, limit = taken[fmt, isa], count * per_lane[kind] / peak_s[kind, isa]
+        seconds, limit = taken[fmt, isa], counts[isa] * per_lane[kind] / peak_s[kind, isa]
         rate = operations / seconds
         rows[f"{fmt.name.lower()} {isa}"] = {
             "tflop_s": rate / 1e12, "peak": limit / 1e12, "over_torch": torch_s / seconds,

@@ -5,7 +5,11 @@
 namespace onward {
 namespace {
 
-constexpr int kSums = 24;  // enough independent sums to hide the latency of every step
+// As many independent sums as the registers hold, to hide the latency of every step.
+constexpr int kSums = shapes::linear::kTileRows * shapes::linear::kBlocks[shapes::linear::kTileRows];
+
+i32x16 start(int32_t bits, i32x16*) { return splat(bits); }
+f32x16 start(int32_t bits, f32x16*) { return as_f32(splat(bits)); }
 
 // Repeats a step on every sum; returns a value that depends on all sums. They start from different values,
 // because otherwise the compiler would compute only one of them.
@@ -13,22 +17,14 @@ template <class Sum, class Step>
 float repeat(int64_t iterations, Step step) {
   Sum sum[kSums];
 #pragma GCC unroll 32
-  for (int s = 0; s < kSums; ++s) {
-    int32_t lanes[16];
-    for (int32_t& lane : lanes) lane = s;
-    std::memcpy(&sum[s], lanes, sizeof lanes);
-  }
+  for (int s = 0; s < kSums; ++s) sum[s] = start(s, &sum[s]);
   for (int64_t i = 0; i < iterations; ++i) {
 #pragma GCC unroll 32
     for (int s = 0; s < kSums; ++s) sum[s] = step(sum[s]);
   }
   float total = 0;
 #pragma GCC unroll 32
-  for (int s = 0; s < kSums; ++s) {
-    float lane;
-    std::memcpy(&lane, &sum[s], sizeof lane);
-    total += lane;
-  }
+  for (int s = 0; s < kSums; ++s) total += float(sum_lanes(sum[s]));
   return total;
 }
 
@@ -55,7 +51,7 @@ ONWARD_API int64_t onward_probe_read(const void* data, int64_t bytes, int64_t gr
   return total;
 }
 
-// Every thread runs `iterations` rounds of 24 independent 16-lane steps. kind: 0 float fma (2 operations per
+// Every thread runs `iterations` rounds of independent 16-lane steps. kind: 0 float fma (2 operations per
 // lane), 1 pairs of bf16 (4), 2 bytes (8). Returns the number of steps of all threads.
 ONWARD_API int64_t onward_probe_arithmetic(int32_t kind, int64_t iterations) {
   using namespace onward;

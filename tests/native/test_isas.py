@@ -1,6 +1,9 @@
 """Instruction sets: one header and one line each, and the sets that have the same bits (docs/decisions/0025)."""
 
+import os
 import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -38,6 +41,21 @@ def test_every_isa_has_a_header_a_line_and_documentation() -> None:
         assert f"`{isa}`" in (ROOT / "docs" / "environment.md").read_text()
         assert f"| `{isa}` |" in (ROOT / "native" / "README.md").read_text()
     assert [isa for isa in LINES if isa in native.built_isas()] == native.built_isas()
+
+
+@pytest.mark.skipif("avx512vnni" not in native.available_isas(), reason="runs AVX-VNNI in the encoding of AVX-512")
+def test_every_operation_of_avxvnni_has_the_bits_of_avx2(tmp_path: Path) -> None:
+    if (compiler := shutil.which(os.environ.get("CXX", "g++"))) is None:
+        pytest.skip("needs a C++ compiler")
+    flags = ["-std=c++17", "-O1", "-ffp-contract=off", "-mavx2", "-mfma", "-mf16c", "-w", "-DONWARD_EVEX"]
+    results = []
+    for isa in ("avx2", "avxvnni"):
+        program = tmp_path / isa
+        source = [f"-I{SOURCES}", f'-DONWARD_ISA_HEADER="isa/{isa}.h"', str(ROOT / "tests/native/simd_bits.cpp")]
+        subprocess.run([compiler, *flags, *source, "-o", str(program)], check=True)
+        results.append(subprocess.run([program], check=True, capture_output=True, text=True).stdout)
+    assert "dot_i8" in results[0]
+    assert results[0] == results[1]
 
 
 @alike

@@ -21,6 +21,12 @@ inline i32x16 dot_i8(i32x16 acc, i32x16 w, i32x16 x) {
 inline i32x16 dot_i8(i32x16 acc, i32x16 w, const int32_t* x) { return dot_i8(acc, w, splat(*x)); }
 constexpr bool kDotsBytes = false;
 
+// acc[i] += w[2i] * x[2i] + w[2i+1] * x[2i+1] over pairs of 16-bit integers, exact modulo 2^32.
+inline i32x16 dot_i16(i32x16 acc, i32x16 w, i32x16 x) {
+  return {_mm256_add_epi32(acc.lo, _mm256_madd_epi16(w.lo, x.lo)),
+          _mm256_add_epi32(acc.hi, _mm256_madd_epi16(w.hi, x.hi))};
+}
+
 struct ByteWords {
   static constexpr bool kUsed = true;
   static i32x16 step(i32x16 acc, i32x16 w, i32x16 x) {

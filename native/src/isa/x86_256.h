@@ -1,5 +1,5 @@
 // Vectors of 16 in two registers of 256 bits: AVX2, FMA and F16C. The sets with these registers include it, and
-// add their dot products of bytes.
+// add their dot products of integers.
 #pragma once
 #include <immintrin.h>
 
@@ -147,12 +147,6 @@ inline f32x16 dot_bf16(f32x16 acc, i32x16 w, i32x16 x) {
                            _mm256_castsi256_ps(_mm256_slli_epi32(xp, 16)), a);
   };
   return {step(acc.lo, w.lo, x.lo), step(acc.hi, w.hi, x.hi)};
-}
-
-// acc[i] += w[2i] * x[2i] + w[2i+1] * x[2i+1] over pairs of 16-bit integers, exact modulo 2^32.
-inline i32x16 dot_i16(i32x16 acc, i32x16 w, i32x16 x) {
-  return {_mm256_add_epi32(acc.lo, _mm256_madd_epi16(w.lo, x.lo)),
-          _mm256_add_epi32(acc.hi, _mm256_madd_epi16(w.hi, x.hi))};
 }
 
 // 32 bytes as pairs of 16-bit integers, all of them or the first n.
@@ -437,9 +431,10 @@ struct PhiloxLanes {
 // The shapes of tiles, for 16 registers.
 namespace shapes {
 namespace linear {
-constexpr int kStreamRows = 4, kTileRows = 4;
-constexpr int kBlocks[kStreamRows + 1] = {0, 4, 2, 1, 1};
-constexpr int kInt4TileRows = 4, kInt4Blocks = 1, kGroupedStreamRows = 4;
+// 5 rows of one block have 10 sums: two multiplications a cycle, each waiting 4 or 5 cycles for its sum.
+constexpr int kStreamRows = 5, kTileRows = 5;
+constexpr int kBlocks[kStreamRows + 1] = {0, 4, 2, 1, 1, 1};
+constexpr int kInt4TileRows = 5, kInt4Blocks = 1, kGroupedStreamRows = 5;
 }  // namespace linear
 namespace attention {
 constexpr int kSumsAtOnce = 4;

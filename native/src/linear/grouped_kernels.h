@@ -255,11 +255,11 @@ constexpr KernelTable grouped_table(std::integer_sequence<int, R...>) {
 template <int32_t FORMAT>
 constexpr KernelTable kGroupedKernels = grouped_table<FORMAT>(std::make_integer_sequence<int, kGroupedStreamRows>{});
 
-// int4 where words of 16 bits are no help. Few rows have sums of their own for the high halves of the bytes, which
-// spares them a shift.
+// int4 where words of 16 bits are no help. Few rows, whose registers have room for twice as many sums, have sums of
+// their own for the high halves of the bytes, which spares them a shift.
 template <int ROWS>
 struct Int4Kernel {
-  static constexpr bool kApart = ROWS <= 8;
+  static constexpr bool kApart = 2 * ROWS <= kStreamRows;
 
   // The integer dot products of one group of 32 inputs: 4 lines of the block, 8 words of each row.
   static void products(const uint8_t* panel, const uint8_t* lines, i32x16 (&sum)[ROWS]) {

@@ -64,7 +64,7 @@ class Library:
 
 
 # Sets that compute the bits of another one (docs/decisions/0025), as tests/native and the golden record check.
-_BITS = {"avx512vnni": "avx2", "neon_i8mm": "neon"}
+_BITS = {"avx512vnni": "avx2", "avxvnni": "avx2", "neon_i8mm": "neon"}
 
 _lock = threading.Lock()
 _loaded: dict[str, Library] = {}

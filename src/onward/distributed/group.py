@@ -21,6 +21,11 @@ from onward.models import Run
 from onward.program import ForwardBatch
 
 
+def layer_tap(layer: int) -> str:
+    """The name of the tap after a layer."""
+    return f"layers.{layer}"
+
+
 def rows_of_table(rows: int, tokens: int) -> Tensor:
     """int32 [B, T], the rows of a forward's hidden states in the table."""
     return torch.arange(rows * tokens, dtype=torch.int32).view(rows, tokens)
@@ -205,12 +210,14 @@ class Tables:
 class RankWorker:
     """The message loop of a rank.
 
-    run: its part of the model, over a table of hidden states. plan: the caches of its layers. width: the maximum
-    number of blocks of a sequence. to: the rank that receives its hidden states.
+    run: its part of the model, over a table of hidden states. layers: their numbers. plan: their caches. width: the
+    maximum number of blocks of a sequence. to: the rank that receives its hidden states.
     """
 
-    def __init__(self, links: Links, run: Run, hidden: Tensor, plan: CachePlan, width: int, to: int) -> None:
-        self._links, self._run, self._hidden = links, run, hidden
+    def __init__(
+        self, links: Links, run: Run, hidden: Tensor, layers: range, plan: CachePlan, width: int, to: int
+    ) -> None:
+        self._links, self._run, self._hidden, self._layers = links, run, hidden, layers
         self._plan, self._width, self._to = plan, width, to
         self._tables = Tables()
         self._pools: dict[int, KVPool] = {}
@@ -256,6 +263,8 @@ class RankWorker:
         view = self._pools[message.pool].view(self._tables.filled(message.table, self._width))
         is_last = self._to == 0
         logits_at = message.logits_at if is_last and message.has_result else None
-        out = self._run.step(ForwardBatch(rows, message.offsets, view, logits_at)).logits
+        taps = tuple(layer_tap(layer) for layer in message.taps if layer in self._layers)
+        result = self._run.step(ForwardBatch(rows, message.offsets, view, logits_at, taps))
+        self._links.send(0, *(result.taps[name] for name in taps))
         if not is_last or message.has_result:
-            self._links.send(self._to, out)
+            self._links.send(self._to, result.logits)

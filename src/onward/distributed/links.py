@@ -182,7 +182,7 @@ class ForwardMessage(NamedTuple):
     """A forward of [B, T] tokens.
 
     offsets: int32 [B]. table: int32 [B, m], the blocks up to each row's last position. logits_at: int64 [R, N], the
-    positions whose hidden states rank 0 needs; None for all.
+    positions whose hidden states rank 0 needs; None for all. taps: the layers whose results rank 0 needs.
     """
 
     pool: int
@@ -190,6 +190,7 @@ class ForwardMessage(NamedTuple):
     offsets: Tensor
     table: Tensor
     logits_at: Tensor | None
+    taps: tuple[int, ...] = ()
 
     @property
     def has_result(self) -> bool:
@@ -200,11 +201,12 @@ class ForwardMessage(NamedTuple):
         counts = (-1, 0) if self.logits_at is None else self.logits_at.shape
         tensors = (self.offsets, self.table) if self.logits_at is None else (self.offsets, self.table, self.logits_at)
         values = [value for tensor in tensors for value in tensor.flatten().tolist()]
-        return [self.pool, self.tokens, *self.table.shape, *counts, *values]
+        return [self.pool, self.tokens, *self.table.shape, *counts, len(self.taps), *self.taps, *values]
 
     @staticmethod
     def parse(numbers: Sequence[int]) -> "ForwardMessage":
-        pool, tokens, rows, width, logits_rows, per_row, *values = numbers
+        pool, tokens, rows, width, logits_rows, per_row, count, *values = numbers
+        taps, values = values[:count], values[count:]
         offsets, table = values[:rows], values[rows : rows + rows * width]
         logits_at = torch.tensor(values[rows + rows * width :], dtype=torch.int64)
         return ForwardMessage(
@@ -213,4 +215,5 @@ class ForwardMessage(NamedTuple):
             torch.tensor(offsets, dtype=torch.int32),
             torch.tensor(table, dtype=torch.int32).view(rows, width),
             None if logits_rows < 0 else logits_at.view(logits_rows, per_row),
+            tuple(taps),
         )

@@ -5,6 +5,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
+from functools import cached_property
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -13,16 +14,17 @@ from torch import Tensor
 
 from onward.cache import PagedKVCache
 from onward.cache.plan import lazy_zeros
-from onward.distributed.group import RankGroup, Tables, rows_of_table
+from onward.distributed.group import RankGroup, Tables, layer_tap, rows_of_table
 from onward.distributed.links import ForwardMessage, Kind
 from onward.errors import RequestError
 from onward.models import Architecture, Embedding, Model, Run, WeightScope
 from onward.models.architecture import parameter_shapes
 from onward.models.blocks import Decoder, DecoderParams, LayerParams
 from onward.models.contract import take_positions
+from onward.models.model import DividedForward, TapValues
 from onward.ops.heads import BLOCK
-from onward.ops.tap import is_active
-from onward.program import ForwardBatch
+from onward.ops.tap import is_read, report, tap
+from onward.program import ForwardBatch, StepResult
 
 
 def divide_layers(costs: Sequence[int], world: int, ends: int) -> list[range]:
@@ -89,6 +91,11 @@ class Stage(Decoder):
 
     first: int = 0
 
+    @property
+    def numbers(self) -> range:
+        """The numbers of its layers among all."""
+        return range(self.first, self.first + len(self.layers))
+
     def read(self, scope: WeightScope, each_layer: Callable[[LayerParams], LayerParams] = lambda layer: layer) -> Any:
         if self.first == 0:
             return super().read(scope, each_layer)
@@ -101,13 +108,16 @@ class Stage(Decoder):
     ) -> tuple[Tensor, Any]:
         """Hidden states for the next rank, float [B, T, D] or [R, N, D]. tokens: rows of the table on later ranks."""
         x_BTD, positions, _ = self.embedded(tokens, offsets, params)
-        for layer, layer_params, index in zip(self.layers, params.layers, self.places(), strict=True):
-            x_BTD = layer(layer_params, x_BTD, positions, cache, index)
+        each = zip(self.numbers, self.layers, params.layers, self.places(), strict=True)
+        for number, layer, layer_params, index in each:
+            x_BTD = tap(layer(layer_params, x_BTD, positions, cache, index), layer_tap(number))
         return x_BTD if logits_at is None else take_positions(x_BTD, logits_at), cache
 
-    def head(self, tokens: Tensor, offsets: Tensor, cache: Any, params: HeadParams) -> tuple[Tensor, Any]:
+    def head(
+        self, tokens: Tensor, offsets: Tensor, cache: Any, params: HeadParams, *, logits_at: Tensor | None = None
+    ) -> tuple[Tensor, Any]:
         """The logits of rows [B, T] of the table."""
-        return self.logits(params.rest, self.norm(params.rest.norm, params.hidden(tokens))), cache
+        return self.logits(params.rest, self.normed(params.rest, params.hidden(tokens), logits_at)), cache
 
 
 def stage_of(architecture: Architecture, rank: int, world: int) -> Stage:
@@ -222,15 +232,21 @@ def _share_blocks(offsets: Tensor, table: Tensor) -> bool:
     return any(int((read == block).any(1).sum()) > 1 for block in written)
 
 
-class PipelineForward:
+Taps = dict[str, Tensor]  # values by name
+NORM = "norm"  # the tap that rank 0 serves with the head
+
+
+class PipelineForward(DividedForward):
     """A forward with the contract of `onward.models.model` that runs over all ranks of a group.
 
     Microbatches go through the ranks one after the other, so that ranks work on different ones at the same time. The
     split doesn't change results, because a row's bits depend neither on other rows nor on the prefill chunk.
+
+    stages: of all ranks. params: of rank 0.
     """
 
-    def __init__(self, group: RankGroup, stage: Stage, params: DecoderParams, compile: str) -> None:
-        self.group = group
+    def __init__(self, group: RankGroup, stages: Sequence[Stage], params: DecoderParams, compile: str) -> None:
+        self.group, self._stages, stage = group, stages, stages[0]
         self._tables = Tables()
         self._has_sent = False
         # A separate thread, so that an interrupt of the caller doesn't interrupt the exchange between ranks.
@@ -244,10 +260,6 @@ class PipelineForward:
     def __call__(
         self, tokens: Tensor, offsets: Tensor, cache: Any, params: Any, *, logits_at: Tensor | None = None
     ) -> tuple[Tensor, Any]:
-        if is_active():
-            raise RequestError(
-                "a model over several ranks has no hidden states, embeddings and taps yet: load it without pipeline="
-            )
         if not isinstance(cache, PagedKVCache) or cache.keys[0].data_ptr() not in self.group.pools:
             raise RequestError(
                 "a model over several ranks manages its own caches, and takes no cache=: use onward.Session to "
@@ -261,46 +273,80 @@ class PipelineForward:
         self.group.check()
         # The caller may overwrite the table after an interrupt.
         whole = Microbatch(tokens, offsets, cache.table.clone(), logits_at)
-        return self._thread.submit(self._exchange, whole, cache).result(), cache
+        taps = tuple(name for name in self.taps if is_read(name))
+        logits, values = self._thread.submit(self._exchange, whole, cache, taps).result()
+        for name in taps:
+            report(name, values[name])
+        return logits, cache
+
+    @cached_property
+    def taps(self) -> dict[str, TapValues]:
+        layers = (layer_tap(number) for stage in self._stages for number in stage.numbers)
+        return dict.fromkeys(("embedding", *layers, NORM), TapValues((self._hidden.shape[1],), self._hidden.dtype))
+
+    def own_part(self, params: Any) -> tuple[Stage, DecoderParams]:
+        return self._stages[0], params.own
 
     @torch.no_grad()
-    def _exchange(self, whole: Microbatch, cache: PagedKVCache) -> Tensor:
+    def _exchange(self, whole: Microbatch, cache: PagedKVCache, taps: tuple[str, ...]) -> tuple[Tensor, Taps]:
         with self.group.exchanging():
             self._has_sent = False
             try:
-                return self._run(whole, cache)
+                return self._run(whole, cache, taps)
             except BaseException as error:
                 if self._has_sent:
                     self.group.abort(f"the ranks are out of sync since a forward failed ({error}): reload the model")
                 raise
 
-    def _run(self, whole: Microbatch, cache: PagedKVCache) -> Tensor:
+    def _run(self, whole: Microbatch, cache: PagedKVCache, taps: tuple[str, ...]) -> tuple[Tensor, Taps]:
         links = self.group.links
         batches = microbatches(whole, links.world)
+        layers = [[number for number in stage.numbers if layer_tap(number) in taps] for stage in self._stages]
+        own = tuple(name for name in taps if name == "embedding" or name in map(layer_tap, layers[0]))
+        others = list(itertools.chain(*layers[1:]))
+        read: list[dict[str, Tensor]] = []
         for index, batch in enumerate(batches):
             view = cache._replace(table=self._tables.filled(batch.table, batch.table.shape[1], index))
             # Errors in the ids are raised here, before anything is sent.
-            x = self._first_layers.step(ForwardBatch(batch.tokens, batch.offsets, view)).logits
-            self.group.broadcast(Kind.FORWARD, *self._message(batch, cache).numbers())
+            result = self._first_layers.step(ForwardBatch(batch.tokens, batch.offsets, view, taps=own))
+            read.append(dict(result.taps))
+            self.group.broadcast(Kind.FORWARD, *self._message(batch, cache, others, NORM in taps).numbers())
             self._has_sent = True
-            links.send(1, x)
-        logits = [self._logits(*batch.logits_shape) for batch in batches if batch.has_result]
+            links.send(1, result.logits)
+        logits: list[Tensor] = []
+        for batch, found in zip(batches, read, strict=True):
+            for rank, numbers in enumerate(layers[1:], start=1):
+                for number in numbers:
+                    found[layer_tap(number)] = self._hidden.new_empty(*batch.tokens.shape, self._hidden.shape[1])
+                    links.receive(rank, found[layer_tap(number)])
+            if batch.has_result or NORM in taps:
+                result = self._head_step(batch, (NORM,) if NORM in taps else ())
+                logits += [result.logits] if batch.has_result else []
+                found |= result.taps
+        values = {name: torch.cat([each[name] for each in read], dim=int(len(whole.tokens) == 1)) for name in taps}
         if not logits:
-            return torch.empty(*whole.logits_shape, self._vocab_size, dtype=self.group.plans[0].dtype)
+            return torch.empty(*whole.logits_shape, self._vocab_size, dtype=self.group.plans[0].dtype), values
         links.settle()
-        return logits[0] if len(logits) == 1 else torch.cat(logits)
+        return logits[0] if len(logits) == 1 else torch.cat(logits), values
 
-    def _logits(self, rows: int, per_row: int) -> Tensor:
-        """Wait for the hidden states of a microbatch and compute their logits."""
+    def _head_step(self, batch: Microbatch, taps: tuple[str, ...]) -> StepResult:
+        """Wait for the hidden states of a microbatch and compute their logits. With a tap, of all its positions."""
+        rows, per_row = batch.tokens.shape if taps else batch.logits_shape
         table_rows = rows_of_table(rows, per_row)
         self.group.links.receive(self.group.links.world - 1, self._hidden[: table_rows.numel()])
-        return self._head.step(ForwardBatch(table_rows, torch.zeros(rows, dtype=torch.int32), ())).logits
+        none = torch.zeros(rows, 0, dtype=torch.int64)
+        logits_at = None if not taps else batch.logits_at if batch.has_result else none
+        return self._head.step(ForwardBatch(table_rows, torch.zeros(rows, dtype=torch.int32), (), logits_at, taps))
 
-    def _message(self, batch: Microbatch, cache: PagedKVCache) -> ForwardMessage:
+    def _message(
+        self, batch: Microbatch, cache: PagedKVCache, layers: Sequence[int], needs_all: bool
+    ) -> ForwardMessage:
+        """layers: that are read. needs_all: rank 0 needs the hidden states of all positions."""
         num_tokens = batch.tokens.shape[1]
         used = (int(batch.offsets.max()) + num_tokens - 1) // BLOCK + 1
         pool = self.group.pools[cache.keys[0].data_ptr()]
-        return ForwardMessage(pool, num_tokens, batch.offsets, batch.table[:, :used], batch.logits_at)
+        logits_at = None if needs_all else batch.logits_at
+        return ForwardMessage(pool, num_tokens, batch.offsets, batch.table[:, :used], logits_at, tuple(layers))
 
 
 def rank_run(forward: Any, params: Any, width: int, compile: str) -> Run:

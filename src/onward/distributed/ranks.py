@@ -100,7 +100,7 @@ def load_ranks(settings: Settings, layers: Callable[[int], LayersInPlace], addre
         raise
     group = RankGroup(links, [_plan(settings, stage, dtype) for stage in stages], processes)
     return Model(
-        forward=PipelineForward(group, stages[0], params, settings.compile),
+        forward=PipelineForward(group, stages, params, settings.compile),
         params=RankParams(params, torch.tensor(digests)),
         new_cache=partial(new_cache, group),
         vocab_size=architecture.vocab_size,
@@ -153,7 +153,7 @@ def _run_worker(settings: Settings, links: Links) -> None:
     links.send_ints([_digest(run.model)], [0])
     to = (links.rank + 1) % links.world
     plan = _plan(settings, stage, dtype)
-    RankWorker(links, run, hidden, plan, -(-settings.context // BLOCK), to).serve()
+    RankWorker(links, run, hidden, stage.numbers, plan, -(-settings.context // BLOCK), to).serve()
 
 
 def _plan(settings: Settings, stage: Stage, dtype: torch.dtype) -> CachePlan:

@@ -182,7 +182,8 @@ class ForwardMessage(NamedTuple):
     """A forward of [B, T] tokens.
 
     offsets: int32 [B]. table: int32 [B, m], the blocks up to each row's last position. logits_at: int64 [R, N], the
-    positions whose hidden states rank 0 needs; None for all. taps: the layers whose results rank 0 needs.
+    positions whose hidden states rank 0 needs; None for all. taps: the layers whose results rank 0 needs. steers: those
+    whose results change; rank 0 sends the changes to the ranks of these layers.
     """
 
     pool: int
@@ -191,6 +192,7 @@ class ForwardMessage(NamedTuple):
     table: Tensor
     logits_at: Tensor | None
     taps: tuple[int, ...] = ()
+    steers: tuple[int, ...] = ()
 
     @property
     def has_result(self) -> bool:
@@ -201,12 +203,13 @@ class ForwardMessage(NamedTuple):
         counts = (-1, 0) if self.logits_at is None else self.logits_at.shape
         tensors = (self.offsets, self.table) if self.logits_at is None else (self.offsets, self.table, self.logits_at)
         values = [value for tensor in tensors for value in tensor.flatten().tolist()]
-        return [self.pool, self.tokens, *self.table.shape, *counts, len(self.taps), *self.taps, *values]
+        layers = (len(self.taps), len(self.steers), *self.taps, *self.steers)
+        return [self.pool, self.tokens, *self.table.shape, *counts, *layers, *values]
 
     @staticmethod
     def parse(numbers: Sequence[int]) -> "ForwardMessage":
-        pool, tokens, rows, width, logits_rows, per_row, count, *values = numbers
-        taps, values = values[:count], values[count:]
+        pool, tokens, rows, width, logits_rows, per_row, num_taps, num_steers, *values = numbers
+        layers, values = values[: num_taps + num_steers], values[num_taps + num_steers :]
         offsets, table = values[:rows], values[rows : rows + rows * width]
         logits_at = torch.tensor(values[rows + rows * width :], dtype=torch.int64)
         return ForwardMessage(
@@ -215,5 +218,6 @@ class ForwardMessage(NamedTuple):
             torch.tensor(offsets, dtype=torch.int32),
             torch.tensor(table, dtype=torch.int32).view(rows, width),
             None if logits_rows < 0 else logits_at.view(logits_rows, per_row),
-            tuple(taps),
+            tuple(layers[:num_taps]),
+            tuple(layers[num_taps:]),
         )

@@ -318,8 +318,7 @@ class RankWorker:
     def _forward(self, message: ForwardMessage) -> None:
         rows = rows_of_table(len(message.offsets), message.tokens)
         steers = {name: RowSteers.empty(rows.shape, self._run.hidden) for name in self._own(message.steers)}
-        for changes in steers.values():
-            self._links.receive(0, *changes)
+        self._links.receive_together(0, *itertools.chain(*steers.values()))
         self._links.receive(self._links.rank - 1, self._run.hidden[: rows.numel()])
         self._links.settle()  # the last sends completed long ago
         view = self._pools[message.pool].view(self._tables.filled(message.table, self._width))
@@ -327,9 +326,12 @@ class RankWorker:
         logits_at = message.logits_at if is_last and message.has_result else None
         taps = self._own(message.taps)
         result = self._run.step(ForwardBatch(rows, message.offsets, view, logits_at, taps), steers)
-        self._links.send(0, *(result.taps[name] for name in taps))
-        if not is_last or message.has_result:
+        to_rank_0 = [result.taps[name] for name in taps]
+        if not is_last:
             self._links.send(self._to, result.logits)
+        elif message.has_result:
+            to_rank_0.append(result.logits)
+        self._links.send_together(0, *to_rank_0)
 
     def _own(self, layers: Sequence[int]) -> tuple[str, ...]:
         """The taps of this rank's layers among these."""

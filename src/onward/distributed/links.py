@@ -74,6 +74,23 @@ class Links:
         for out in outs:
             self._receive(out, by, _TENSORS)
 
+    def send_together(self, to: int, *tensors: Tensor) -> None:
+        """Send small tensors as one message, for `receive_together`: a message takes longer than its bytes."""
+        parts = [_raw(tensor.contiguous()) for tensor in tensors]
+        if parts:
+            self._send(parts[0] if len(parts) == 1 else torch.cat(parts), to, _TENSORS)
+
+    def receive_together(self, by: int, *outs: Tensor) -> None:
+        """Wait for tensors that a rank has sent as one message, and store them in contiguous tensors."""
+        if len(outs) == 1:
+            self._receive(outs[0], by, _TENSORS)
+        elif outs:
+            parts = list(map(_raw, outs))
+            sizes = [len(part) for part in parts]
+            message = self._receive(torch.empty(sum(sizes), dtype=torch.uint8), by, _TENSORS)
+            for part, received in zip(parts, torch.split(message, sizes), strict=True):
+                part.copy_(received)
+
     def settle(self) -> None:
         """Wait until all sends have completed."""
         with self._checked():
@@ -95,12 +112,12 @@ class Links:
 
     def _send(self, x: Tensor, to: int, tag: int) -> None:
         with self._checked():
-            raw = x.view(-1).view(torch.uint8)
+            raw = _raw(x)
             self._pending.append((self._group.send([raw], to, tag), raw))
 
     def _receive(self, out: Tensor, by: int, tag: int) -> Tensor:
         with self._checked():
-            self._group.recv([out.view(-1).view(torch.uint8)], by, tag).wait()
+            self._group.recv([_raw(out)], by, tag).wait()
         return out
 
     @contextmanager
@@ -120,6 +137,11 @@ class Links:
                         return f"rank {rank} has failed: {self.store.get(f'error/{rank}').decode()}"
             time.sleep(0.05)
         return f"rank {self.rank} has lost another rank, which has ended or cannot be reached ({one_line(error)})"
+
+
+def _raw(x: Tensor) -> Tensor:
+    """The bytes of a contiguous tensor, in its memory."""
+    return x.view(-1).view(torch.uint8)
 
 
 def meet(rank: int, world: int, address: str | None) -> tuple[Store, str]:

@@ -190,6 +190,11 @@ class Microbatch(NamedTuple):
         return self.has_result or NORM in self.taps
 
     @property
+    def num_hidden(self) -> int:
+        """The number of hidden states that the last rank returns."""
+        return (self.tokens if self.needs_all else self.logits_shape).numel()
+
+    @property
     def needs_all(self) -> bool:
         """Whether the final norm is computed at all positions."""
         return NORM in self.taps or (self.has_result and NORM in self.steers)
@@ -327,15 +332,15 @@ class PipelineForward(DividedForward):
             self.group.broadcast(Kind.FORWARD, *self._message(batch, cache).numbers())
             self._has_sent = True
             for rank in self.group.others:
-                for name in steered[rank]:
-                    links.send(rank, *batch.steers[name])
+                links.send_together(rank, *itertools.chain(*(batch.steers[name] for name in steered[rank])))
             links.send(1, result.logits)
         logits: list[Tensor] = []
         for batch, own in zip(batches, values, strict=True):
             for rank in self.group.others:
-                for name in read[rank]:
-                    own[name] = self._hidden.new_empty(*batch.tokens.shape, self._hidden.shape[1])
-                    links.receive(rank, own[name])
+                outs = {name: self._hidden.new_empty(*batch.tokens.shape, self._hidden.shape[1]) for name in read[rank]}
+                own |= outs
+                returns = batch.needs_norm and rank == links.world - 1
+                links.receive_together(rank, *outs.values(), *[self._hidden[: batch.num_hidden]] * returns)
             if batch.needs_norm:
                 result = self._head_step(batch)
                 logits += [result.logits] if batch.has_result else []
@@ -353,14 +358,13 @@ class PipelineForward(DividedForward):
         return [tuple(name for name in stage.taps if name in names) for stage in self._stages]
 
     def _head_step(self, batch: Microbatch) -> StepResult:
-        """Wait for the hidden states of a microbatch and compute their logits."""
+        """Compute the logits of a microbatch's hidden states, which are in the table."""
         (rows, per_row), logits_at = batch.tokens.shape, batch.logits_at
         if not batch.needs_all:
             (rows, per_row), logits_at = batch.logits_shape, None
         elif not batch.has_result:
             logits_at = torch.zeros(rows, 0, dtype=torch.int64)
         table_rows = rows_of_table(rows, per_row)
-        self.group.links.receive(self.group.links.world - 1, self._hidden[: table_rows.numel()])
         taps, steers = ({NORM} & {*names} for names in (batch.taps, batch.steers))
         inputs = ForwardBatch(table_rows, torch.zeros(rows, dtype=torch.int32), (), logits_at, tuple(taps))
         return self._head.step(inputs, {name: batch.steers[name] for name in steers})

@@ -182,7 +182,7 @@ def load(
     head = find_head(draft, folder, config, show)
     if pipeline > 1:
         others = {"merge": merge, "adapters": adapters, "name_map": name_map, "prefix_cache_dir": prefix_cache_dir}
-        others |= {"control_vectors": control_vectors} | ({} if head is None else {"draft": str(draft)})
+        others |= {} if head is None else {"draft": str(draft)}
         _check_ranks(torch_device, hosted=config is None, **others)
     if trainable is True:
         others = {"quantize": quantize, "cache_format": cache_format, "merge": merge, "adapters": adapters}

@@ -21,6 +21,7 @@ def over_ranks(source: Path, world: int, **options: Any) -> Iterator[onward.Lang
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
     failed: list[BaseException] = []
+    before = threading.enumerate()
 
     def follow(rank: int) -> None:
         try:
@@ -38,7 +39,8 @@ def over_ranks(source: Path, world: int, **options: Any) -> Iterator[onward.Lang
         thread.join(60)
         assert not thread.is_alive()
     assert not failed
-    assert not [thread for thread in threading.enumerate() if thread.name == "onward-beat"], "a rank beats no longer"
+    started = [thread for thread in threading.enumerate() if thread not in before]
+    assert not [thread for thread in started if thread.name == "onward-beat"], "a rank beats no longer"
 
 
 def same(one: onward.LanguageModel, split: onward.LanguageModel, **options: Any) -> bool:

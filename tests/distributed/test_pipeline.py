@@ -9,7 +9,9 @@ from rank_threads import ASKED, PROMPTS, over_ranks, same
 from safetensors.torch import load_file, save_file
 
 import onward
-from onward.distributed.pipeline import MAX_TOKENS, Microbatch, divide_layers, microbatches
+from demo_adapters import demo_adapter
+from onward.distributed.group import MAX_TOKENS
+from onward.distributed.pipeline import Microbatch, divide_layers, microbatches
 from onward.errors import RequestError
 from onward.language_model.fingerprint import model_fingerprint
 from onward.testing import random_checkpoint
@@ -124,15 +126,8 @@ def test_too_many_tokens_at_once_are_refused_and_change_nothing(tmp_path: Path) 
             split.model(torch.zeros(1, MAX_TOKENS + 1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32), cache)
         with pytest.raises(RequestError, match="takes no cache="):
             split.generate(PROMPTS[0], cache=split.new_cache(1, 64), max_new_tokens=4)
-        for call in (
-            lambda: split.hidden_states(PROMPTS[0], "layers.0"),
-            lambda: split.generate(PROMPTS[0], taps={"norm": "last"}, max_new_tokens=1),
-            lambda: split.embed(PROMPTS[0]),
-        ):
-            with pytest.raises(RequestError, match="no hidden states, embeddings and taps yet: load it without"):
-                call()
-        with pytest.raises(RequestError, match="steer needs a model of a built-in family in one process"):
-            split.generate(PROMPTS[0], steer={"layers.0": torch.ones(64)}, max_new_tokens=1)
+        with pytest.raises(RequestError, match="takes no adapters yet: load it without pipeline="):
+            split.load_adapter("poet", demo_adapter(tmp_path / "adapter", seed=0))
         assert same(one, split, temperature=0)
 
 

@@ -357,9 +357,9 @@ def test_bad_input_is_one_clear_error(lm, vector, tmp_path):
             lm.generate(PROMPT, prompt_embeds=embeds)
     with pytest.raises(RequestError, match="prompt_embeds and a steer of 'embedding' exclude each other"):
         lm.generate(PROMPT, prompt_embeds={0: vector[None]}, steer={"embedding": vector})
-    with pytest.raises(RequestError, match="steer needs a model of a built-in family in one process"):
+    with pytest.raises(RequestError, match="steer needs a model of a built-in family, whose rows"):
         own.generate([1], steer={"norm": vector}, max_new_tokens=1)
-    with pytest.raises(RequestError, match="prompt_embeds needs a model of a built-in family in one process"):
+    with pytest.raises(RequestError, match="prompt_embeds needs a model of a built-in family, whose rows"):
         own.generate([1], prompt_embeds={0: vector[None]}, max_new_tokens=1)
     completion = lm.generate(PROMPT, steer={"norm": vector}, max_new_tokens=1)
     with pytest.raises(RequestError, match=r"a receipt cannot have the vectors .*: leave out steer"):

@@ -5,20 +5,29 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import NoReturn
+from functools import partial
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from onward.cache import CachePlan, KVCache, KVPool, Slot
+from onward.cache.plan import lazy_zeros
 from onward.distributed.launchers import HeartbeatMonitor, RankHandles
 from onward.distributed.links import ForwardMessage, Kind, Links
 from onward.errors import RankError
-from onward.models import Run
-from onward.program import ForwardBatch
+from onward.models import Forward, Model, Run
+from onward.models.adapters import RowSteers
+from onward.ops.tap import updating
+from onward.program import ForwardBatch, StepResult
+
+
+def layer_tap(layer: int) -> str:
+    """The name of the tap after a layer."""
+    return f"layers.{layer}"
 
 
 def rows_of_table(rows: int, tokens: int) -> Tensor:
@@ -202,15 +211,72 @@ class Tables:
         return table
 
 
+# The maximum number of tokens of one forward.
+MAX_TOKENS = 2**15
+
+
+def token_table(width: int, dtype: torch.dtype) -> Tensor:
+    """A row for each token of a forward, whose memory is allocated when it is written."""
+    return lazy_zeros((MAX_TOKENS, width), dtype, torch.device("cpu"))
+
+
+class RankRun:
+    """A rank's part of a model, whose values at taps can be changed.
+
+    forward, params: of the part. hidden: a table of hidden states. width: the last dimension of its result.
+    """
+
+    def __init__(self, forward: Forward, params: Any, hidden: Tensor, width: int, compile: str) -> None:
+        self._forward, self._params, self._width, self._compile = forward, params, width, compile
+        self.hidden = hidden
+        self.plain = self._steered = Run(Model(forward, params, _no_cache, width), compile)
+        self._tables: dict[str, RowSteers] = {}
+
+    def step(self, batch: ForwardBatch, steers: Mapping[str, RowSteers]) -> StepResult:
+        """As `Run.step`. steers: the changes of the batch's tokens, by tap."""
+        if not steers:
+            return self.plain.step(batch)
+        if new := [name for name in steers if name not in self._tables]:
+            columns = (self.hidden.shape[1], self.hidden.dtype), (1, torch.bool), (1, torch.bool)
+            self._tables |= {name: RowSteers(*(token_table(*each) for each in columns)) for name in new}
+            params = dict(sorted(self._tables.items())), self._params
+            model = Model(partial(_steered_forward, self._forward), params, _no_cache, self._width)
+            self._steered = Run(model, self._compile)
+        count = batch.tokens.numel()
+        for name, table in self._tables.items():
+            table.adds[:count] = table.replaces[:count] = False
+            if name in steers:
+                for rows, values in zip(table, steers[name], strict=True):
+                    rows[:count] = values.flatten(0, 1)
+        return self._steered.step(batch)
+
+
+def _steered_forward(
+    forward: Forward, tokens: Tensor, offsets: Tensor, cache: Any, params: Any, *, logits_at: Tensor | None = None
+) -> tuple[Tensor, Any]:
+    """A forward over tables of changes, with a row for each token, and its params."""
+    tables, own = params
+    rows, count = tokens.shape, tokens.numel()
+    of_rows = {
+        name: RowSteers(*(each[:count].view(*rows, each.shape[1]) for each in table)) for name, table in tables.items()
+    }
+    with updating({name: each.applied for name, each in of_rows.items()}):
+        return forward(tokens, offsets, cache, own, logits_at=logits_at)
+
+
+def _no_cache(batch: int, max_len: int) -> Any:
+    raise AssertionError("a rank's caches are views of its blocks")
+
+
 class RankWorker:
     """The message loop of a rank.
 
-    run: its part of the model, over a table of hidden states. plan: the caches of its layers. width: the maximum
-    number of blocks of a sequence. to: the rank that receives its hidden states.
+    run: its part of the model. layers: their numbers. plan: their caches. width: the maximum number of blocks of a
+    sequence. to: the rank that receives its hidden states.
     """
 
-    def __init__(self, links: Links, run: Run, hidden: Tensor, plan: CachePlan, width: int, to: int) -> None:
-        self._links, self._run, self._hidden = links, run, hidden
+    def __init__(self, links: Links, run: RankRun, layers: range, plan: CachePlan, width: int, to: int) -> None:
+        self._links, self._run, self._layers = links, run, layers
         self._plan, self._width, self._to = plan, width, to
         self._tables = Tables()
         self._pools: dict[int, KVPool] = {}
@@ -251,11 +317,22 @@ class RankWorker:
 
     def _forward(self, message: ForwardMessage) -> None:
         rows = rows_of_table(len(message.offsets), message.tokens)
-        self._links.receive(self._links.rank - 1, self._hidden[: rows.numel()])
+        steers = {name: RowSteers.empty(rows.shape, self._run.hidden) for name in self._own(message.steers)}
+        self._links.receive_together(0, *itertools.chain(*steers.values()))
+        self._links.receive(self._links.rank - 1, self._run.hidden[: rows.numel()])
         self._links.settle()  # the last sends completed long ago
         view = self._pools[message.pool].view(self._tables.filled(message.table, self._width))
         is_last = self._to == 0
         logits_at = message.logits_at if is_last and message.has_result else None
-        out = self._run.step(ForwardBatch(rows, message.offsets, view, logits_at)).logits
-        if not is_last or message.has_result:
-            self._links.send(self._to, out)
+        taps = self._own(message.taps)
+        result = self._run.step(ForwardBatch(rows, message.offsets, view, logits_at, taps), steers)
+        to_rank_0 = [result.taps[name] for name in taps]
+        if not is_last:
+            self._links.send(self._to, result.logits)
+        elif message.has_result:
+            to_rank_0.append(result.logits)
+        self._links.send_together(0, *to_rank_0)
+
+    def _own(self, layers: Sequence[int]) -> tuple[str, ...]:
+        """The taps of this rank's layers among these."""
+        return tuple(layer_tap(layer) for layer in layers if layer in self._layers)

@@ -74,6 +74,23 @@ class Links:
         for out in outs:
             self._receive(out, by, _TENSORS)
 
+    def send_together(self, to: int, *tensors: Tensor) -> None:
+        """Send small tensors as one message, for `receive_together`: a message takes longer than its bytes."""
+        parts = [_raw(tensor.contiguous()) for tensor in tensors]
+        if parts:
+            self._send(parts[0] if len(parts) == 1 else torch.cat(parts), to, _TENSORS)
+
+    def receive_together(self, by: int, *outs: Tensor) -> None:
+        """Wait for tensors that a rank has sent as one message, and store them in contiguous tensors."""
+        if len(outs) == 1:
+            self._receive(outs[0], by, _TENSORS)
+        elif outs:
+            parts = list(map(_raw, outs))
+            sizes = [len(part) for part in parts]
+            message = self._receive(torch.empty(sum(sizes), dtype=torch.uint8), by, _TENSORS)
+            for part, received in zip(parts, torch.split(message, sizes), strict=True):
+                part.copy_(received)
+
     def settle(self) -> None:
         """Wait until all sends have completed."""
         with self._checked():
@@ -95,12 +112,12 @@ class Links:
 
     def _send(self, x: Tensor, to: int, tag: int) -> None:
         with self._checked():
-            raw = x.view(-1).view(torch.uint8)
+            raw = _raw(x)
             self._pending.append((self._group.send([raw], to, tag), raw))
 
     def _receive(self, out: Tensor, by: int, tag: int) -> Tensor:
         with self._checked():
-            self._group.recv([out.view(-1).view(torch.uint8)], by, tag).wait()
+            self._group.recv([_raw(out)], by, tag).wait()
         return out
 
     @contextmanager
@@ -120,6 +137,11 @@ class Links:
                         return f"rank {rank} has failed: {self.store.get(f'error/{rank}').decode()}"
             time.sleep(0.05)
         return f"rank {self.rank} has lost another rank, which has ended or cannot be reached ({one_line(error)})"
+
+
+def _raw(x: Tensor) -> Tensor:
+    """The bytes of a contiguous tensor, in its memory."""
+    return x.view(-1).view(torch.uint8)
 
 
 def meet(rank: int, world: int, address: str | None) -> tuple[Store, str]:
@@ -182,7 +204,8 @@ class ForwardMessage(NamedTuple):
     """A forward of [B, T] tokens.
 
     offsets: int32 [B]. table: int32 [B, m], the blocks up to each row's last position. logits_at: int64 [R, N], the
-    positions whose hidden states rank 0 needs; None for all.
+    positions whose hidden states rank 0 needs; None for all. taps: the layers whose results rank 0 needs. steers: those
+    whose results change; rank 0 sends the changes to the ranks of these layers.
     """
 
     pool: int
@@ -190,6 +213,8 @@ class ForwardMessage(NamedTuple):
     offsets: Tensor
     table: Tensor
     logits_at: Tensor | None
+    taps: tuple[int, ...] = ()
+    steers: tuple[int, ...] = ()
 
     @property
     def has_result(self) -> bool:
@@ -200,11 +225,13 @@ class ForwardMessage(NamedTuple):
         counts = (-1, 0) if self.logits_at is None else self.logits_at.shape
         tensors = (self.offsets, self.table) if self.logits_at is None else (self.offsets, self.table, self.logits_at)
         values = [value for tensor in tensors for value in tensor.flatten().tolist()]
-        return [self.pool, self.tokens, *self.table.shape, *counts, *values]
+        layers = (len(self.taps), len(self.steers), *self.taps, *self.steers)
+        return [self.pool, self.tokens, *self.table.shape, *counts, *layers, *values]
 
     @staticmethod
     def parse(numbers: Sequence[int]) -> "ForwardMessage":
-        pool, tokens, rows, width, logits_rows, per_row, *values = numbers
+        pool, tokens, rows, width, logits_rows, per_row, num_taps, num_steers, *values = numbers
+        layers, values = values[: num_taps + num_steers], values[num_taps + num_steers :]
         offsets, table = values[:rows], values[rows : rows + rows * width]
         logits_at = torch.tensor(values[rows + rows * width :], dtype=torch.int64)
         return ForwardMessage(
@@ -213,4 +240,6 @@ class ForwardMessage(NamedTuple):
             torch.tensor(offsets, dtype=torch.int32),
             torch.tensor(table, dtype=torch.int32).view(rows, width),
             None if logits_rows < 0 else logits_at.view(logits_rows, per_row),
+            tuple(layers[:num_taps]),
+            tuple(layers[num_taps:]),
         )

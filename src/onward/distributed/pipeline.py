@@ -2,27 +2,30 @@
 runs the first layers and the head, and the other ranks the layers in between."""
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
+from functools import cached_property
 from itertools import accumulate
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from onward.cache import PagedKVCache
-from onward.cache.plan import lazy_zeros
-from onward.distributed.group import RankGroup, Tables, rows_of_table
+from onward.distributed.group import MAX_TOKENS, RankGroup, RankRun, Tables, layer_tap, rows_of_table, token_table
 from onward.distributed.links import ForwardMessage, Kind
 from onward.errors import RequestError
-from onward.models import Architecture, Embedding, Model, Run, WeightScope
+from onward.models import Architecture, Embedding, WeightScope
+from onward.models.adapters import RowSteers, TableUpdate
 from onward.models.architecture import parameter_shapes
 from onward.models.blocks import Decoder, DecoderParams, LayerParams
 from onward.models.contract import take_positions
+from onward.models.model import DividedForward, TapValues
 from onward.ops.heads import BLOCK
-from onward.ops.tap import is_active
-from onward.program import ForwardBatch
+from onward.ops.tap import active_updates, is_read, report, tap
+from onward.program import ForwardBatch, StepResult
 
 
 def divide_layers(costs: Sequence[int], world: int, ends: int) -> list[range]:
@@ -56,10 +59,6 @@ def divide_layers(costs: Sequence[int], world: int, ends: int) -> list[range]:
     return ranges[::-1]
 
 
-# The maximum number of tokens of one forward.
-MAX_TOKENS = 2**15
-
-
 class StageParams(NamedTuple):
     """The layer weights of a rank other than 0.
 
@@ -89,6 +88,16 @@ class Stage(Decoder):
 
     first: int = 0
 
+    @property
+    def numbers(self) -> range:
+        """The numbers of its layers among all."""
+        return range(self.first, self.first + len(self.layers))
+
+    @cached_property
+    def taps(self) -> tuple[str, ...]:
+        """The taps of its hidden states."""
+        return ("embedding",) * (self.first == 0) + tuple(map(layer_tap, self.numbers))
+
     def read(self, scope: WeightScope, each_layer: Callable[[LayerParams], LayerParams] = lambda layer: layer) -> Any:
         if self.first == 0:
             return super().read(scope, each_layer)
@@ -101,13 +110,16 @@ class Stage(Decoder):
     ) -> tuple[Tensor, Any]:
         """Hidden states for the next rank, float [B, T, D] or [R, N, D]. tokens: rows of the table on later ranks."""
         x_BTD, positions, _ = self.embedded(tokens, offsets, params)
-        for layer, layer_params, index in zip(self.layers, params.layers, self.places(), strict=True):
-            x_BTD = layer(layer_params, x_BTD, positions, cache, index)
+        each = zip(self.numbers, self.layers, params.layers, self.places(), strict=True)
+        for number, layer, layer_params, index in each:
+            x_BTD = tap(layer(layer_params, x_BTD, positions, cache, index), layer_tap(number))
         return x_BTD if logits_at is None else take_positions(x_BTD, logits_at), cache
 
-    def head(self, tokens: Tensor, offsets: Tensor, cache: Any, params: HeadParams) -> tuple[Tensor, Any]:
+    def head(
+        self, tokens: Tensor, offsets: Tensor, cache: Any, params: HeadParams, *, logits_at: Tensor | None = None
+    ) -> tuple[Tensor, Any]:
         """The logits of rows [B, T] of the table."""
-        return self.logits(params.rest, self.norm(params.rest.norm, params.hidden(tokens))), cache
+        return self.logits(params.rest, self.normed(params.rest, params.hidden(tokens), logits_at)), cache
 
 
 def stage_of(architecture: Architecture, rank: int, world: int) -> Stage:
@@ -140,28 +152,28 @@ def stage_of(architecture: Architecture, rank: int, world: int) -> Stage:
     return Stage(**options, first=own.start)
 
 
-def hidden_states(width: int, dtype: torch.dtype) -> Tensor:
-    """A table for the hidden states of a forward's tokens, whose memory is allocated when it is written."""
-    return lazy_zeros((MAX_TOKENS, width), dtype, torch.device("cpu"))
-
-
 # The minimum tokens of a prompt, and the minimum rows, of a microbatch: each microbatch reads all weights of a rank.
 # Eight rows of a 0.6B model in two microbatches took twice as long as in one process (benchmarks/LOG.md).
 _MIN_TOKENS = 32
 _MIN_ROWS = 16
 
 
+NORM = "norm"  # the tap that rank 0 serves with the head
+
+
 class Microbatch(NamedTuple):
     """Some rows of a forward, or some tokens of its only row.
 
     tokens: int32 [B, T]. offsets: int32 [B]. table: int32 [B, M]. logits_at: int64 [R, N], the positions to return
-    logits for; None for all.
+    logits for; None for all. taps: to read. steers: the changes [B, T, …], by tap.
     """
 
     tokens: Tensor
     offsets: Tensor
     table: Tensor
     logits_at: Tensor | None
+    taps: tuple[str, ...] = ()
+    steers: Mapping[str, RowSteers] = MappingProxyType({})
 
     @property
     def logits_shape(self) -> torch.Size:
@@ -172,24 +184,48 @@ class Microbatch(NamedTuple):
     def has_result(self) -> bool:
         return self.logits_shape.numel() > 0
 
+    @property
+    def needs_norm(self) -> bool:
+        """Whether the final norm is computed: the ranks return hidden states."""
+        return self.has_result or NORM in self.taps
+
+    @property
+    def num_hidden(self) -> int:
+        """The number of hidden states that the last rank returns."""
+        return (self.tokens if self.needs_all else self.logits_shape).numel()
+
+    @property
+    def needs_all(self) -> bool:
+        """Whether the final norm is computed at all positions."""
+        return NORM in self.taps or (self.has_result and NORM in self.steers)
+
+    def part(self, rows: slice, tokens: slice, logits_at: Tensor | None) -> "Microbatch":
+        return Microbatch(
+            self.tokens[rows, tokens],
+            self.offsets[rows] + (tokens.start or 0),
+            self.table[rows],
+            logits_at,
+            self.taps,
+            {name: steers.part(rows, tokens) for name, steers in self.steers.items()},
+        )
+
 
 def microbatches(whole: Microbatch, count: int) -> list[Microbatch]:
     """Split a forward into at most `count` microbatches. Their concatenated results are its logits.
 
     A row stays with the rows that it reads: a layer stores the keys and values of all rows before it reads any.
     """
-    tokens, offsets, table, logits_at = whole
-    rows, num_tokens = tokens.shape
+    (rows, num_tokens), logits_at = whole.tokens.shape, whole.logits_at
     if rows == 1 and logits_at is not None and logits_at.shape[0] == 1 and num_tokens >= 2 * _MIN_TOKENS:
         return _split_tokens(whole, logits_at, min(count, num_tokens // _MIN_TOKENS))
     if (
         rows < 2 * _MIN_ROWS
-        or (num_tokens == 1 and _share_blocks(offsets, table))
+        or (num_tokens == 1 and _share_blocks(whole.offsets, whole.table))
         or (logits_at is not None and logits_at.shape[0] != rows)
     ):
         return [whole]
     return [
-        Microbatch(tokens[a:b], offsets[a:b], table[a:b], None if logits_at is None else logits_at[a:b])
+        whole.part(slice(a, b), slice(None), None if logits_at is None else logits_at[a:b])
         for a, b in _cuts(rows, min(count, rows // _MIN_ROWS))
     ]
 
@@ -200,10 +236,7 @@ def _split_tokens(whole: Microbatch, logits_at: Tensor, count: int) -> list[Micr
     if logits_at.numel() and int(logits_at.min()) < cuts[-1][0]:
         return [whole]
     return [
-        Microbatch(
-            whole.tokens[:, a:b], whole.offsets + a, whole.table, logits_at - a if (a, b) == cuts[-1] else logits_at[:0]
-        )
-        for a, b in cuts
+        whole.part(slice(None), slice(a, b), logits_at - a if (a, b) == cuts[-1] else logits_at[:0]) for a, b in cuts
     ]
 
 
@@ -222,32 +255,30 @@ def _share_blocks(offsets: Tensor, table: Tensor) -> bool:
     return any(int((read == block).any(1).sum()) > 1 for block in written)
 
 
-class PipelineForward:
+class PipelineForward(DividedForward):
     """A forward with the contract of `onward.models.model` that runs over all ranks of a group.
 
     Microbatches go through the ranks one after the other, so that ranks work on different ones at the same time. The
     split doesn't change results, because a row's bits depend neither on other rows nor on the prefill chunk.
+
+    stages: of all ranks. params: of rank 0.
     """
 
-    def __init__(self, group: RankGroup, stage: Stage, params: DecoderParams, compile: str) -> None:
-        self.group = group
+    def __init__(self, group: RankGroup, stages: Sequence[Stage], params: DecoderParams, compile: str) -> None:
+        self.group, self._stages, stage = group, stages, stages[0]
         self._tables = Tables()
         self._has_sent = False
         # A separate thread, so that an interrupt of the caller doesn't interrupt the exchange between ranks.
         self._thread = ThreadPoolExecutor(1, "onward-ranks")
         self._vocab_size = stage.vocab_size
-        self._hidden = hidden_states(stage.hidden_size, group.plans[0].dtype)
-        self._first_layers = rank_run(stage.hidden, params, stage.hidden_size, compile)
+        self._hidden = token_table(stage.hidden_size, group.plans[0].dtype)
+        self._first_layers = RankRun(stage.hidden, params, self._hidden, stage.hidden_size, compile)
         head_params = HeadParams(Embedding(self._hidden), params)
-        self._head = rank_run(stage.head, head_params, stage.vocab_size, compile)
+        self._head = RankRun(stage.head, head_params, self._hidden, stage.vocab_size, compile)
 
     def __call__(
         self, tokens: Tensor, offsets: Tensor, cache: Any, params: Any, *, logits_at: Tensor | None = None
     ) -> tuple[Tensor, Any]:
-        if is_active():
-            raise RequestError(
-                "a model over several ranks has no hidden states, embeddings and taps yet: load it without pipeline="
-            )
         if not isinstance(cache, PagedKVCache) or cache.keys[0].data_ptr() not in self.group.pools:
             raise RequestError(
                 "a model over several ranks manages its own caches, and takes no cache=: use onward.Session to "
@@ -260,11 +291,24 @@ class PipelineForward:
             )
         self.group.check()
         # The caller may overwrite the table after an interrupt.
-        whole = Microbatch(tokens, offsets, cache.table.clone(), logits_at)
-        return self._thread.submit(self._exchange, whole, cache).result(), cache
+        whole = Microbatch(
+            tokens, offsets, cache.table.clone(), logits_at, tuple(filter(is_read, self.taps)), _steers()
+        )
+        logits, values = self._thread.submit(self._exchange, whole, cache).result()
+        for name in whole.taps:
+            report(name, values[name])
+        return logits, cache
+
+    @cached_property
+    def taps(self) -> dict[str, TapValues]:
+        names = [*itertools.chain(*(stage.taps for stage in self._stages)), NORM]
+        return dict.fromkeys(names, TapValues((self._hidden.shape[1],), self._hidden.dtype))
+
+    def own_part(self, params: Any) -> tuple[Stage, DecoderParams]:
+        return self._stages[0], params.own
 
     @torch.no_grad()
-    def _exchange(self, whole: Microbatch, cache: PagedKVCache) -> Tensor:
+    def _exchange(self, whole: Microbatch, cache: PagedKVCache) -> tuple[Tensor, dict[str, Tensor]]:
         with self.group.exchanging():
             self._has_sent = False
             try:
@@ -274,39 +318,74 @@ class PipelineForward:
                     self.group.abort(f"the ranks are out of sync since a forward failed ({error}): reload the model")
                 raise
 
-    def _run(self, whole: Microbatch, cache: PagedKVCache) -> Tensor:
-        links = self.group.links
+    def _run(self, whole: Microbatch, cache: PagedKVCache) -> tuple[Tensor, dict[str, Tensor]]:
+        links, plain = self.group.links, cache._replace(adapters=())
         batches = microbatches(whole, links.world)
+        read, steered = self._by_rank(whole.taps), self._by_rank(whole.steers)
+        values: list[dict[str, Tensor]] = []
         for index, batch in enumerate(batches):
-            view = cache._replace(table=self._tables.filled(batch.table, batch.table.shape[1], index))
+            view = plain._replace(table=self._tables.filled(batch.table, batch.table.shape[1], index))
             # Errors in the ids are raised here, before anything is sent.
-            x = self._first_layers.step(ForwardBatch(batch.tokens, batch.offsets, view)).logits
+            inputs = ForwardBatch(batch.tokens, batch.offsets, view, taps=read[0])
+            result = self._first_layers.step(inputs, {name: batch.steers[name] for name in steered[0]})
+            values.append(dict(result.taps))
             self.group.broadcast(Kind.FORWARD, *self._message(batch, cache).numbers())
             self._has_sent = True
-            links.send(1, x)
-        logits = [self._logits(*batch.logits_shape) for batch in batches if batch.has_result]
+            for rank in self.group.others:
+                links.send_together(rank, *itertools.chain(*(batch.steers[name] for name in steered[rank])))
+            links.send(1, result.logits)
+        logits: list[Tensor] = []
+        for batch, own in zip(batches, values, strict=True):
+            for rank in self.group.others:
+                outs = {name: self._hidden.new_empty(*batch.tokens.shape, self._hidden.shape[1]) for name in read[rank]}
+                own |= outs
+                returns = batch.needs_norm and rank == links.world - 1
+                links.receive_together(rank, *outs.values(), *[self._hidden[: batch.num_hidden]] * returns)
+            if batch.needs_norm:
+                result = self._head_step(batch)
+                logits += [result.logits] if batch.has_result else []
+                own |= result.taps
+        if logits or whole.taps:
+            links.settle()
+        dim = 1 if len(whole.tokens) == 1 else 0
+        taps = {name: torch.cat([own[name] for own in values], dim) for name in whole.taps}
         if not logits:
-            return torch.empty(*whole.logits_shape, self._vocab_size, dtype=self.group.plans[0].dtype)
-        links.settle()
-        return logits[0] if len(logits) == 1 else torch.cat(logits)
+            return torch.empty(*whole.logits_shape, self._vocab_size, dtype=self._hidden.dtype), taps
+        return logits[0] if len(logits) == 1 else torch.cat(logits), taps
 
-    def _logits(self, rows: int, per_row: int) -> Tensor:
-        """Wait for the hidden states of a microbatch and compute their logits."""
+    def _by_rank(self, names: Collection[str]) -> list[tuple[str, ...]]:
+        """These taps of the layers, by rank; rank 0 has the embedding too."""
+        return [tuple(name for name in stage.taps if name in names) for stage in self._stages]
+
+    def _head_step(self, batch: Microbatch) -> StepResult:
+        """Compute the logits of a microbatch's hidden states, which are in the table."""
+        (rows, per_row), logits_at = batch.tokens.shape, batch.logits_at
+        if not batch.needs_all:
+            (rows, per_row), logits_at = batch.logits_shape, None
+        elif not batch.has_result:
+            logits_at = torch.zeros(rows, 0, dtype=torch.int64)
         table_rows = rows_of_table(rows, per_row)
-        self.group.links.receive(self.group.links.world - 1, self._hidden[: table_rows.numel()])
-        return self._head.step(ForwardBatch(table_rows, torch.zeros(rows, dtype=torch.int32), ())).logits
+        taps, steers = ({NORM} & {*names} for names in (batch.taps, batch.steers))
+        inputs = ForwardBatch(table_rows, torch.zeros(rows, dtype=torch.int32), (), logits_at, tuple(taps))
+        return self._head.step(inputs, {name: batch.steers[name] for name in steers})
 
     def _message(self, batch: Microbatch, cache: PagedKVCache) -> ForwardMessage:
         num_tokens = batch.tokens.shape[1]
         used = (int(batch.offsets.max()) + num_tokens - 1) // BLOCK + 1
         pool = self.group.pools[cache.keys[0].data_ptr()]
-        return ForwardMessage(pool, num_tokens, batch.offsets, batch.table[:, :used], batch.logits_at)
+        logits_at = None if batch.needs_all else batch.logits_at
+        taps, steers = (
+            tuple(number for stage in self._stages[1:] for number in stage.numbers if layer_tap(number) in names)
+            for names in (batch.taps, batch.steers)
+        )
+        return ForwardMessage(pool, num_tokens, batch.offsets, batch.table[:, :used], logits_at, taps, steers)
 
 
-def rank_run(forward: Any, params: Any, width: int, compile: str) -> Run:
-    """A rank's part of a model. width: the last dimension of its result."""
-    return Run(Model(forward, params, _no_cache, width), compile)
-
-
-def _no_cache(batch: int, max_len: int) -> Any:
-    raise AssertionError("a rank's caches are views of its blocks")
+def _steers() -> dict[str, RowSteers]:
+    """The changes that the caller makes at taps (`onward.models.adapters.steering`)."""
+    rows = {}
+    for name, update in active_updates().items():
+        if not isinstance(update, TableUpdate):
+            raise RequestError("a model over several ranks is steered by requests, not by functions of values")
+        rows[name] = update.rows
+    return {name: each for name, each in rows.items() if each.changes}

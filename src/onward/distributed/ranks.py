@@ -14,10 +14,10 @@ import torch
 from onward import native
 from onward.cache import CachePlan
 from onward.checkpoint import GgufCheckpoint, open_checkpoint
-from onward.distributed.group import RankGroup, RankWorker, ShardedKVPool, new_cache
+from onward.distributed.group import RankGroup, RankRun, RankWorker, ShardedKVPool, new_cache, token_table
 from onward.distributed.launchers import Processes, RankHandles, RayRanks, address_here, heartbeats
 from onward.distributed.links import Links, await_all, is_loopback, meet
-from onward.distributed.pipeline import PipelineForward, Stage, StageParams, hidden_states, rank_run, stage_of
+from onward.distributed.pipeline import PipelineForward, Stage, StageParams, stage_of
 from onward.errors import RequestError
 from onward.language_model.fingerprint import weights_fingerprint
 from onward.language_model.weights import LayersInPlace, WeightsReader
@@ -100,7 +100,7 @@ def load_ranks(settings: Settings, layers: Callable[[int], LayersInPlace], addre
         raise
     group = RankGroup(links, [_plan(settings, stage, dtype) for stage in stages], processes)
     return Model(
-        forward=PipelineForward(group, stages[0], params, settings.compile),
+        forward=PipelineForward(group, stages, params, settings.compile),
         params=RankParams(params, torch.tensor(digests)),
         new_cache=partial(new_cache, group),
         vocab_size=architecture.vocab_size,
@@ -148,12 +148,13 @@ def _run_worker(settings: Settings, links: Links) -> None:
     dtype = _DTYPES[links.recv_ints()[0]]
     if _dtype_of(params) != dtype:  # this rank's first tensor has another dtype than the model's
         params = _read(replace(settings, dtype=str(dtype).removeprefix("torch.")), stage)
-    hidden = hidden_states(stage.hidden_size, dtype)
-    run = rank_run(stage.hidden, params._replace(embed_tokens=Embedding(hidden)), stage.hidden_size, settings.compile)
-    links.send_ints([_digest(run.model)], [0])
+    hidden = token_table(stage.hidden_size, dtype)
+    params = params._replace(embed_tokens=Embedding(hidden))
+    run = RankRun(stage.hidden, params, hidden, stage.hidden_size, settings.compile)
+    links.send_ints([_digest(run.plain.model)], [0])
     to = (links.rank + 1) % links.world
     plan = _plan(settings, stage, dtype)
-    RankWorker(links, run, hidden, plan, -(-settings.context // BLOCK), to).serve()
+    RankWorker(links, run, stage.numbers, plan, -(-settings.context // BLOCK), to).serve()
 
 
 def _plan(settings: Settings, stage: Stage, dtype: torch.dtype) -> CachePlan:

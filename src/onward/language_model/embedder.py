@@ -112,14 +112,15 @@ class Embedder(LanguageModelPart):
             ContextOverflowError: a text longer than the context.
         """
         model = self._runner.run.model
-        checked_decoder(model)
+        decoder, params = checked_decoder(model)
         check_top("top", top, model.vocab_size)
         check_whole("top", top, low=1)
         (ids,) = self._reader.ids_to_score([one_prompt(text, "lens", "call it for each")], adapter)
         taps = [name for name in model.taps if name != NORM]
         (hidden,) = self._values([ids], taps, "all", adapter)
-        params = model.params if adapter is None else self._runner.adapters.params_of(adapter, model.params, 1)
-        each = [predictions(model, params, hidden[name], ids[1:], top) for name in taps]
+        if adapter is not None:
+            params = self._runner.adapters.params_of(adapter, params, 1)
+        each = [predictions(decoder, params, model.device, hidden[name], ids[1:], top) for name in taps]
         top_ids, top_logprobs, next_logprobs = (torch.stack(values) for values in zip(*each, strict=True))
         texts = {}
         if (tokenizer := self._runner.tokenizer) is not None:

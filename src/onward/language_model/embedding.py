@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypedDict, Unpack
+from typing import ClassVar, TypedDict, Unpack
 
 import numpy as np
 import torch
@@ -15,7 +15,8 @@ from onward.errors import ContextOverflowError, OptionError, RequestError
 from onward.language_model.options import GenerateOptions
 from onward.language_model.request import Ids, Request, RequestReader, needed_tokenizer
 from onward.language_model.tapped import weighted_mean
-from onward.models import Model, architecture_of
+from onward.models import Model
+from onward.models.architecture import head_of
 from onward.util.checks import check_whole
 
 NORM = "norm"
@@ -101,10 +102,10 @@ class Relevance:
 @torch.no_grad()
 def head_logits(model: Model, normed: Tensor) -> Tensor:
     """float [N, D] at the last norm -> logits [N, V] of the head. Raises `RequestError` for a model of no family."""
-    architecture: Any = architecture_of(model)
+    architecture, params = head_of(model)
     if not hasattr(architecture, "logits"):
         raise RequestError("this needs a model of a built-in family, whose head can be computed alone")
-    logits: Tensor = architecture.logits(model.params, normed.to(model.device))
+    logits: Tensor = architecture.logits(params, normed.to(model.device))
     return logits
 
 

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from onward.errors import RequestError
-from onward.models import Model, architecture_of
+from onward.models import Model
+from onward.models.architecture import head_of
 from onward.models.blocks import Decoder
 from onward.sampling.logprobs import logprobs
 
@@ -64,26 +65,26 @@ class Lens:
         return text if len(text) <= _CELL else f"{text[: _CELL - 1]}…"
 
 
-def checked_decoder(model: Model) -> Decoder:
-    """The model's decoder. Raises `RequestError` if it has none, or no head."""
+def checked_decoder(model: Model) -> tuple[Decoder, Any]:
+    """The decoder with the model's norm and head, and its params. Raises `RequestError` if it has none, or no head."""
     model.check_head()
-    architecture: Any = architecture_of(model)
+    architecture, params = head_of(model)
     if not isinstance(architecture, Decoder):
         raise RequestError("a lens needs a model of a built-in family, whose norm and head can be computed separately")
-    return architecture
+    return architecture, params
 
 
 @torch.no_grad()
 def predictions(
-    model: Model, params: Any, hidden: Tensor, following: Sequence[int], top: int
+    decoder: Decoder, params: Any, device: torch.device, hidden: Tensor, following: Sequence[int], top: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Of hidden states float [T, D] before the final norm: int64 [T, K], float32 [T, K] and float32 [T - 1], as in
-    `Lens`. params: the model's, or those of one row with an adapter. following: the T - 1 next ids."""
-    decoder, rows = checked_decoder(model), max(1, _MAX_LOGITS // model.vocab_size)
+    `Lens`. params: the decoder's, or those of one row with an adapter. device: theirs. following: the next ids."""
+    rows = max(1, _MAX_LOGITS // decoder.vocab_size)
     chosen = torch.tensor([*following, 0])
     parts = []
     for begin in range(0, len(hidden), rows):
-        normed = decoder.normed(params, hidden[begin : begin + rows].unsqueeze(0).to(model.device), None)
+        normed = decoder.normed(params, hidden[begin : begin + rows].unsqueeze(0).to(device), None)
         logits = decoder.logits(params, normed)[0].cpu()
         parts.append(logprobs(logits, chosen[begin : begin + rows], top))
     of_next, ids, likeliest = (torch.cat(each) for each in zip(*parts, strict=True))

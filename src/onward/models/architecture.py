@@ -22,7 +22,7 @@ from onward.models.linear import (
     pack_params,
 )
 from onward.models.live_weights import TrainableWeights
-from onward.models.model import Cache, Model, Params
+from onward.models.model import Cache, DividedForward, Model, Params
 from onward.ops.kv_format import KVFormat
 
 
@@ -217,6 +217,14 @@ def architecture_of(model: Model) -> Architecture | None:
     """The architecture of a `build_model` model; None for other forwards."""
     forward = model.forward.func if isinstance(model.forward, partial) else model.forward
     return forward if isinstance(forward, Architecture) else None
+
+
+def head_of(model: Model) -> tuple[Any, Any]:
+    """The architecture with the final norm and the head of a model, and its params; (None, params) for a forward that
+    is of no built-in family. Of a model over several processes, it has the layers of this process alone."""
+    if isinstance(model.forward, DividedForward):
+        return model.forward.own_part(model.params)
+    return architecture_of(model), model.params
 
 
 def named_params(architecture: Architecture) -> Any:

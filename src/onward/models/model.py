@@ -17,6 +17,7 @@ B unless the cache has blocks. A forward without a parameter of that name comput
 
 import math
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -68,6 +69,19 @@ class TapValues(NamedTuple):
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
+
+
+class DividedForward(ABC):
+    """The forward of a decoder whose layers run in several processes. Each of them serves the taps of its layers."""
+
+    @property
+    @abstractmethod
+    def taps(self) -> dict[str, TapValues]:
+        """As `Model.taps`."""
+
+    @abstractmethod
+    def own_part(self, params: Any) -> tuple[Any, Any]:
+        """The architecture and the params of this process's part, with the embedding, the final norm and the head."""
 
 
 _NOT_COMPILED = "the model does not allow compilation"
@@ -157,6 +171,8 @@ class Model:
     @cached_property
     def taps(self) -> dict[str, TapValues]:
         """The taps of the forward by name (`onward.tap`). The first use runs it for one token."""
+        if isinstance(self.forward, DividedForward):
+            return self.forward.taps
         tokens, offsets = (torch.zeros(shape, dtype=torch.int32, device=self.device) for shape in ((1, 1), (1,)))
         with torch.no_grad(), reading(None) as values:
             self(tokens, offsets, self.new_cache(1, 1))

@@ -39,12 +39,17 @@ def tap(x: Tensor, name: str) -> Tensor:
         return x
     if name in _active.updates:
         x = _active.updates[name](x)
-    values, names = _active.values, _active.names
-    if values is not None and (names is None or name in names):
-        if name in values:
-            raise RequestError(f"a forward has two taps with the name {name!r}: names must be unique")
-        values[name] = x.clone()  # the forward may change x in place later
+    if is_read(name):
+        report(name, x.clone())  # the forward may change x in place later
     return x
+
+
+def report(name: str, values: Tensor) -> None:
+    """Give the caller, which reads this tap, its values."""
+    assert _active.values is not None, "the caller reads it"
+    if name in _active.values:
+        raise RequestError(f"a forward has two taps with the name {name!r}: names must be unique")
+    _active.values[name] = values
 
 
 def is_active() -> bool:
@@ -52,13 +57,20 @@ def is_active() -> bool:
     return _active.values is not None or bool(_active.updates)
 
 
+def is_read(name: str) -> bool:
+    """Whether a caller reads this tap."""
+    return _active.values is not None and (_active.names is None or name in _active.names)
+
+
+def active_updates() -> TapUpdates:
+    """The changes that a caller makes at taps."""
+    return _active.updates
+
+
 def is_asked(name: str) -> bool:
     """Whether the caller reads or changes this tap. A forward that has fewer positions at the tap then computes all of
     them."""
-    if torch.compiler.is_compiling():
-        return False
-    is_read = _active.values is not None and (_active.names is None or name in _active.names)
-    return is_read or name in _active.updates
+    return not torch.compiler.is_compiling() and (is_read(name) or name in _active.updates)
 
 
 @contextmanager

@@ -19,10 +19,9 @@ from onward.models.adapters.merge import (
     part_names,
 )
 from onward.models.adapters.steering import steering
-from onward.models.architecture import Architecture
 from onward.models.blocks.layer import LayerCache
 from onward.models.linear import Embedding, Linear, float_weight, is_marked
-from onward.models.model import Model
+from onward.models.model import Forward, Model
 from onward.ops.linear import weight_shape
 
 
@@ -74,18 +73,20 @@ class AdaptedEmbedding(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class AdaptedForward:
-    """The forward of an architecture over the tables of steering, by tap, and params with updates; the cache has the
+    """A forward over the tables of steering, by tap, and params, in which modules may have updates; the cache has the
     adapter of each row."""
 
-    architecture: Architecture
+    forward: Forward
+    has_updates: bool
 
     def __call__(
         self, tokens: Tensor, offsets: Tensor, cache: LayerCache, params: Any, *, logits_at: Tensor | None = None
     ) -> tuple[Tensor, Any]:
         (slots,) = cache.adapters
         tables, params = params
+        params = with_slots(params, slots) if self.has_updates else params
         with steering(tables, slots, tokens, offsets):
-            return self.architecture(tokens, offsets, cache, with_slots(params, slots), logits_at=logits_at)
+            return self.forward(tokens, offsets, cache, params, logits_at=logits_at)
 
 
 def with_slots(params: Any, slots: Tensor) -> Any:

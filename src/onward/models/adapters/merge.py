@@ -26,7 +26,7 @@ from onward.models.linear import (
     float_weight,
     is_marked,
 )
-from onward.models.model import Model
+from onward.models.model import DividedForward, Model
 from onward.ops import NativeWeight, QuantizedWeight, Weight, pack
 from onward.ops.linear import weight_shape
 from onward.ops.quantized import ROUNDED_FORMATS
@@ -117,6 +117,8 @@ def _tables(architecture: Architecture) -> tuple[str, str]:
 def adaptable(model: Model) -> Architecture:
     """The architecture of a model, whose modules adapters name."""
     architecture = architecture_of(model)
+    if isinstance(model.forward, DividedForward):
+        raise RequestError("a model over several processes takes no adapters yet: load it without pipeline=")
     if architecture is None:
         raise RequestError("an adapter names modules of a checkpoint, and this model was not made from one")
     return architecture

@@ -16,7 +16,7 @@ from onward.models.adapters.merge import Adapter
 from onward.models.adapters.stacks import AdapterCapacity, AdapterSlots
 from onward.models.adapters.steering import Steer, Steering
 from onward.models.adapters.trained import TrainedAdapter
-from onward.models.architecture import architecture_of
+from onward.models.architecture import head_of
 from onward.models.live_weights import States
 from onward.models.run import Run
 from onward.util.process import renew_in_forks
@@ -162,10 +162,8 @@ class Adapters(Mapping[str, LoadedAdapter]):
 
     def check_steered(self, option: str) -> None:
         """Raise `OptionError` unless requests can be steered. option: that asks for it."""
-        if architecture_of(self._run.model) is None:
-            raise OptionError(
-                option, "needs a model of a built-in family in one process, whose rows can differ in a batch"
-            )
+        if head_of(self._run.model)[0] is None:
+            raise OptionError(option, "needs a model of a built-in family, whose rows can differ in a batch")
 
     def add_control_vector(self, name: str, steers: Mapping[str, Steer]) -> None:
         """Add a control vector, in place of an earlier one of this name. Raises `RequestError` if it is for another

@@ -54,22 +54,24 @@ class AdapterSlots:
     (`KVCache.adapters`). params: the base's with updates, without slots."""
 
     def __init__(self, base: Model, capacity: AdapterCapacity) -> None:
-        architecture = adaptable(base)
         self.capacity = capacity
-        leaves, structure = pytree.tree_flatten(base.params, is_leaf=is_marked)
-        modules = list(zip(part_names(architecture), leaves, strict=True))
-        changed = {name: leaf for name, leaf in modules if name is not None and name in capacity.ranks}
-        self._updates = empty_stacks(changed, capacity, base)
-        parts = [
-            leaf if name is None or name not in self._updates else _adapted(leaf, self._updates[name])
-            for name, leaf in modules
-        ]
+        self._updates: dict[str, Updates] = {}
+        self.params = base.params
+        if capacity.ranks:
+            leaves, structure = pytree.tree_flatten(base.params, is_leaf=is_marked)
+            modules = list(zip(part_names(adaptable(base)), leaves, strict=True))
+            changed = {name: leaf for name, leaf in modules if name is not None and name in capacity.ranks}
+            self._updates = empty_stacks(changed, capacity, base)
+            parts = [
+                leaf if name is None or name not in self._updates else _adapted(leaf, self._updates[name])
+                for name, leaf in modules
+            ]
+            self.params = pytree.tree_unflatten(parts, structure)
         self._tables = {
             name: SteerTable.empty(capacity.slots, count, base, name)
             for name, count in sorted(capacity.vectors.items())
         }
-        self.params = pytree.tree_unflatten(parts, structure)
-        forward = AdaptedForward(architecture)
+        forward = AdaptedForward(base.forward, bool(self._updates))
         self.model = replace(base, forward=forward, params=(self._tables, self.params))
 
     def put(self, index: int, updates: Mapping[str, LoraUpdate], steers: Mapping[str, Steer], base: int) -> None:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 import torch
@@ -159,13 +159,50 @@ class SteerTable(NamedTuple):
             for index in indices:
                 mine[index, : theirs.shape[1]] = theirs[index]
 
-    def steered(self, x: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
-        """x [B, T, D] -> the same with the vectors of its rows. slots: int32 [B]. positions: int32 [B, T]."""
-        slots = slots.unsqueeze(1)
-        rows = self.rows[slots, positions]
-        vectors, adds, replaces = (each[slots, rows] for each in (self.vectors, self.adds, self.replaces))
+
+class RowSteers(NamedTuple):
+    """The changes of B rows of T positions at one tap. vectors: [B, T, D]. adds, replaces: bool [B, T, 1]."""
+
+    vectors: Tensor
+    adds: Tensor
+    replaces: Tensor
+
+    @classmethod
+    def empty(cls, rows: tuple[int, ...], like: Tensor) -> "RowSteers":
+        """Uninitialized, for [B, T] rows of values as `like` [..., D]."""
+        flags = (torch.empty(*rows, 1, dtype=torch.bool) for _ in range(2))
+        return cls(like.new_empty(*rows, like.shape[-1]), *flags)
+
+    def part(self, rows: slice, tokens: slice) -> "RowSteers":
+        return RowSteers(*(each[rows, tokens] for each in self))
+
+    @property
+    def changes(self) -> bool:
+        """Whether any position is changed."""
+        return bool(self.adds.any() or self.replaces.any())
+
+    def applied(self, x: Tensor) -> Tensor:
+        """x [B, T, D] -> the same with the changes."""
         # Not x + 0 for the other rows, which would turn -0.0 into 0.0.
-        return torch.where(replaces, vectors, torch.where(adds, x + vectors, x))
+        return torch.where(self.replaces, self.vectors, torch.where(self.adds, x + self.vectors, x))
+
+
+@dataclass(frozen=True, eq=False)
+class TableUpdate:
+    """The update of a tap that a table makes. slots: int32 [B]. positions: int32 [B, T]."""
+
+    table: SteerTable
+    slots: Tensor
+    positions: Tensor
+
+    @property
+    def rows(self) -> RowSteers:
+        slots = self.slots.unsqueeze(1)
+        vectors = self.table.rows[slots, self.positions]
+        return RowSteers(*(each[slots, vectors] for each in self.table[1:]))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.rows.applied(x)
 
 
 @contextmanager
@@ -175,5 +212,5 @@ def steering(tables: Mapping[str, SteerTable], slots: Tensor, tokens: Tensor, of
         yield
         return
     positions = offsets.unsqueeze(1) + torch.arange(tokens.shape[1], dtype=torch.int32, device=tokens.device)
-    with updating({name: partial(table.steered, slots=slots, positions=positions) for name, table in tables.items()}):
+    with updating({name: TableUpdate(table, slots, positions) for name, table in tables.items()}):
         yield

@@ -175,6 +175,16 @@ def test_options_that_training_excludes(options, message):
         onward.load("demo", trainable=True, **options)
 
 
+@pytest.mark.parametrize("quantize", [None, "int8", "int4"])
+def test_frozen_and_quantized_weights_are_no_parameters(quantize, tmp_path):
+    lm = onward.load("demo", quantize=quantize)
+    for call in (lm.parameters, lm.named_parameters, lambda: lm.save(tmp_path / "saved")):
+        with pytest.raises(RequestError, match="no parameters to train: load it with trainable=True, or make an"):
+            list(call())
+    assert not lm.logprobs([5, 6, 7]).requires_grad
+    assert not (tmp_path / "saved").exists()
+
+
 def test_models_that_cannot_be_trained(tmp_path):
     with pytest.raises(RequestError, match="recurrence overwrites its state"):
         onward.load(random_checkpoint(tmp_path / "recurrent", RECURRENT[0]), trainable=True)

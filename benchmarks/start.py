@@ -1,13 +1,14 @@
 """From the start of a process to its first byte of output, with a warm page cache.
 
-    python -m benchmarks.start [--rounds 7] [--only TEXT …]
+    python -m benchmarks.start [--rounds 7] [--only TEXT …] [--old TREE]
 
 The programs take turns; figures are medians, after a round that warms the page cache and writes files that are written
 only once. Processor time is reported in addition to elapsed time, because it means more on a busy machine. `onward
 generate` prints one token of the demo model, or of random weights in the shape of Qwen3-0.6B: from a folder in int8,
-from a folder in bf16, and from that folder quantized to int8 (the copy that the first round stores). llama.cpp takes
-part if `make peers` has installed it, through a worker that calls its C API. The interpreter and `import torch` are
-the machine's limits in the same run. The last line is one JSON object.
+and from a folder in bf16, packed or quantized by each process, and from the copies that the first round stores. --old
+runs each of them with another tree too, such as a worktree of an earlier commit. llama.cpp takes part if `make peers`
+has installed it, through a worker that calls its C API. The interpreter, `import torch` and reading the weights of the
+bf16 folder are the machine's limits in the same run. The last line is one JSON object.
 """
 
 import argparse
@@ -25,12 +26,13 @@ from benchmarks.compare.process import worker_command
 from benchmarks.machine import description
 
 PRINT = "import os; os.write(1, b'.'); os._exit(0)"  # without the end of the interpreter
+READ = f"import sys; f = open(sys.argv[1], 'rb', 0); b = bytearray(8 << 20)\nwhile f.readinto(b): pass\n{PRINT}"
 IDS = "1 2 3 4 5"
 CAPACITY, CACHE = 4096, HOME / "start-cache"
 
 
-def programs() -> dict[str, tuple[list[str], dict[str, str]]]:
-    """Each program's command and the environment variables that it adds."""
+def programs(old: Path | None) -> dict[str, tuple[list[str], dict[str, str]]]:
+    """Each program's command and the environment variables that it adds. old: another tree."""
     onward = [sys.executable, "-m", "onward"]
     in_bf16 = random_checkpoint()
     in_int8 = HOME / "start-int8"
@@ -44,12 +46,21 @@ def programs() -> dict[str, tuple[list[str], dict[str, str]]]:
     found: dict[str, tuple[list[str], dict[str, str]]] = {
         "python": ([sys.executable, "-c", PRINT], none),
         "import torch": ([sys.executable, "-c", f"import torch; {PRINT}"], none),
+        "weights read": ([sys.executable, "-c", READ, str(in_bf16 / "model.safetensors")], none),
+    }
+    own = {
         "onward --help": ([*onward, "--help"], none),
         "demo": (generate("Once upon a time", model="demo"), none),
         "int8 folder": (generate("--ids", IDS, model=in_int8), none),
-        "bf16 folder to int8": (generate("--quantize", "int8", "--ids", IDS, model=in_bf16), some),
-        "bf16 folder": (generate("--ids", IDS, model=in_bf16), none),
+        "int8 from a copy": (generate("--quantize", "int8", "--ids", IDS, model=in_bf16), some),
+        "bf16 packed": (generate("--ids", IDS, model=in_bf16), none),
+        "bf16 from a copy": (generate("--ids", IDS, model=in_bf16), some),
     }
+    for name, (command, added) in own.items():
+        found[name] = command, added
+        if old is not None:
+            path = os.pathsep.join([str(old.absolute() / "src"), os.environ.get("PYTHONPATH", "")])
+            found[f"{name}, old"] = command, added | {"PYTHONPATH": path}
     for peer in CONTENDERS:
         if peer.name == "llama.cpp" and peer.precision in ("bf16", "int8") and not peer.variant and peer.installed:
             command = worker_command(peer.python, peer.worker, peer.model(), peer.precision, 2, CAPACITY)
@@ -78,10 +89,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7, help="how often each program is started")
     parser.add_argument("--only", nargs="+", metavar="TEXT", help="programs whose name contains one of these texts")
+    parser.add_argument("--old", type=Path, metavar="TREE", help="another tree of Onward, which takes part too")
     arguments = parser.parse_args()
     chosen = {
         name: program
-        for name, program in programs().items()
+        for name, program in programs(arguments.old).items()
         if arguments.only is None or any(text in name for text in arguments.only)
     }
     taken: dict[str, list[tuple[float, float]]] = {name: [] for name in chosen}

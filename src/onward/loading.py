@@ -33,7 +33,6 @@ from onward.distributed import Settings, load_ranks
 from onward.errors import OptionError, RequestError, UnsupportedArchitectureError, warn
 from onward.language_model import Draft, LanguageModel, generation_defaults, within_vocabulary
 from onward.language_model.prefix_disk import checkpoint_identity
-from onward.language_model.quantized_copy import QuantizedCopy
 from onward.language_model.weights import (
     LayersInPlace,
     WeightsReader,
@@ -42,6 +41,7 @@ from onward.language_model.weights import (
     read_draft_head,
     refuse_head,
 )
+from onward.language_model.weights_copy import WeightsCopy
 from onward.models import (
     Architecture,
     Model,
@@ -96,8 +96,8 @@ def load(
     """Load a model with its tokenizer, chat template and default options.
 
     Weights are mapped from their files. On a CPU each matrix is then packed for the kernels, and the file's pages are
-    released, so that memory holds the weights once. Quantized weights are stored in the cache folder for the next load
-    (docs/environment.md).
+    released, so that memory holds the weights once. Packed and quantized weights are stored in the cache folder for the
+    next load (docs/environment.md).
 
     Args:
         source: a folder in the Hugging Face layout or one that torch.distributed.checkpoint wrote, with a config.json
@@ -221,8 +221,8 @@ def load(
             model = build_trainable_model(merged_config, parameters, torch_dtype or own_dtype, context)
         else:
             copy = None
-            if quantize and torch_device.type == "cpu" and adapter is None and _is_in_floats(folder):
-                copy = QuantizedCopy.of(path, places, torch_dtype, quantize, name_map)
+            if torch_device.type == "cpu" and adapter is None and _is_in_floats(folder):
+                copy = WeightsCopy.of(path, places, quantize, torch_dtype, name_map)
             with in_place(len(config.layers)) as layers:
                 reader = WeightsReader(
                     folder, config, torch_dtype, torch_device, quantize, name_map, adapter, layers, kv_format, copy

@@ -112,6 +112,16 @@ def test_the_help_of_a_command_imports_only_that_command(command: str) -> None:
     assert not others & loaded
 
 
+def test_generating_imports_neither_compilers_nor_servers() -> None:
+    loaded = loaded_by("generate", "--model", "demo", "-n", "1", "Once")
+    assert {"torch", "onward.loading"} <= loaded
+    assert not {"torch._dynamo", "torch._inductor", "torch.distributed.checkpoint", "sympy", "networkx"} & loaded
+    assert not {"transformers", "huggingface_hub", "datasets", "pandas", "pyarrow", "ray", "lm_eval", "trl"} & loaded
+    assert not {"fastapi", "starlette", "uvicorn", "httpx", "prompt_toolkit", "rich", "yaml"} & loaded
+    others = ("server", "protocols", "engine", "cluster", "batches", "integrations")
+    assert not {f"onward.{name}" for name in others} & loaded
+
+
 def test_importing_onward_is_quick_and_exports_its_names() -> None:
     in_a_new_python(
         "import sys, onward\n"

@@ -106,7 +106,7 @@ OUTSIDE = {
     "util",
     *(f"distributed/{name}.py" for name in ("__init__", "__main__", "launchers", "links", "ranks")),
     *(f"language_model/{name}.py" for name in ("__init__", "base", "completion", "embedder", "fingerprint")),
-    *(f"language_model/{name}.py" for name in ("lens", "quantized_copy")),
+    *(f"language_model/{name}.py" for name in ("lens", "weights_copy")),
     *(f"language_model/{name}.py" for name in ("generation_config", "language_model", "logprobs", "new_weights")),
     *(f"language_model/{name}.py" for name in ("options_dict", "prefix_disk", "quantize_model", "receipt")),
     *(f"language_model/{name}.py" for name in ("scoring", "session", "training")),

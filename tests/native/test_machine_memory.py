@@ -1,12 +1,22 @@
-"""The memory that a process may use under its control groups, tested with trees of files as on Linux."""
+"""The memory that a process may use under its control groups, tested with trees of files as on Linux; huge pages."""
 
+import ctypes
+import mmap
+import sys
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onward.native.machine import machine_memory
+from onward.native.machine import (
+    cache_in_huge_pages,
+    file_mappings,
+    has_huge_pages,
+    machine_memory,
+    read_in_huge_pages,
+    replace_file_pages,
+)
 
 GIB = 1 << 30
 MEMINFO = f"MemTotal: {64 * GIB // 1024} kB\nMemFree: 1 kB\nMemAvailable: {32 * GIB // 1024} kB\n"
@@ -84,3 +94,46 @@ def test_available_memory_is_between_zero_and_all(tmp_path_factory, limit, used,
 
 def test_without_files_the_system_is_asked(tmp_path: Path) -> None:
     assert machine_memory(tmp_path)[1] is None
+
+
+MIB = 1 << 20
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="mappings are known from /proc")
+def test_pages_of_a_mapped_file_are_replaced_in_one_mapping_alone(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(b"\1" * (8 * MIB))
+    maps = []
+    with file.open("rb") as opened:
+        for _ in range(2):
+            maps.append(mmap.mmap(opened.fileno(), 8 * MIB, flags=mmap.MAP_PRIVATE))
+    addresses = [ctypes.addressof(ctypes.c_char.from_buffer(each)) for each in maps]
+    first, last = 100, 8 * MIB - 100
+    replace_file_pages(addresses[0] + first, last - first, file_mappings())
+    start = -(addresses[0] + first) % (2 * MIB) + first
+    whole = (last - start) // (2 * MIB) * 2 * MIB
+    assert whole >= 4 * MIB
+    assert maps[0][start : start + whole] == bytes(whole)
+    assert maps[0][:start] == b"\1" * start
+    assert maps[0][start + whole :] == b"\1" * (8 * MIB - start - whole)
+    assert maps[1][:] == file.read_bytes() == b"\1" * (8 * MIB)
+    mappings = file_mappings()
+    maps[0][start : start + 3] = b"abc"
+    replace_file_pages(addresses[0] + start, whole, mappings)  # no longer of a file
+    assert maps[0][start : start + 3] == b"abc"
+
+
+def test_files_in_huge_pages(tmp_path: Path) -> None:
+    assert not has_huge_pages(tmp_path / "missing")
+    file = tmp_path / "file"
+    file.write_bytes(content := bytes(range(256)) * (64 * MIB // 256))
+    cache_in_huge_pages(file)
+    assert file.read_bytes() == content
+    memory = mmap.mmap(-1, 4 * MIB)
+    assert read_in_huge_pages(ctypes.addressof(ctypes.c_char.from_buffer(memory)), 4 * MIB) == 0.0  # of no file
+    if has_huge_pages(tmp_path):
+        with file.open("rb") as opened:
+            mapped = mmap.mmap(opened.fileno(), 0, flags=mmap.MAP_PRIVATE)
+        share = read_in_huge_pages(ctypes.addressof(ctypes.c_char.from_buffer(mapped)), len(mapped))
+        assert 0 <= share <= 1
+        assert mapped[:] == content

@@ -5,10 +5,11 @@ uint8 [blocks, bytes], aligned to 64 bytes, so that the kernels read the mapped 
 docs/quantized-checkpoints.md describes both.
 """
 
+import itertools
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,20 +22,27 @@ from onward import models
 from onward.checkpoint.checkpoint import CheckpointFolder
 from onward.checkpoint.formats import FIELDS_OF_METHODS
 from onward.checkpoint.safetensors import SafetensorsFolder
-from onward.checkpoint.shards import TEXT_FILES, WEIGHTS
+from onward.checkpoint.shards import TEXT_FILES, WEIGHTS, mapped_ranges, page_releaser
 from onward.errors import CheckpointError, ConfigError, RequestError
 from onward.native import advise_huge_pages
-from onward.ops import NativeWeight, QuantizedWeight
-from onward.ops.linear import stock_weight
+from onward.native.machine import ENOUGH_HUGE_PAGES, read_in_huge_pages
+from onward.ops import NativeWeight, QuantizedWeight, Weight
+from onward.ops.linear import stock_weight, weight_shape
+from onward.ops.packed import packed_shape
 from onward.ops.quantized import ROUNDED_FORMATS, rounded_formats
 from onward.ops.quantized_layout import GROUP, data_shape
+from onward.prefix_store.file_system import FileSystem
 from onward.util.files import appears, check_destination
 
 MANIFEST = "onward_quantization"
 # One format for all matrices; one for each.
 VERSION, MIXED_VERSION = 1, 2
 ALIGNMENT = 64
+# Of floats in the kernels' layout, which only a copy in the cache folder has.
+PACKED = "packed"
 
+_PIECE = 64 << 20  # bytes that are written at once
+_RELEASED_NBYTES = 64 << 20  # of matrices, between releases of the file's pages
 _COPIED = (*TEXT_FILES, "LICENSE")
 _DTYPES = {torch.uint8: "U8", torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 
@@ -52,7 +60,8 @@ class Manifest:
         return " and ".join(sorted(set(self.formats.values())))
 
 
-def read_manifest(folder: Path, config: Mapping[str, Any]) -> Manifest | None:
+def read_manifest(folder: Path, config: Mapping[str, Any], *, of_copy: bool = False) -> Manifest | None:
+    """The manifest in a config.json, if it has one. of_copy: of `write_copy`, which may have packed floats."""
     manifest = config.get(MANIFEST)
     if manifest is None:
         return None
@@ -66,7 +75,7 @@ def read_manifest(folder: Path, config: Mapping[str, Any]) -> Manifest | None:
             "quantize the checkpoint again with this one, or use the Onward that wrote it"
         )
     if version == VERSION:
-        _check_format(where, manifest.get("format"), manifest)
+        _check_format(where, manifest.get("format"), manifest, of_copy)
     tensors = manifest.get("tensors")
     if not isinstance(tensors, dict) or not tensors:
         raise ConfigError(f"{where}: 'tensors' must map names to {{'shape': [N, K]}}; got {tensors!r}")
@@ -76,11 +85,13 @@ def read_manifest(folder: Path, config: Mapping[str, Any]) -> Manifest | None:
     }
     if version == MIXED_VERSION:
         for name, format in formats.items():
-            _check_format(f"{where}: {name}", format, manifest)
+            _check_format(f"{where}: {name}", format, manifest, of_copy)
     return Manifest(shapes, formats)
 
 
-def _check_format(where: str, format: Any, manifest: Mapping[str, Any]) -> None:
+def _check_format(where: str, format: Any, manifest: Mapping[str, Any], of_copy: bool) -> None:
+    if of_copy and format == PACKED:
+        return
     if not isinstance(format, str) or format not in ROUNDED_FORMATS:
         raise ConfigError(f"{where}: format must be {rounded_formats()}; got {format!r}")
     if format != "int8" and not _equals_int(manifest.get("group"), GROUP):
@@ -100,11 +111,11 @@ def _shape(where: str, entry: Any) -> tuple[int, int]:
 
 
 class QuantizedTensors(SafetensorsFolder):
-    """Reads the matrices in the manifest as `QuantizedWeight`s of the mapped file, and all other tensors unchanged.
-    dtype: of norms, biases and activations; None: that of `Architecture.float_tensor`.
+    """Reads the matrices in the manifest as `QuantizedWeight`s or `NativeWeight`s of the mapped file, and all other
+    tensors unchanged. dtype: of norms, biases and activations; None: that of `Architecture.float_tensor`.
 
-    mapped: whether the matrices stay in the mapped file, which several processes share. Otherwise they are copied into
-    huge pages, from which the kernels read faster."""
+    mapped: whether the matrices stay in the mapped file even if the system maps it in small pages. Otherwise they are
+    then copied into huge pages, from which the kernels read faster."""
 
     def __init__(
         self,
@@ -117,12 +128,18 @@ class QuantizedTensors(SafetensorsFolder):
         mapped: bool = True,
     ) -> None:
         super().__init__(folder, dtype, device)
-        self._manifest, self._mapped = manifest, mapped
+        self._manifest = manifest
         if not (folder / WEIGHTS).is_file():
             raise CheckpointError(f"{folder / WEIGHTS} is missing: it holds all weights; quantize the checkpoint again")
+        ranges = mapped_ranges(folder / WEIGHTS)
+        if mapped:
+            for each in ranges:
+                advise_huge_pages(*each)
+        self._mapped = mapped or any(read_in_huge_pages(*each) >= ENOUGH_HUGE_PAGES for each in ranges)
+        self._release, self._unreleased = page_releaser(folder), 0
         self.dtype = dtype or self.take(*config.float_tensor).dtype
 
-    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor | QuantizedWeight:
+    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Weight:
         if name not in self._manifest.shapes:
             if (packed := self.find(name)) is not None and packed.dtype == torch.uint8:
                 raise CheckpointError(
@@ -136,22 +153,32 @@ class QuantizedTensors(SafetensorsFolder):
             raise CheckpointError(f"{self._folder}: {MANIFEST}: tensor {name!r} {shapes}")
         if (data := self.find(name)) is None:
             raise CheckpointError(f"{self._folder}: tensor {name!r} of {MANIFEST} is missing from {WEIGHTS}")
-        expected_shape = data_shape(format, own)
-        if data.dtype != torch.uint8 or tuple(data.shape) != expected_shape:
+        assert self.dtype is not None
+        is_packed = format == PACKED
+        stored_dtype = self.dtype if is_packed else torch.uint8
+        expected_shape = packed_shape(*own, self.dtype) if is_packed else data_shape(format, own)
+        if data.dtype != stored_dtype or tuple(data.shape) != expected_shape:
             raise CheckpointError(
                 f"{self._folder / WEIGHTS}: tensor {name!r} is {data.dtype} {list(data.shape)}, but {format} packs "
-                f"{list(shape)} into uint8 {list(expected_shape)}: quantize the checkpoint again"
+                f"{list(shape)} into {stored_dtype} {list(expected_shape)}: quantize the checkpoint again"
             )
-        assert self.dtype is not None
         self._consumed.add(name)
-        # The kernels read whole cache lines, so data that another writer did not align is copied.
+        data = self._placed(data)
+        return NativeWeight(data, *own) if is_packed else QuantizedWeight(data, format, own, self.dtype)
+
+    def _placed(self, data: Tensor) -> Tensor:
+        """The data of a matrix where the kernels read it."""
         if not self._mapped:
             copy = torch.empty_like(data)
             advise_huge_pages(copy.data_ptr(), copy.nbytes)
-            data = copy.copy_(data)
-        elif data.data_ptr() % ALIGNMENT:
-            data = data.clone()
-        return QuantizedWeight(data.to(self._device), format, own, self.dtype)
+            copy.copy_(data)
+            self._unreleased += copy.nbytes
+            if self._unreleased >= _RELEASED_NBYTES:
+                self._release()
+                self._unreleased = 0
+            return copy
+        # The kernels read whole cache lines, so data that another writer did not align is copied.
+        return (data.clone() if data.data_ptr() % ALIGNMENT else data).to(self._device)
 
     def unread(self) -> list[str]:
         return sorted({*self._manifest.shapes, *super().unread()} - self._consumed)
@@ -168,7 +195,7 @@ def write_quantized(
     matrices of `params` are stored unchanged. errors: relative RMS errors by `parameter_name`, for the manifest."""
     destination = destination.absolute()
     check_destination(destination)
-    weights = _writable(config, params)
+    weights = _checked_formats(weights_by_stock_name(config, params))
     if not _formats(weights):
         raise RequestError("a quantized folder holds quantized weights; got none")
     with appears(destination) as partial:
@@ -182,39 +209,49 @@ def write_quantized(
 
 
 def write_copy(config: models.Architecture, params: Any, folder: Path) -> None:
-    """Write quantized weights alone, with their manifest in a config.json; the caller makes them durable. Raises
-    `RequestError` for weights that a quantized folder does not hold."""
-    weights = _writable(config, params)
+    """Write quantized and packed weights alone, with their manifest in a config.json; the caller makes them durable.
+    Raises `RequestError` for weights in other formats."""
+    weights = _checked_formats(_named_weights(config, params, packed=True))
     write_json(folder / "config.json", {MANIFEST: _manifest(weights, {})})
     write_safetensors(_data(weights), folder / WEIGHTS, durable=False)
 
 
-def _writable(config: models.Architecture, params: Any) -> dict[str, Tensor | QuantizedWeight]:
-    """The weights by stock name, in formats that a folder holds."""
-    weights = weights_by_stock_name(config, params)
-    if others := _formats(weights) - set(ROUNDED_FORMATS):
+def _checked_formats(weights: Mapping[str, Weight]) -> Mapping[str, Weight]:
+    """The weights, if they have formats that a folder holds."""
+    if others := _formats(weights) - {*ROUNDED_FORMATS, PACKED}:
         raise RequestError(f"a quantized folder can only store weights in {rounded_formats()}; got {sorted(others)}")
     return weights
 
 
-def _formats(weights: Mapping[str, Tensor | QuantizedWeight]) -> set[str]:
-    return {weight.format for weight in weights.values() if isinstance(weight, QuantizedWeight)}
+def _format(weight: Weight) -> str | None:
+    """The format in a manifest; None for weights in rows."""
+    return PACKED if isinstance(weight, NativeWeight) else getattr(weight, "format", None)
 
 
-def _data(weights: Mapping[str, Tensor | QuantizedWeight]) -> dict[str, Tensor]:
-    return {name: weight.data if isinstance(weight, QuantizedWeight) else weight for name, weight in weights.items()}
+def _formats(weights: Mapping[str, Weight]) -> set[str]:
+    return {format for weight in weights.values() if (format := _format(weight)) is not None}
+
+
+def _data(weights: Mapping[str, Weight]) -> dict[str, Tensor]:
+    return {name: weight if isinstance(weight, Tensor) else weight.data for name, weight in weights.items()}
 
 
 def weights_by_stock_name(config: models.Architecture, params: Any) -> dict[str, Tensor | QuantizedWeight]:
     """Stock name -> weight, for stock or quantized params; a tied weight appears once, under one name."""
+    named = _named_weights(config, params, packed=False)
+    return {name: weight for name, weight in named.items() if not isinstance(weight, NativeWeight)}
+
+
+def _named_weights(config: models.Architecture, params: Any, *, packed: bool) -> dict[str, Weight]:
+    """`weights_by_stock_name`, with weights in the kernels' layout if `packed`."""
     names = pytree.tree_leaves(models.named_params(config))
     params = models.map_marked(lambda path, part: _as_stored(part), params)
     weights = pytree.tree_leaves(params, is_leaf=lambda leaf: isinstance(leaf, QuantizedWeight | NativeWeight))
-    named: dict[str, Tensor | QuantizedWeight] = {}
+    named: dict[str, Weight] = {}
     for name, weight in zip(names, weights, strict=True):
         if name is None:
             continue
-        if not isinstance(weight, Tensor | QuantizedWeight):
+        if isinstance(weight, NativeWeight) and not packed:
             raise RequestError(f"{name} is packed for this machine only: quantize it, or pass its stock weight")
         if named.setdefault(name, weight) is not weight:
             raise RequestError(f"config.json ties {name} to another weight, but they differ in the params")
@@ -239,20 +276,20 @@ def copy_small_files(source: Path, destination: Path) -> None:
             shutil.copyfile(source / name, destination / name)
 
 
-def _manifest(weights: Mapping[str, Tensor | QuantizedWeight], errors: Mapping[str, float | None]) -> dict[str, Any]:
+def _manifest(weights: Mapping[str, Weight], errors: Mapping[str, float | None]) -> dict[str, Any]:
     """errors: relative RMS errors by stock name."""
     tensors: dict[str, Any] = {}
     formats = _formats(weights)
     is_mixed = len(formats) > 1
     for name, weight in weights.items():
-        if isinstance(weight, QuantizedWeight):
-            tensors[name] = {"shape": list(weight.shape)}
-            tensors[name] |= {"format": weight.format} if is_mixed else {}
+        if (format := _format(weight)) is not None:
+            tensors[name] = {"shape": list(weight_shape(weight))}
+            tensors[name] |= {"format": format} if is_mixed else {}
             tensors[name] |= (
                 {} if (error := errors.get(name)) is None else {"relative_rms_error": float(f"{error:.4g}")}
             )
     version = {"version": MIXED_VERSION} if is_mixed else {"version": VERSION, "format": next(iter(formats))}
-    group = {"group": GROUP} if formats != {"int8"} else {}
+    group = {"group": GROUP} if formats - {"int8", PACKED} else {}
     return version | group | {"tensors": tensors}
 
 
@@ -283,10 +320,23 @@ def write_safetensors(tensors: Mapping[str, Tensor], file: Path, *, durable: boo
         }
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % ALIGNMENT)
-    with file.open("wb") as out:
-        out.write(len(text).to_bytes(8, "little") + text)
-        for name in order:
-            out.write(tensors[name].contiguous().view(torch.uint8).numpy().data)
+    data = (tensors[name].contiguous().view(torch.uint8).numpy().data for name in order)
+    with file.open("wb", buffering=0) as out:
+        _write_in_pieces(out.fileno(), itertools.chain([len(text).to_bytes(8, "little") + text], data))
         if durable:
-            out.flush()
             os.fsync(out.fileno())
+
+
+def _write_in_pieces(handle: int, parts: Iterable[bytes | memoryview]) -> None:
+    """Write parts in pieces of whole huge pages, so that the system can keep the file in huge pages."""
+    piece: list[memoryview] = []
+    room = _PIECE
+    for part in parts:
+        left = memoryview(part).cast("B")
+        while left.nbytes:
+            piece.append(left[:room])
+            left, room = left[room:], room - piece[-1].nbytes
+            if room == 0:
+                FileSystem().write(handle, piece)
+                piece, room = [], _PIECE
+    FileSystem().write(handle, piece)

@@ -23,7 +23,7 @@ from onward.checkpoint.stored_names import (
 )
 from onward.errors import CheckpointError, ConfigError, one_line
 from onward.models import Architecture
-from onward.ops import QuantizedWeight
+from onward.ops import QuantizedWeight, Weight
 
 # Weight files that an error mentions if a folder has no readable safetensors.
 _OTHER_FORMATS = ("*.bin", "*.pt", "*.pth", "*.gguf", "*.safetensors", "*.distcp")
@@ -62,7 +62,7 @@ class SafetensorsFolder:
         self._below = _by_module(self._where) if self.methods is not None else {}
         self._quantized: set[str] = set()  # quantized modules that were read
 
-    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor | QuantizedWeight:
+    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Weight:
         """Read the tensor `name` of `shape`, in `dtype` or else the model's, on the model's device."""
         module, _, kind = name.rpartition(".")
         if self.methods is not None and kind == "weight":

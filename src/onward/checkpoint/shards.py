@@ -117,6 +117,11 @@ def releaser_of(files: Iterable[Path]) -> Callable[[], None]:
     return release
 
 
+def mapped_ranges(file: Path) -> list[tuple[int, int]]:
+    """(address, bytes) of each mapping of a file in this process. Linux only; none elsewhere."""
+    return _mapped_ranges({os.fsencode(file.resolve())}) if sys.platform == "linux" else []
+
+
 def _mapped_ranges(names: Collection[bytes]) -> list[tuple[int, int]]:
     """(address, bytes) of each mapping of these files, from /proc/self/maps."""
     ranges, endings = [], tuple(names)

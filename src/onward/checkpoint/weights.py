@@ -22,8 +22,8 @@ from onward.errors import CheckpointError, ConfigError, RequestError, Unsupporte
 from onward.models import Architecture, WeightScope
 from onward.models.architecture import is_unread
 from onward.models.heads import DraftHead, HeadParams
+from onward.models.linear import float_weight
 from onward.models.transformers import library
-from onward.ops import QuantizedWeight
 
 
 def read_weights(
@@ -129,7 +129,7 @@ def _check_all_read(
     if left == ["lm_head.weight"]:
         embedding = params.embed_tokens.weight
         head = tensors.take("lm_head.weight", tuple(embedding.shape))
-        head, embedding = (x.dequantize() if isinstance(x, QuantizedWeight) else x for x in (head, embedding))
+        head, embedding = map(float_weight, (head, embedding))
         if not torch.equal(head, embedding):
             raise CheckpointError(
                 f"{folder}: config.json ties the head to the embedding, but lm_head.weight differs from it: "

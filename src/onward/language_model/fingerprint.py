@@ -254,7 +254,7 @@ COMPUTING = (
     "tokenizer",
 )
 # Those that read and quantize weights, besides.
-READING = ("checkpoint", "language_model/quantized_copy.py", "language_model/weights.py", "loading.py", "quantization")
+READING = ("checkpoint", "language_model/weights_copy.py", "language_model/weights.py", "loading.py", "quantization")
 _PACKAGE = Path(__file__).parents[1]
 _STARTED = time.time()
 

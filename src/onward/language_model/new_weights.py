@@ -30,6 +30,7 @@ from onward.models import (
 from onward.models.adapters import Adapters
 from onward.models.architecture import is_unread
 from onward.models.key_balance import balanced_keys
+from onward.native.machine import file_mappings, replace_file_pages
 from onward.ops import QuantizedExperts, QuantizedWeight
 from onward.ops.quantized import ROUNDED_FORMATS, rounded_formats
 from onward.program.leaves import leaves_of
@@ -76,7 +77,10 @@ class WeightsUpdate:
         model = self._model
         with model.weights_lock.writing(), torch.no_grad(), sigint_deferred():
             self._check_version()
+            mappings = file_mappings()
             for old, new in self._pairs:
+                if old.device.type == "cpu" and old.is_contiguous():
+                    replace_file_pages(old.data_ptr(), old.nbytes, mappings)
                 old.copy_(new)
             self._pairs = []
             model.refresh()

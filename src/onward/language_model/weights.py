@@ -25,7 +25,7 @@ from onward.checkpoint.quantized_folder import read_manifest
 from onward.checkpoint.weights import read_head
 from onward.decoding.speculation import LOOKUPS
 from onward.errors import RequestError, UnsupportedArchitectureError, warn
-from onward.language_model.quantized_copy import QuantizedCopy
+from onward.language_model.weights_copy import WeightsCopy
 from onward.models import Architecture, Model, pack_layer, pack_params, stack_params
 from onward.models.adapters import Adapter, merged_params
 from onward.models.heads import DraftHead, HeadParams, head_reader, read_mtp
@@ -70,7 +70,7 @@ class LayersInPlace:
 
 @dataclass(frozen=True)
 class WeightsReader:
-    """Reads the params of a model. The fields are options of `load`. copy: of their quantized weights."""
+    """Reads the params of a model. The fields are options of `load`. copy: of the weights as this reads them."""
 
     checkpoint: Checkpoint
     architecture: Architecture
@@ -81,7 +81,7 @@ class WeightsReader:
     adapter: Adapter | None
     layers: LayersInPlace
     cache_format: KVFormat | None = None
-    copy: QuantizedCopy | None = None
+    copy: WeightsCopy | None = None
 
     def read(self) -> Any:
         """The params: quantized if the checkpoint or the caller says so, else packed for the kernels on a CPU. Their

@@ -7,7 +7,9 @@ import math
 import mmap
 import os
 import sys
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from onward.errors import RequestError
@@ -184,6 +186,72 @@ def advise_huge_pages(address: int, count: int) -> bool:
     Returns whether the system accepted the advice; results do not depend on it.
     """
     return _advise(address, count, _HUGE_PAGE, getattr(mmap, "MADV_HUGEPAGE", None))
+
+
+_MADV_POPULATE_READ = 22  # Linux 5.14
+ENOUGH_HUGE_PAGES = 0.75  # of a mapping: the kernels then lose a twentieth at most
+
+
+def read_in_huge_pages(address: int, count: int) -> float:
+    """Read all pages of a mapped file, which is one mapping of `count` bytes at `address`, in huge pages where the file
+    system has them (ext4 from Linux 6.16 on). Returns the share of the mapping in huge pages."""
+    for advice in (getattr(mmap, "MADV_HUGEPAGE", None), _MADV_POPULATE_READ):
+        if not _advise(address, count, mmap.PAGESIZE, advice):
+            return 0.0
+    with suppress(OSError), open("/proc/self/smaps", encoding="utf-8", errors="replace") as lines:
+        if any(line.startswith(f"{address:x}-") for line in lines):  # reads as far as the mapping
+            kib = next((line.split()[1] for line in lines if line.startswith("FilePmdMapped:")), "0")
+            return int(kib) * 1024 / count
+    return 0.0
+
+
+def has_huge_pages(folder: Path) -> bool:
+    """Whether the system maps files of a folder in huge pages, tried with a temporary one of 8 MB."""
+    with suppress(OSError), tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+        file.write(bytes(4 * _HUGE_PAGE))
+        return _share_in_huge_pages(file.fileno()) > 0
+    return False
+
+
+def cache_in_huge_pages(file: Path) -> None:
+    """Let the system's page cache have a file that is on the disk in huge pages, if it can: it may lack them for a file
+    that is written, but makes room for one that is read."""
+    with file.open("rb") as opened, suppress(AttributeError):  # of other systems
+        if _share_in_huge_pages(opened.fileno()) < ENOUGH_HUGE_PAGES:
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            _share_in_huge_pages(opened.fileno())
+
+
+def _share_in_huge_pages(handle: int) -> float:
+    if not sys.platform.startswith("linux"):
+        return 0.0
+    with mmap.mmap(handle, 0, flags=mmap.MAP_PRIVATE) as memory:
+        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        return read_in_huge_pages(address, -(-len(memory) // mmap.PAGESIZE) * mmap.PAGESIZE)
+
+
+def file_mappings() -> list[tuple[int, int]]:
+    """(address, bytes) of each private, writable mapping of a file in this process. Linux only; none elsewhere."""
+    lines = (line.split(maxsplit=5) for line in _read(Path("/proc/self/maps")).splitlines())
+    ends = (line[0].split("-") for line in lines if line[1].startswith("rw-p") and line[4] != "0")
+    return [(int(start, 16), int(end, 16) - int(start, 16)) for start, end in ends]
+
+
+def replace_file_pages(address: int, count: int, mappings: Sequence[tuple[int, int]]) -> None:
+    """Replace the whole huge pages among `count` bytes at `address` by zeros in huge pages, if they belong to one of
+    the `file_mappings`. Call it before all of these bytes are written: the system would copy the file in small pages.
+    """
+    start = -(-address // _HUGE_PAGE) * _HUGE_PAGE
+    length = (address + count - start) // _HUGE_PAGE * _HUGE_PAGE
+    if length <= 0 or not any(at <= start and start + length <= at + size for at, size in mappings):
+        return
+    system = ctypes.CDLL(None).mmap
+    system.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    system.restype = ctypes.c_void_p
+    fixed = 0x10  # MAP_FIXED on Linux
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | fixed
+    if system(start, length, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0) == start:
+        advise_huge_pages(start, length)
 
 
 def give_back_pages(address: int, count: int) -> bool:

@@ -75,12 +75,16 @@ def pack_native(weight: Tensor) -> NativeWeight | None:
 
 def empty_packed(count: tuple[int, ...], rows: int, inputs: int, dtype: torch.dtype) -> Tensor:
     """Memory for packed weights [rows, inputs]: [*count, blocks, units, 16, neighbours]."""
-    pair = 1 if dtype == torch.float32 else 2  # half-width units fill a 64-byte line in pairs
-    neighbours = _NEIGHBOURS[dtype]
-    units = -(-inputs // pair) * pair // neighbours
-    data = torch.empty((*count, -(-rows // BLOCK), units, BLOCK, neighbours), dtype=dtype)
+    data = torch.empty((*count, *packed_shape(rows, inputs, dtype)), dtype=dtype)
     advise_huge_pages(data.data_ptr(), data.nbytes)
     return data
+
+
+def packed_shape(rows: int, inputs: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
+    """[blocks, units, 16, neighbours]: the shape of a packed weight [rows, inputs]."""
+    pair = 1 if dtype == torch.float32 else 2  # half-width units fill a 64-byte line in pairs
+    neighbours = _NEIGHBOURS[dtype]
+    return -(-rows // BLOCK), -(-inputs // pair) * pair // neighbours, BLOCK, neighbours
 
 
 def pack_into(library: Library, weight: Tensor, data: Tensor) -> None:

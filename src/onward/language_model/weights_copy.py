@@ -1,11 +1,12 @@
-"""Quantized weights in the cache folder: a checkpoint that `load` has quantized is read from there afterwards.
+"""Weights in the cache folder: a checkpoint that `load` has quantized or packed is read from there afterwards.
 
 A copy is a folder whose name is a hash of its bytes, and a link to it has the identity of the checkpoint's files and of
 the options that they were read with (`checkpoint_identity`): names, sizes, times and inodes find a copy, so that no
 weight is hashed on the way to the first token. Equal copies of two checkpoints are one. A copy is made from weights
 that nobody else has seen, before `load` returns; a thread then hashes it, makes it durable and gives it its name.
-Weights are copied from the file into huge pages: decoding from the small pages of a mapped file takes 15 % longer
-(benchmarks/LOG.md).
+Decoding from the small pages of a mapped file takes 15 % longer (benchmarks/LOG.md). So a copy is mapped where the
+system maps files in huge pages, and elsewhere read into huge pages, which takes as long as packing: floats have a copy
+only where it is mapped.
 """
 
 import hashlib
@@ -25,19 +26,19 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from onward.checkpoint import page_releaser, read_weights
+from onward.checkpoint import read_weights
 from onward.checkpoint.quantized_folder import read_manifest, write_copy
 from onward.checkpoint.shards import WEIGHTS, read_object, weight_files
 from onward.errors import CheckpointError, ConfigError, RequestError, one_line, warn_once
 from onward.language_model.prefix_disk import checkpoint_identity
 from onward.models import Architecture, ExpertLinear, marked_parts
-from onward.native.machine import default_threads
+from onward.native.machine import cache_in_huge_pages, default_threads, has_huge_pages
 from onward.ops.operator import usable_library
 from onward.util.process import lower_priority
 
 _log = logging.getLogger(__name__)
 
-MIN_NBYTES = 64 << 20  # of a checkpoint; a smaller one is quantized in a fraction of a second
+MIN_NBYTES = 64 << 20  # of a checkpoint; a smaller one is quantized or packed in a fraction of a second
 MAX_NBYTES = 16 << 30  # of all copies
 _PART = 8 << 20
 _ABANDONED_S = 600.0  # a copy that is still being written is younger
@@ -51,50 +52,46 @@ def cache_folder() -> Path | None:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "onward"
 
 
-class QuantizedCopy:
+class WeightsCopy:
     """The copy of one checkpoint in the cache folder, read with the same options.
 
-    folder: of the copies. places, options: as `checkpoint_identity` takes them. identity: theirs.
+    folder: of the copies. places, options: as `checkpoint_identity` takes them; the first option is the format that the
+    weights are quantized to, or None. identity: theirs.
     """
 
     def __init__(self, folder: Path, places: Sequence[Path], options: Sequence[object], identity: str) -> None:
         self._folder, self._places, self._options, self._identity = folder, places, options, identity
 
     @classmethod
-    def of(cls, checkpoint: Path, places: Sequence[Path], *options: object) -> "QuantizedCopy | None":
+    def of(
+        cls, checkpoint: Path, places: Sequence[Path], quantize: str | None, *options: object
+    ) -> "WeightsCopy | None":
         """That of a checkpoint folder; None if its weights are small, if they have just changed, or without kernels or
-        a cache folder."""
+        a cache folder. quantize: the format to quantize to."""
         folder = cache_folder()
         if folder is None or usable_library() is None:
             return None
         with suppress(OSError, CheckpointError):
             if sum((checkpoint / file).stat().st_size for file in weight_files(checkpoint)) < MIN_NBYTES:
                 return None
+        options = (quantize, *options)
         identity = checkpoint_identity(places, *options)
         return None if identity is None else cls(folder / "weights", places, options, identity)
 
     def read(self, architecture: Architecture) -> Any:
-        """The params before `pack_params`; None if there is no copy."""
+        """The params, with all that `pack_params` does not pack again; None if there is no copy."""
         try:
             place = (self._folder / self._identity).resolve(strict=True)
             if not (_is_private(self._folder) and _is_private(place)):
                 return None
-            manifest = read_manifest(place, read_object(place / "config.json", ConfigError))
+            manifest = read_manifest(place, read_object(place / "config.json", ConfigError), of_copy=True)
             if manifest is None:
                 raise ConfigError(f"{place} has no manifest")
-            release = page_releaser(place)
-
-            def release_after(layer: Any) -> Any:
-                release()
-                return layer
-
-            params = read_weights(
-                place, architecture, dtype=None, device=torch.device("cpu"), manifest=manifest, mapped=False,
-                each_layer=release_after,
-            )  # fmt: skip
+            device = torch.device("cpu")
+            params = read_weights(place, architecture, dtype=None, device=device, manifest=manifest, mapped=False)
             os.utime(place)
         except (CheckpointError, ConfigError) as error:
-            _log.warning("quantized weights are damaged, and deleted: %s", error)
+            _log.warning("stored weights are damaged, and deleted: %s", error)
             shutil.rmtree(place, ignore_errors=True)
             return None
         except OSError:
@@ -116,6 +113,8 @@ class QuantizedCopy:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             if not _is_private(self._folder):
                 raise OSError("it belongs to another user, or others can write to it")
+            if self._options[0] is None and not has_huge_pages(self._folder):
+                return
             if shutil.disk_usage(self._folder).free < 2 * nbytes:
                 raise OSError(f"less than {2 * nbytes >> 20:,} MiB are free")
             temporary.mkdir(mode=0o700)
@@ -123,45 +122,50 @@ class QuantizedCopy:
         except (OSError, RequestError) as error:
             shutil.rmtree(temporary, ignore_errors=True)
             if isinstance(error, OSError):
-                warn_once(
-                    f"quantized weights cannot be stored in {self._folder} for the next load ({one_line(error)}): set "
-                    "ONWARD_CACHE_DIR to another folder, or to an empty text to store none"
-                )
+                problem = f"the weights cannot be stored in {self._folder} for the next load ({one_line(error)})"
+                if self._options[0] is None:  # packed again in a second
+                    _log.info("%s", problem)
+                else:
+                    warn_once(f"{problem}: set ONWARD_CACHE_DIR to another folder, or to an empty text to store none")
             return
-        threading.Thread(target=self._publish, args=(temporary,), name="onward-quantized-copy").start()
+        # The pool begins here: a thread starts no other once the interpreter ends.
+        hashes = _hashes_of(temporary / WEIGHTS)
+        threading.Thread(target=self._publish, args=(temporary, hashes), name="onward-weights-copy").start()
 
-    def _publish(self, temporary: Path) -> None:
-        """Make a complete copy durable, and give it its name and link."""
+    def _publish(self, temporary: Path, hashes: Iterator[bytes]) -> None:
+        """Make a complete copy durable, and give it its name and link. hashes: of its weights."""
         lower_priority()
         try:
             manifest, weights = temporary / "config.json", temporary / WEIGHTS
-            place = self._folder / hashlib.sha256(manifest.read_bytes() + _hash_of(weights)).hexdigest()
+            place = self._folder / hashlib.sha256(manifest.read_bytes() + b"".join(hashes)).hexdigest()
             if place.exists():
                 os.utime(place)
             else:
                 for path in (weights, manifest, temporary):
                     _sync(path)
+                cache_in_huge_pages(weights)
                 temporary.rename(place)
             link = self._folder / f".{secrets.token_hex(8)}"
             link.symlink_to(place.name)
             link.replace(self._folder / self._identity)
             _make_room(self._folder, place)
         except OSError as error:
-            _log.warning("quantized weights were not stored in %s: %s", self._folder, one_line(error))
+            _log.warning("weights were not stored in %s: %s", self._folder, one_line(error))
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _hash_of(file: Path) -> bytes:
-    """A SHA-256 of the hashes of a file's parts, by several threads."""
-    handle = os.open(file, os.O_RDONLY)
-    try:
-        parts = range(0, os.fstat(handle).st_size, _PART)
-        with ThreadPoolExecutor(default_threads()[0], initializer=lower_priority) as pool:
-            digests = pool.map(lambda start: hashlib.sha256(os.pread(handle, _PART, start)).digest(), parts)
-            return hashlib.sha256(b"".join(digests)).digest()
-    finally:
-        os.close(handle)
+def _hashes_of(file: Path) -> Iterator[bytes]:
+    """The SHA-256 of each part of a file, by several threads that start at once."""
+
+    def hash_from(start: int) -> bytes:
+        with file.open("rb", buffering=0) as opened:
+            return hashlib.sha256(os.pread(opened.fileno(), _PART, start)).digest()
+
+    pool = ThreadPoolExecutor(default_threads()[0], initializer=lower_priority)
+    hashes = pool.map(hash_from, range(0, file.stat().st_size, _PART))
+    pool.shutdown(wait=False)
+    return hashes
 
 
 def _make_room(folder: Path, newest: Path) -> None:

@@ -292,7 +292,8 @@ def test_weights_over_the_limit_get_no_copy(tmp_path, cache, monkeypatch):
 
 def test_new_weights_replace_mapped_pages(tmp_path, cache, monkeypatch):
     monkeypatch.setattr(quantized_folder, "read_in_huge_pages", lambda address, count: 1.0)
-    sizes = {"hidden_size": 256, "intermediate_size": 16384, "dtype": torch.bfloat16}  # matrices of 8 MB
+    sizes = {"hidden_size": 256, "intermediate_size": 16384, "vocab_size": 16384}  # matrices of 8 MB
+    sizes |= {"dtype": torch.bfloat16, "tie_word_embeddings": False}
     folders = [random_checkpoint(tmp_path / f"model-{seed}", seed=seed, **sizes) for seed in range(2)]
     load(folders[0], quantize=None)
     lm, expected = load(folders[0], quantize=None), load(folders[1], quantize=None)
@@ -309,4 +310,9 @@ def test_new_weights_replace_mapped_pages(tmp_path, cache, monkeypatch):
     assert not any(map(is_mapped, large))
     assert_equal(lm, expected)
     lm.update_weights(load_file(folders[0] / WEIGHTS))
+    assert_equal(lm, load(folders[0], quantize=None))
+    lm = load(folders[0], quantize=None)
+    own = lm.model.params.embed_tokens.weight
+    assert is_mapped(own)
+    lm.update_weights(load_file(folders[0] / WEIGHTS) | {"model.embed_tokens.weight": own})
     assert_equal(lm, load(folders[0], quantize=None))

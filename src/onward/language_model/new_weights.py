@@ -78,8 +78,10 @@ class WeightsUpdate:
         with model.weights_lock.writing(), torch.no_grad(), sigint_deferred():
             self._check_version()
             mappings = file_mappings()
+            sources = {new.untyped_storage().data_ptr() for _, new in self._pairs}
             for old, new in self._pairs:
-                if old.device.type == "cpu" and old.is_contiguous():
+                is_source = old.untyped_storage().data_ptr() in sources  # the model's own weights, passed back
+                if old.device.type == "cpu" and old.is_contiguous() and not is_source:
                     replace_file_pages(old.data_ptr(), old.nbytes, mappings)
                 old.copy_(new)
             self._pairs = []

@@ -169,8 +169,9 @@ peers: ## install the peers for `make compare`: ten minutes and 3 GB
 compare: $(VENV)/.installed-dev ## Onward next to its peers at every precision (benchmarks/README.md); ARGS="--quick" …
 	@$(BIN)/python -m benchmarks.compare $(ARGS)
 
-demo-model: $(VENV)/.installed-dev ## rebuild corpus, tokenizer and both bundled models (about two hours)
+demo-model: $(VENV)/.installed-dev ## rebuild corpus, tokenizer, both bundled models and the draft head (about two hours)
 	@$(BIN)/python -m training
+	@$(BIN)/python -m training.train_head
 
 clean: ## remove the outputs of the targets above
 	rm -rf $(VENV) build dist $(CLIENTS)/node_modules $(CLIENTS)/command_lines/node_modules .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache

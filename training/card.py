@@ -131,12 +131,12 @@ def _introduction() -> list[str]:
             "seconds of installing. It tells short stories, answers questions about them, copies their facts into "
             "JSON and calls tools, as plain text or as a chat. `target/` is the model; `draft/` is a much smaller "
             "model with the same tokenizer, for speculative decoding. Both use the layout of `Qwen3ForCausalLM` "
-            "(bfloat16)."
+            "(bfloat16). `head/` is an EAGLE-3 head of the target, also for speculative decoding."
         ),
         "",
         _wrapped(
             "`python -m training` generates this page. It can rebuild the corpus, the tokenizer and both models, "
-            "which are the project's own work under the project's license."
+            "and `python -m training.train_head` the head. All are the project's own work under the project's license."
         ),
     ]
 

@@ -18,8 +18,8 @@ def export_model(model: Transformer, tokenizer: Tokenizer, folder: Path) -> None
     folder.mkdir(parents=True, exist_ok=True)
     eos_ids = [token_id(tokenizer, IM_END), token_id(tokenizer, END_OF_TEXT)]
     bos_id = token_id(tokenizer, END_OF_TEXT)
-    _write_json(folder / "config.json", _config(model.config, bos_id, eos_ids[0]))
-    _write_json(folder / "generation_config.json", _generation_config(bos_id, eos_ids))
+    write_json(folder / "config.json", _config(model.config, bos_id, eos_ids[0]))
+    write_json(folder / "generation_config.json", _generation_config(bos_id, eos_ids))
     save_tokenizer(tokenizer, folder, model.config.max_position_embeddings)
     weights = {name: tensor.detach().to(torch.bfloat16).contiguous() for name, tensor in model.state_dict().items()}
     fresh = folder / "model.safetensors.new"
@@ -73,5 +73,5 @@ def _generation_config(bos_id: int, eos_ids: list[int]) -> dict[str, object]:
     }
 
 
-def _write_json(path: Path, value: object) -> None:
+def write_json(path: Path, value: object) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

@@ -117,7 +117,7 @@ def load(
         compile: the backend: "auto", "native", "cuda", "inductor" or "eager" (docs/programs.md).
         draft: drafts the next tokens (docs/speculation.md): "lookup", "suffix"; a smaller model with the same
             vocabulary, loaded or as a source ("demo-draft" for "demo") with the same dtype, device and quantization;
-            the source of an EAGLE-3 head of this model; or "mtp", the MTP layer of its checkpoint.
+            the source of an EAGLE-3 head of this model ("demo-head"); or "mtp", the MTP layer of its checkpoint.
         message_format: how the model writes reasoning and tool calls, if the chat template does not tell: a name in
             `onward.chat.FORMATS` or a `MessageFormat` (docs/chat.md).
         merge: an adapter, a folder written by peft or a hub id of one, to merge into the weights before quantization

@@ -6,7 +6,7 @@ import pytest
 from command_line import Cli
 
 
-@pytest.mark.parametrize("draft", ["demo-draft", "lookup", "suffix"])
+@pytest.mark.parametrize("draft", ["demo-draft", "demo-head", "lookup", "suffix"])
 def test_a_drafted_text_equals_the_plain_text(cli: Cli, draft: str) -> None:
     command = ("generate", "Once upon a time", "--seed", "3", "-n", "30", "--json")
     (plain,) = json.loads(cli(*command).out)["choices"]

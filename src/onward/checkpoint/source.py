@@ -23,7 +23,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     return GgufCheckpoint(path) if is_gguf(path) else CheckpointFolder(path)
 
 
-BUNDLED = {"demo": "target", "demo-draft": "draft"}
+BUNDLED = {"demo": "target", "demo-draft": "draft", "demo-head": "head"}
 # The hub's format: owner/name, or only the name of an old model such as gpt2.
 _HUB_ID = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*", re.ASCII)
 _WEIGHT_SUFFIXES = (".gguf", ".safetensors", ".json", ".bin", ".pt", ".pth")
@@ -33,9 +33,9 @@ _GGUF_ON_HUB = re.compile(r"(?P<repository>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>[^
 def find_folder(source: str | os.PathLike[str], *, progress: bool = True) -> Path:
     """Return `source` as a local folder or GGUF file, downloading it first if it is on the hub.
 
-    "demo" and "demo-draft" are the bundled models (use "./demo" for a folder of that name). An existing folder takes
-    precedence over a hub id; one with a single GGUF model and no config.json resolves to that model. A hub id is
-    `owner/name`, or `name` for a model without an owner such as gpt2, optionally followed by `@revision`;
+    "demo", "demo-draft" and "demo-head" come with the package (use "./demo" for a folder of that name). An existing
+    folder takes precedence over a hub id; one with a single GGUF model and no config.json resolves to that model. A
+    hub id is `owner/name`, or `name` for a model without an owner such as gpt2, optionally followed by `@revision`;
     `owner/name:file.gguf` is a GGUF file on the hub. The hub client's own settings apply: HF_ENDPOINT, HF_HOME,
     HF_TOKEN, HF_HUB_OFFLINE, HF_HUB_DISABLE_PROGRESS_BARS.
 

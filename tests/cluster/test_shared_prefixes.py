@@ -30,7 +30,7 @@ def cached_tokens(stream: Stream) -> int:
     return cached
 
 
-def written_blocks(folder: Path) -> int:
+def block_count(folder: Path) -> int:
     return sum(1 for file in folder.rglob("*") if file.is_file() and file.stat().st_size > 1000)
 
 
@@ -42,9 +42,9 @@ def test_a_prefix_outlives_the_replica_that_computed_it(tmp_path: Path) -> None:
         assert first.is_whole
         assert cached_tokens(first) == 0
         count, end = 0, time.monotonic() + 60
-        while count == 0 or count != written_blocks(tmp_path):  # a thread of the replica writes them
+        while count == 0 or count != block_count(tmp_path):  # a thread of the replica writes them
             assert time.monotonic() < end
-            count = written_blocks(tmp_path)
+            count = block_count(tmp_path)
             time.sleep(2)
         os.kill(first.pid, signal.SIGKILL)
         second = undisturbed(port, BODY)

@@ -131,7 +131,7 @@ class QuantizedTensors(SafetensorsFolder):
         self._manifest = manifest
         if not (folder / WEIGHTS).is_file():
             raise CheckpointError(f"{folder / WEIGHTS} is missing: it holds all weights; quantize the checkpoint again")
-        ranges = mapped_ranges(folder / WEIGHTS)
+        ranges = mapped_ranges({os.fsencode((folder / WEIGHTS).resolve())})
         if mapped:
             for each in ranges:
                 advise_huge_pages(*each)

@@ -111,19 +111,17 @@ def releaser_of(files: Iterable[Path]) -> Callable[[], None]:
     names = {os.fsencode(file.resolve()) for file in files}
 
     def release() -> None:
-        for start, length in _mapped_ranges(names):
+        for start, length in mapped_ranges(names):
             libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), _MADV_DONTNEED)
 
     return release
 
 
-def mapped_ranges(file: Path) -> list[tuple[int, int]]:
-    """(address, bytes) of each mapping of a file in this process. Linux only; none elsewhere."""
-    return _mapped_ranges({os.fsencode(file.resolve())}) if sys.platform == "linux" else []
-
-
-def _mapped_ranges(names: Collection[bytes]) -> list[tuple[int, int]]:
-    """(address, bytes) of each mapping of these files, from /proc/self/maps."""
+def mapped_ranges(names: Collection[bytes]) -> list[tuple[int, int]]:
+    """(address, bytes) of each mapping of files in this process, from /proc/self/maps. names: their resolved paths.
+    Linux only; none elsewhere."""
+    if sys.platform != "linux":
+        return []
     ranges, endings = [], tuple(names)
     for line in Path("/proc/self/maps").read_bytes().splitlines():
         if line.endswith(endings) and line.split(maxsplit=5)[-1] in names:

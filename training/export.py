@@ -28,11 +28,9 @@ def export_model(model: Transformer, tokenizer: Tokenizer, folder: Path) -> None
     fresh.replace(folder / "model.safetensors")
 
 
-def _config(config: ModelConfig, bos_id: int, eos_id: int) -> dict[str, object]:
-    """Qwen3's config.json. rope_theta is in it twice, because transformers 5 reads rope_parameters."""
+def sizes(config: ModelConfig) -> dict[str, object]:
+    """The fields of a config.json that a target, a draft and a head have."""
     return {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
@@ -44,6 +42,15 @@ def _config(config: ModelConfig, bos_id: int, eos_id: int) -> dict[str, object]:
         "max_position_embeddings": config.max_position_embeddings,
         "rms_norm_eps": config.rms_norm_eps,
         "rope_theta": config.rope_theta,
+    }
+
+
+def _config(config: ModelConfig, bos_id: int, eos_id: int) -> dict[str, object]:
+    """Qwen3's config.json. rope_theta is in it twice, because transformers 5 reads rope_parameters."""
+    return {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        **sizes(config),
         "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
         "rope_scaling": None,
         "attention_bias": False,

@@ -27,7 +27,7 @@ from onward.decoding.speculation import PromptLookup, Speculation, Speculator, S
 from .corpus import KINDS, documents
 from .data import AnswerFinder, tokenize
 from .evaluate import load_exported, read_heldout
-from .export import write_json
+from .export import sizes, write_json
 from .head import Head
 from .model import ModelConfig
 from .settings import full
@@ -201,18 +201,8 @@ class HeadTrainer:
             {
                 "architectures": ["LlamaForCausalLMEagle3"],
                 "model_type": "llama",
-                "vocab_size": config.vocab_size,
+                **sizes(config),
                 "draft_vocab_size": settings.draft_vocab_size,
-                "hidden_size": config.hidden_size,
-                "intermediate_size": config.intermediate_size,
-                "num_hidden_layers": 1,
-                "num_attention_heads": config.num_heads,
-                "num_key_value_heads": config.num_kv_heads,
-                "head_dim": config.head_dim,
-                "hidden_act": "silu",
-                "max_position_embeddings": config.max_position_embeddings,
-                "rms_norm_eps": config.rms_norm_eps,
-                "rope_theta": config.rope_theta,
                 "tie_word_embeddings": False,
                 "eagle_config": {
                     "eagle_aux_hidden_state_layer_ids": list(settings.layers),

@@ -1,16 +1,18 @@
 """Steering: the rows that request it change as they do alone, and the others keep their bits."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config
 
 import onward
 from demo_adapters import demo_adapter
 from onward import Engine, LanguageModel, Steer
+from onward.cache import AdaptedCache
 from onward.errors import CheckpointError, RequestError, SessionError
 from onward.models import Run
 from onward.ops.tap import updating
@@ -241,7 +243,7 @@ def test_a_steered_forward_is_a_program_and_changes_no_other_row(lm, vector):
     lm.generate(PROMPT, steer={"layers.2": vector}, max_new_tokens=1)
     adapted, ids = lm._model_run.adapted, lm.encode(PROMPT)
     assert adapted.why_eager == ""
-    cache = adapted.model.new_cache(2, 256)._replace(adapters=(torch.zeros(2, dtype=torch.int32),))
+    cache = AdaptedCache(adapted.model.new_cache(2, 256), torch.zeros(2, dtype=torch.int32))
     program = onward.compile(
         adapted.model.forward, params=adapted.model.params, cache=cache, tokens=0, backend="native", fallback="raise"
     )
@@ -357,10 +359,149 @@ def test_bad_input_is_one_clear_error(lm, vector, tmp_path):
             lm.generate(PROMPT, prompt_embeds=embeds)
     with pytest.raises(RequestError, match="prompt_embeds and a steer of 'embedding' exclude each other"):
         lm.generate(PROMPT, prompt_embeds={0: vector[None]}, steer={"embedding": vector})
-    with pytest.raises(RequestError, match="steer needs a model of a built-in family, whose rows"):
+    with pytest.raises(RequestError, match="names 'norm', which the model's forward does not have; it has none"):
         own.generate([1], steer={"norm": vector}, max_new_tokens=1)
-    with pytest.raises(RequestError, match="prompt_embeds needs a model of a built-in family, whose rows"):
+    with pytest.raises(RequestError, match="names 'embedding', which the model's forward does not have; it has none"):
         own.generate([1], prompt_embeds={0: vector[None]}, max_new_tokens=1)
     completion = lm.generate(PROMPT, steer={"norm": vector}, max_new_tokens=1)
     with pytest.raises(RequestError, match=r"a receipt cannot have the vectors .*: leave out steer"):
         onward.Receipt.of(completion, "")
+
+
+# ── models of other kinds ────────────────────────────────────────────────────────────────────────────────────
+
+
+class Averages(torch.nn.Module):
+    """A model whose only layer averages the embeddings so far. Its cache is a dict of its own."""
+
+    vocab_size = 40
+
+    def __init__(self, in_place: bool) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(2)
+        self.table = torch.nn.Parameter(torch.randn(self.vocab_size, 16, generator=generator))
+        self.mixed = torch.nn.Parameter(torch.randn(16, 16, generator=generator))
+        self.head = torch.nn.Parameter(torch.randn(self.vocab_size, 16, generator=generator))
+        self.in_place = in_place
+
+    def new_cache(self, batch: int, max_len: int) -> dict[str, torch.Tensor]:
+        return {"rows": torch.zeros(batch, max_len, 16)}
+
+    def forward(self, tokens: torch.Tensor, offsets: torch.Tensor, cache: dict[str, torch.Tensor]) -> Any:
+        x = onward.tap(self.table[tokens.long()], "embedding")
+        positions = offsets.long()[:, None] + torch.arange(tokens.shape[1])
+        rows = cache["rows"] if self.in_place else cache["rows"].clone()
+        rows[torch.arange(len(tokens))[:, None], positions] = x
+        weights = (torch.arange(rows.shape[1]) <= positions[..., None]).float()
+        y = onward.tap((weights / weights.sum(2, keepdim=True)) @ rows @ self.mixed, "layers.0")
+        return (x + y).tanh() @ self.head.T, {"rows": rows}
+
+
+def compiled_forward(tokens: torch.Tensor, offsets: torch.Tensor, cache: onward.KVCache, params: Any) -> Any:
+    x = onward.tap(params["table"][tokens.long()], "embedding")
+    q = (x @ params["mixed"]).unsqueeze(1)
+    y = onward.tap(cache.attend(0, q, q, x.unsqueeze(1), offsets).squeeze(1), "layers.0")
+    return (x + y).tanh() @ params["head"].T, cache
+
+
+def other_model(kind: str, folder: Path) -> LanguageModel:
+    """A model that is of no built-in family."""
+    if kind.startswith("transformers"):
+        torch.manual_seed(4)
+        sizes = {
+            "n_embd": 32,
+            "n_layer": 2,
+            "n_head": 4,
+            "n_positions": 128,
+            "vocab_size": 40,
+            "initializer_range": 0.3,
+        }
+        module = AutoModelForCausalLM.from_config(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)).eval()
+        if kind == "transformers module":
+            return LanguageModel(onward.Model.from_module(module))
+        module.save_pretrained(folder)
+        return onward.load(folder, via="transformers")
+    module = Averages(in_place=kind != "new tensors")
+    if kind != "compiled":
+        return LanguageModel(onward.Model.from_module(module))
+    new_cache = partial(
+        onward.KVCache.new, num_layers=1, num_kv_heads=1, head_dim=16, dtype=torch.float32, device="cpu"
+    )
+    params = {name: x.detach() for name, x in module.named_parameters()}
+    return LanguageModel(onward.Model(compiled_forward, params, lambda b, n: new_cache(batch=b, max_len=n), 40))
+
+
+KINDS = ["module", "new tensors", "compiled", "transformers", "transformers module"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_models_of_no_built_in_family_are_steered_by_row(kind, tmp_path):
+    lm = other_model(kind, tmp_path)
+    prompts = [[1 + 7 * i % 39 for i in range(count)] for count in (9, 3, 14, 6)]
+    vector = torch.randn(lm.model.taps["layers.0"].shape, generator=torch.Generator().manual_seed(3)) * 2
+    each: list[dict[str, Any] | None] = [
+        {"layers.0": vector},
+        None,
+        {"layers.0": Steer(vector, replace=True, at="new"), "embedding": Steer(vector, at=[1, 2])},
+        {"embedding": Steer(vector, at="prompt")},
+    ]
+    options = {**GREEDY, "logprobs": 0}
+    alone = [lm.generate(ids, steer=steer, **options) for ids, steer in zip(prompts, each, strict=True)]
+    texts = [completion.token_ids for completion in alone]
+    for at in (0, 2, 3):
+        assert texts[at] != lm.generate(prompts[at], **options).token_ids
+    assert alone[1].logprobs == lm.generate(prompts[1], **options).logprobs
+    chunked = LanguageModel(lm.model, prefill_chunk=2)
+    for other in (lm, chunked):
+        together = other.generate(prompts, per_prompt=[{"steer": steer} for steer in each], **options)
+        assert [completion.token_ids for completion in together] == texts
+    with Engine(lm, max_sequences=3) as engine:
+        handles = [engine.submit(ids, steer=steer, **options) for ids, steer in zip(prompts, each, strict=True)]
+        assert [handle.result().token_ids for handle in handles] == texts
+    session = onward.Session(lm)
+    assert session.generate(prompts[0], steer=each[0], **options).token_ids == texts[0]
+    # The definition: the same update in a plain forward.
+    eager = LanguageModel(lm.model, compile="eager")
+    with updating({"layers.0": lambda x: x + vector.to(x.dtype)}):
+        assert eager.generate(prompts[0], **options).token_ids == texts[0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_patching_another_model_with_its_own_values_changes_no_bit(kind, tmp_path):
+    lm = other_model(kind, tmp_path)
+    ids = [1 + 7 * i % 39 for i in range(9)]
+    options: dict[str, Any] = {"max_new_tokens": 3, "temperature": 0, "logprobs": 3}
+    plain = lm.generate(ids, **options)
+    for name, states in lm.hidden_states(ids, ["embedding", "layers.0"]).items():
+        patched = lm.generate(ids, steer={name: Steer(states, replace=True, at="prompt")}, **options)
+        assert patched.logprobs == plain.logprobs
+    embeds = {2: lm.hidden_states(ids, "embedding")[2:6]}
+    placeholder = [*ids[:2], 0, 0, 0, 0, *ids[6:]]
+    assert lm.generate(placeholder, prompt_embeds=embeds, **options).logprobs == plain.logprobs
+
+
+def test_taps_that_cannot_be_steered_are_errors():
+    def model(tapped: Any, max_seq_len: int | None = None) -> LanguageModel:
+        def forward(tokens: Any, offsets: Any, cache: Any, params: Any) -> Any:
+            return tapped(params[tokens.long()]) @ params.T, cache
+
+        new_cache = lambda batch, max_len: torch.zeros(batch, 1)  # noqa: E731
+        return LanguageModel(onward.Model(forward, torch.randn(40, 8), new_cache, 40, max_seq_len))
+
+    heads = model(lambda x: onward.tap(x.view(*x.shape[:2], 2, 4), "heads").flatten(2))
+    with pytest.raises(
+        RequestError, match=r"cannot change 'heads', whose values at a position have the shape \[2, 4\]: only"
+    ):
+        heads.generate([1, 2], steer={"heads": torch.ones(2, 4)}, max_new_tokens=1)
+    first = model(lambda x: x + onward.tap(x[:, :1], "first"))
+    with pytest.raises(RequestError, match=r"must be \[B, T, ...\], here \[1, 2, '...'\]; got \[1, 1, 8\]"):
+        first.generate([1, 2], steer={"first": torch.ones(8)}, max_new_tokens=1)
+    long = model(lambda x: onward.tap(x, "x"))
+    with pytest.raises(RequestError, match="steer works up to 1,048,576 positions; got 2,000,001: ask for fewer"):
+        long.generate([1], steer={"x": torch.ones(8)}, max_new_tokens=2_000_000)
+
+
+def test_a_forward_compiled_by_torch_is_steered_too(vector):
+    eager, compiled = (onward.load("demo", compile=backend) for backend in ("eager", "inductor"))
+    want = eager.generate(PROMPT, steer={"layers.2": vector}, **GREEDY).token_ids
+    assert compiled.generate(PROMPT, steer={"layers.2": vector}, **GREEDY).token_ids == want

@@ -1,4 +1,5 @@
-"""The dense KV cache: one buffer of `max_len` positions per row, written in place; and the dimensions of other caches.
+"""The dense KV cache: one buffer of `max_len` positions per row, written in place; the dimensions of other caches; and
+any cache with the adapter of each row.
 
 Entries at or past a row's offset are never read. Removing tokens only lowers the offset: nothing is moved or cleared.
 
@@ -127,13 +128,11 @@ class KVCache(NamedTuple):
     keys, values: a tensor [B, G, S, D] per layer: B rows, G key/value heads, S = max_len positions, D features or the
         width of another format (`onward.ops.kv_format`).
     states: of the recurrent layers, if any (`onward.cache.plan`), with slot b for row b.
-    adapters: int32 [B], the index of each row's adapter, if any row has one (docs/adapters.md).
     """
 
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
     states: tuple[Tensor, ...] = ()
-    adapters: tuple[Tensor, ...] = ()
 
     @classmethod
     def new(
@@ -200,3 +199,26 @@ class KVCache(NamedTuple):
     def store(self, layer: int, x: Tensor, offsets: Tensor) -> None:
         """Store x [B, T, D], the values at a tap, in the keys of a layer."""
         write_features(self.keys[layer], None, x, offsets)
+
+
+class AdaptedCache(NamedTuple):
+    """A cache of rows, of which some have adapters.
+
+    cache: without adapters. slots: int32 [B], the index of each row's adapter; 0 for none (docs/adapters.md).
+    """
+
+    cache: Any
+    slots: Tensor
+
+    @property
+    def leaf_dims(self) -> list[tuple[str, ...] | None]:
+        """The names of each tensor's dimensions (`onward.program.NamedDims`)."""
+        named = getattr(self.cache, "leaf_dims", None)
+        return [*([None] * len(pytree.tree_leaves(self.cache)) if named is None else named), ("rows",)]
+
+    def blank(self) -> "AdaptedCache":
+        """An empty cache of the same size with its own memory, without adapters."""
+        slots = torch.zeros_like(self.slots)
+        if hasattr(self.cache, "leaf_dims"):
+            return AdaptedCache(self.cache.blank(), slots)
+        return AdaptedCache(pytree.tree_map_only(Tensor, torch.zeros_like, self.cache), slots)

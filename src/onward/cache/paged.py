@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Unpack
 import torch
 from torch import Tensor
 
-from onward.cache.dense import AttentionOptions, KVCache, layers_of, write_and_attend, write_features
+from onward.cache.dense import AdaptedCache, AttentionOptions, KVCache, layers_of, write_and_attend, write_features
 from onward.cache.plan import (
     CachePlan,
     RecurrentState,
@@ -187,7 +187,6 @@ class PagedKVCache(NamedTuple):
     table: int32 [B, M], the block of each row's positions 64 m … 64 m + 63. Entries past a row's last position, and
         positions at or past its offset, are never read.
     states: of the recurrent layers, if any (`onward.cache.plan`), and int32 [B], the slot of each row.
-    adapters: int32 [B], the index of each row's adapter, if any row has one (docs/adapters.md).
     windows: the block table of the sliding layers, if they have their own blocks. Entries before a row's window are
         never read.
     """
@@ -196,7 +195,6 @@ class PagedKVCache(NamedTuple):
     values: tuple[Tensor, ...]
     table: Tensor
     states: tuple[Tensor, ...] = ()
-    adapters: tuple[Tensor, ...] = ()
     windows: tuple[Tensor, ...] = ()
 
     def __repr__(self) -> str:
@@ -218,7 +216,7 @@ class PagedKVCache(NamedTuple):
         if self.states:
             state = ("blocks", "places", "positions or heads", "features")
             dims += [*[state] * (len(self.states) - 2), ("blocks", "places"), ("rows",)]
-        return [*dims, *[("rows",)] * len(self.adapters), *[("rows", "row's blocks")] * len(self.windows)]
+        return [*dims, *[("rows", "row's blocks")] * len(self.windows)]
 
     def blank(self) -> "PagedKVCache":
         """An empty cache of the same size with its own memory."""
@@ -319,7 +317,7 @@ class BlockTableTensors:
         if key not in self._caches:
             states = () if self._memory.states is None else (table.states[:batch],)
             cache = self._memory.view(*torch.split(table.device[:batch], self._width, 1), *states)
-            self._caches[key] = cache._replace(adapters=(table.adapters[:batch],)) if key[1] else cache
+            self._caches[key] = AdaptedCache(cache, table.adapters[:batch]) if key[1] else cache
         return self._caches[key]
 
     def _write(self, table: _Table, row: int, slot: Slot, adapter: int) -> None:

@@ -21,8 +21,6 @@ class WholeTexts:
         offsets [N] with the position of each id in its text.
     """
 
-    adapters: tuple[Tensor, ...] = ()
-
     def __init__(self, lengths: Sequence[int] | None = None) -> None:
         self._lengths = None if lengths is None else list(lengths)
         self._stored: dict[int, tuple[Tensor, Tensor]] = {}  # for layers that share them

@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from onward.cache import AdapterRef, KVCache, length_of
+from onward.cache import AdaptedCache, AdapterRef, KVCache, length_of
 from onward.cache.dense import copy_positions, copy_row, have_rows, position_dims, row_dims
 from onward.cache.disk import Restoration
 from onward.cache.slot import CacheStats, CacheView, Ids, index_of, root_of
-from onward.errors import RequestError
 from onward.models import Cache, Model, padded_length
 from onward.ops.recurrent_state import STATE_BLOCK
 
@@ -219,14 +218,15 @@ class RowCacheManager:
 
     def accept(self, view: CacheView, cache: Cache) -> None:
         """Keep the cache that a forward returned: it may have new tensors, and only some rows."""
+        before, cache = _plain(view.cache), _plain(cache)
         for slot, end in self._ends:
             slot.written_end = end  # a step may run a row twice before `commit` (a search's prompt, then its last id)
-        if cache is view.cache:
+        if cache is before:
             return
-        if view.cache is self.cache:
+        if before is self.cache:
             self.cache, self._views = cache, {}
             return
-        for leaf, new in zip(pytree.tree_leaves(view.cache), pytree.tree_leaves(cache), strict=True):
+        for leaf, new in zip(pytree.tree_leaves(before), pytree.tree_leaves(cache), strict=True):
             if new is not leaf:
                 leaf.copy_(new)
 
@@ -235,13 +235,13 @@ class RowCacheManager:
         indices = [index_of(slot.adapter) for slot in self._slots[first : first + count]]
         if not any(indices):
             return cache
-        if not isinstance(cache, KVCache):
-            raise RequestError(f"an adapter needs a cache made by new_cache; got {type(cache).__name__}")
-        key, device = (first, count), pytree.tree_leaves(cache)[0].device
+        key = first, count
         if key not in self._adapters:  # reused, like the views
+            tensors = (leaf for leaf in pytree.tree_leaves(cache) if isinstance(leaf, Tensor))
+            device = next((tensor.device for tensor in tensors), torch.device("cpu"))
             self._adapters[key] = torch.zeros(count, dtype=torch.int32, device=device)
         self._adapters[key].copy_(torch.tensor(indices, dtype=torch.int32))
-        return cache._replace(adapters=(self._adapters[key],))
+        return AdaptedCache(cache, self._adapters[key])
 
     def _narrowed(self, first: int, count: int) -> Cache:
         """The cache of some rows, over the same memory; reused, because programs identify a cache by its tensors."""
@@ -286,6 +286,10 @@ def dims_of(model: Model, cache: Cache, rows: int) -> Sequence[int] | None:
         return None
     dims = row_dims(model.new_cache)
     return dims if dims is not None and have_rows(cache, dims, rows) else None
+
+
+def _plain(cache: Cache) -> Cache:
+    return cache.cache if isinstance(cache, AdaptedCache) else cache
 
 
 def _common_prefix(ids: Sequence[int], others: Sequence[int]) -> int:

@@ -319,12 +319,12 @@ class PipelineForward(DividedForward):
                 raise
 
     def _run(self, whole: Microbatch, cache: PagedKVCache) -> tuple[Tensor, dict[str, Tensor]]:
-        links, plain = self.group.links, cache._replace(adapters=())
+        links = self.group.links
         batches = microbatches(whole, links.world)
         read, steered = self._by_rank(whole.taps), self._by_rank(whole.steers)
         values: list[dict[str, Tensor]] = []
         for index, batch in enumerate(batches):
-            view = plain._replace(table=self._tables.filled(batch.table, batch.table.shape[1], index))
+            view = cache._replace(table=self._tables.filled(batch.table, batch.table.shape[1], index))
             # Errors in the ids are raised here, before anything is sent.
             inputs = ForwardBatch(batch.tokens, batch.offsets, view, taps=read[0])
             result = self._first_layers.step(inputs, {name: batch.steers[name] for name in steered[0]})

@@ -188,7 +188,6 @@ class RequestReader:
         if options.taps is not None:
             check_capture(self.model, options.taps, prompt_len, options.max_new_tokens or 0, options.rows)
         if (steering := options.steering) is not None:
-            self.adapters.check_steered(steering.option)
             steering.check(self.model)
             lengths = {"steer": prompt_len + (options.max_new_tokens or 0), "prompt_embeds": prompt_len}
             each = {name: getattr(options, name) for name in lengths}

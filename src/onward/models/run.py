@@ -7,7 +7,7 @@ from functools import cache, partial
 import torch
 
 from onward import native
-from onward.cache import KVCache, PagedKVCache
+from onward.cache import AdaptedCache
 from onward.errors import OptionError, RequestError, warn_once
 from onward.models.contract import SelectingForward
 from onward.models.model import Cache, Model
@@ -62,8 +62,7 @@ class Run:
             return self._step(batch, sampler)
 
     def _step(self, batch: ForwardBatch, sampler: SamplingKernel | None) -> StepResult:
-        has_adapters = isinstance(batch.cache, KVCache | PagedKVCache) and bool(batch.cache.adapters)
-        if self.adapted is not None and has_adapters:
+        if self.adapted is not None and isinstance(batch.cache, AdaptedCache):
             if sampler is None:
                 self._programs.arena.calls += 1  # rows without an adapter may continue in programs of this run
             return self.adapted.step(batch, sampler)

@@ -1,7 +1,7 @@
 """Taps: named places in a forward, where a caller reads values or changes them."""
 
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
 
@@ -99,8 +99,12 @@ def check_taps(values: Mapping[str, Tensor], names: Collection[str], shape: tupl
     if missing := [name for name in names if name not in values]:
         raise RequestError(f"the model's forward has no tap {missing[0]!r}: `Model.taps` has the names")
     for name in names:
-        if tuple(values[name].shape[:2]) != tuple(shape):
-            raise RequestError(
-                f"the values at a tap must be [B, T, ...], here {[*shape, '...']}; got {list(values[name].shape)} at "
-                f"{name!r}"
-            )
+        check_tap_shape(values[name], shape, f" at {name!r}")
+
+
+def check_tap_shape(x: Tensor, shape: Sequence[int], place: str = "") -> None:
+    """Raise `RequestError` unless the values at a tap, `place`, are [B, T, ...]; shape: (B, T)."""
+    if tuple(x.shape[:2]) != tuple(shape):
+        raise RequestError(
+            f"the values at a tap must be [B, T, ...], here {[*shape, '...']}; got {list(x.shape)}{place}"
+        )

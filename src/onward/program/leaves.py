@@ -24,12 +24,13 @@ _MAX_CACHES = 32
 class NamedDims(Protocol):
     """A cache that names the dimensions of its tensors, so that a program doesn't have to guess them.
 
-    leaf_dims: the names of each leaf's dimensions. "rows" is the number of rows of a call. "blocks" is the size of
-    memory that rows share, which is not part of a program's shape. Sizes of any other name are.
+    leaf_dims: the names of each leaf's dimensions; None for a leaf without names. "rows" is the number of rows of a
+    call. "blocks" is the size of memory that rows share, which is not part of a program's shape. Sizes of any other
+    name are.
     """
 
     @property
-    def leaf_dims(self) -> Sequence[tuple[str, ...]]: ...
+    def leaf_dims(self) -> Sequence[tuple[str, ...] | None]: ...
 
     def blank(self) -> Any:
         """An empty cache with the same number of rows and positions, over its own memory."""
@@ -55,8 +56,7 @@ class CacheLeaves:
     """
 
     def __init__(self, cache: Any) -> None:
-        leaves = tensors_of(cache)
-        every = leaves if isinstance(cache, NamedDims) else pytree.tree_leaves(cache)
+        leaves, every = tensors_of(cache), pytree.tree_leaves(cache)
         self._dims = cache.leaf_dims if isinstance(cache, NamedDims) else [None] * len(every)
         self.signature: CacheSignature = tuple(map(_layout, every, self._dims))
         self._freed: list[object] = []

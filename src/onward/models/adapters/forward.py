@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from onward import ops
+from onward.cache import AdaptedCache
 from onward.errors import RequestError
 from onward.models.adapters.merge import (
     Adapter,
@@ -19,7 +20,7 @@ from onward.models.adapters.merge import (
     part_names,
 )
 from onward.models.adapters.steering import steering
-from onward.models.blocks.layer import LayerCache
+from onward.models.contract import logits_and_cache
 from onward.models.linear import Embedding, Linear, float_weight, is_marked
 from onward.models.model import Forward, Model
 from onward.ops.linear import weight_shape
@@ -73,20 +74,20 @@ class AdaptedEmbedding(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class AdaptedForward:
-    """A forward over the tables of steering, by tap, and params, in which modules may have updates; the cache has the
-    adapter of each row."""
+    """A forward over the tables of steering, by tap, and params, in which modules may have updates."""
 
     forward: Forward
     has_updates: bool
 
     def __call__(
-        self, tokens: Tensor, offsets: Tensor, cache: LayerCache, params: Any, *, logits_at: Tensor | None = None
-    ) -> tuple[Tensor, Any]:
-        (slots,) = cache.adapters
+        self, tokens: Tensor, offsets: Tensor, cache: AdaptedCache, params: Any, *, logits_at: Tensor | None = None
+    ) -> tuple[Tensor, AdaptedCache]:
         tables, params = params
-        params = with_slots(params, slots) if self.has_updates else params
-        with steering(tables, slots, tokens, offsets):
-            return self.forward(tokens, offsets, cache, params, logits_at=logits_at)
+        params = with_slots(params, cache.slots) if self.has_updates else params
+        with steering(tables, cache.slots, tokens, offsets):
+            result = self.forward(tokens, offsets, cache.cache, params, logits_at=logits_at)
+        logits, inner = logits_and_cache(result)
+        return logits, cache if inner is cache.cache else AdaptedCache(inner, cache.slots)
 
 
 def with_slots(params: Any, slots: Tensor) -> Any:

@@ -16,7 +16,6 @@ from onward.models.adapters.merge import Adapter
 from onward.models.adapters.stacks import AdapterCapacity, AdapterSlots
 from onward.models.adapters.steering import Steer, Steering
 from onward.models.adapters.trained import TrainedAdapter
-from onward.models.architecture import head_of
 from onward.models.live_weights import States
 from onward.models.run import Run
 from onward.util.process import renew_in_forks
@@ -146,12 +145,11 @@ class Adapters(Mapping[str, LoadedAdapter]):
         request.
 
         Raises:
-            RequestError: there is no such adapter, or the model is of no built-in family.
+            RequestError: there is no such adapter.
         """
         adapter = self.find(name)
         if steering is None:
             return adapter
-        self.check_steered(steering.option)
         digest = steering.digest if adapter is None else f"{adapter.digest} {steering.digest}"
         with self._lock:
             loaded = self._steered.get(digest)
@@ -160,18 +158,12 @@ class Adapters(Mapping[str, LoadedAdapter]):
                 self._steered[digest] = loaded
             return loaded
 
-    def check_steered(self, option: str) -> None:
-        """Raise `OptionError` unless requests can be steered. option: that asks for it."""
-        if head_of(self._run.model)[0] is None:
-            raise OptionError(option, "needs a model of a built-in family, whose rows can differ in a batch")
-
     def add_control_vector(self, name: str, steers: Mapping[str, Steer]) -> None:
         """Add a control vector, in place of an earlier one of this name. Raises `RequestError` if it is for another
         model."""
         if not isinstance(name, str) or not name:
             raise RequestError(f"the name of a control vector must be a non-empty string; got {name!r}")
         steering = Steering(steers, option=f"the control vector {name!r}")
-        self.check_steered(steering.option)
         steering.check(self._run.model)
         self.control_vectors = {**self.control_vectors, name: steering}
 
@@ -204,7 +196,9 @@ class Adapters(Mapping[str, LoadedAdapter]):
         stacks.put(index, updates, steers, base)
         if stacks is not self._stacks:
             self._stacks = stacks
-            self._run.adapted = Run(stacks.model, self._run.compile)
+            # torch.compile removes taps from a forward.
+            is_compiled_by_torch = self._run.compile == "inductor" and stacks.capacity.vectors
+            self._run.adapted = Run(stacks.model, "eager" if is_compiled_by_torch else self._run.compile)
         loaded = LoadedAdapter(name, index, digest, folder)
         self._free, self._max_index = self._free[:-1], max(index, self._max_index)
         weakref.finalize(loaded, self._freed.append, index).atexit = False

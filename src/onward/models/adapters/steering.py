@@ -17,9 +17,11 @@ from torch import Tensor
 from onward.cache.plan import lazy_zeros
 from onward.errors import OptionError
 from onward.models.model import Model
-from onward.ops.tap import updating
+from onward.ops.tap import check_tap_shape, updating
 from onward.util.text import described
 
+# The most positions of a steered text. A table of them takes memory as it is written.
+MAX_POSITIONS = 1 << 20
 # Which positions are steered: all; the prompt's; those whose logits choose the new ids; or these.
 SteerAt = Literal["all", "prompt", "new"] | slice | Sequence[int]
 
@@ -97,11 +99,13 @@ class Steering:
     def placed(self, prompt: int, longest: int) -> "Steering":
         """The same with the positions of each steer as numbers. prompt: the number of ids of the prompt. longest: the
         number of positions that may be changed. Raises `OptionError` for positions that it cannot have."""
+        if longest > MAX_POSITIONS:
+            raise OptionError(self.option, f"works up to {MAX_POSITIONS:,} positions; got {longest:,}: ask for fewer")
         steers = {name: steer.placed(name, prompt, longest, self.option) for name, steer in self.steers.items()}
         return replace(self, steers=steers)
 
     def check(self, model: Model) -> None:
-        """Raise `OptionError` unless the model has these taps, with floats of these widths."""
+        """Raise `OptionError` unless the model has these taps, with vectors of floats of these widths."""
         for name, steer in self.steers.items():
             if name not in model.taps:
                 known = ", ".join(model.taps) or "none (see onward.tap)"
@@ -111,6 +115,9 @@ class Steering:
             shape, dtype = model.taps[name]
             if not dtype.is_floating_point:
                 raise OptionError(self.option, f"cannot change {name!r}, whose values are {dtype}")
+            if len(shape) != 1:
+                problem = f"cannot change {name!r}, whose values at a position have the shape {list(shape)}"
+                raise OptionError(self.option, f"{problem}: only vectors can be changed")
             if tuple(steer.vector.shape[-1:]) != shape:
                 problem = f"needs vectors of width {list(shape)} for {name!r}; got {list(steer.vector.shape)}"
                 raise OptionError(self.option, problem)
@@ -132,8 +139,8 @@ class SteerTable(NamedTuple):
     def empty(cls, slots: int, count: int, model: Model, name: str) -> "SteerTable":
         """count: M."""
         (width,), dtype = model.taps[name]
-        assert model.max_seq_len is not None, "a model of a built-in family has a context"
-        shapes = [((slots, model.max_seq_len), torch.int32), ((slots, count + 1, width), dtype)]
+        length = MAX_POSITIONS if model.max_seq_len is None else min(model.max_seq_len, MAX_POSITIONS)
+        shapes = [((slots, length), torch.int32), ((slots, count + 1, width), dtype)]
         shapes += [((slots, count + 1, 1), torch.bool)] * 2
         return cls(*(lazy_zeros(shape, each, model.device, huge_pages=False) for shape, each in shapes))
 
@@ -202,6 +209,7 @@ class TableUpdate:
         return RowSteers(*(each[slots, vectors] for each in self.table[1:]))
 
     def __call__(self, x: Tensor) -> Tensor:
+        check_tap_shape(x, self.positions.shape)
         return self.rows.applied(x)
 
 
@@ -212,5 +220,6 @@ def steering(tables: Mapping[str, SteerTable], slots: Tensor, tokens: Tensor, of
         yield
         return
     positions = offsets.unsqueeze(1) + torch.arange(tokens.shape[1], dtype=torch.int32, device=tokens.device)
+    positions = positions.clamp(max=MAX_POSITIONS - 1)  # texts without a steer may be longer
     with updating({name: TableUpdate(table, slots, positions) for name, table in tables.items()}):
         yield

@@ -13,7 +13,7 @@ INSTALLED_FROM := pyproject.toml constraints.txt $(shell find native -name "*.cp
 BROWSER = $$(which chromium chromium-browser google-chrome chrome)
 CLIENTS := tests/server/clients
 OF_CLIENTS := $(VENV)/.installed-clients build/clients/openai2/.installed $(CLIENTS)/node_modules
-EXTRAS := eval trl cluster release
+EXTRAS := eval trl cluster release docs browser
 PEERS := llama.cpp ik_llama.cpp llama-server transformers openvino onnxruntime
 
 .DEFAULT_GOAL := help
@@ -66,7 +66,7 @@ soak: $(VENV)/.installed-dev ## the engine for an hour: thousands of random sche
 fuzz: $(VENV)/.installed-dev ## all hostile requests, and 10,000 bodies that no run has drawn before
 	@ONWARD_TESTS=full HYPOTHESIS_PROFILE=explore OMP_NUM_THREADS=1 $(BIN)/pytest -rP tests/hostile
 
-# Installs everything that the tests outside `make test` need, except for a browser.
+# Installs everything that the targets outside `make test` need, except for a browser.
 extras: $(OF_CLIENTS) $(EXTRAS:%=$(VENV)/.installed-%)
 
 clients: $(VENV)/.installed-dev $(OF_CLIENTS) ## client libraries that people use, against the server

@@ -293,6 +293,7 @@ def test_drafts_do_not_change_the_tokens(name: str) -> None:
                 assert content(ask(case, budget, **sampling, draft=draft)) == plain
 
 
+@pytest.mark.strength(1)
 @pytest.mark.parametrize("feature", FEATURES)
 @pytest.mark.parametrize("name", FEW)
 def test_chunks_sessions_streams_and_batches_do_not_change_the_tokens(name: str, feature: str) -> None:
@@ -314,7 +315,7 @@ def test_chunks_sessions_streams_and_batches_do_not_change_the_tokens(name: str,
 
 @pytest.mark.parametrize("feature", FEATURES)
 @pytest.mark.parametrize("name", FEW)
-@pytest.mark.stride(2)
+@pytest.mark.strength(1)
 def test_preemption_and_resumption_do_not_change_the_tokens(name: str, feature: str) -> None:
     case, options = CASES[name], FEATURES[feature]
     budgets = (None, 0, 2, 9)

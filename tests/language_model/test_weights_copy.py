@@ -69,6 +69,7 @@ def assert_equal(one, other):
     assert torch.equal(one.logits(list(range(40))), other.logits(list(range(40))))
 
 
+@pytest.mark.strength(1)
 @pytest.mark.parametrize("quantize", ["int8", "iq4_nl", "int4", None])
 @pytest.mark.parametrize("share", [0.0, 1.0], ids=["copied", "mapped"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)

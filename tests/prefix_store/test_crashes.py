@@ -1,5 +1,6 @@
 """Whenever the power fails or the process is killed, the files found afterwards are correct."""
 
+import functools
 import operator
 import os
 import random
@@ -35,7 +36,8 @@ def disk_after_writes(*, syncs: bool = True, max_bytes: int = 2**30) -> tuple[Si
     return disk, flushes
 
 
-def is_whole(disk: SimulatedDisk, name: str) -> bool:
+def is_whole(name: str, content: bytes) -> bool:
+    disk = SimulatedDisk({name: content})
     segment = read_header(disk, "", name)
     if segment is None:
         return False
@@ -45,10 +47,10 @@ def is_whole(disk: SimulatedDisk, name: str) -> bool:
     )
 
 
-def blocks_found(disk: SimulatedDisk) -> tuple[int, int, int]:
-    """The contents of a new store after a power loss: blocks of two texts, and ids of the third block of one. It fails
-    if anything is wrong."""
-    store = opened("/simulated", system=disk)
+def blocks_found(files: frozenset[tuple[str, bytes]]) -> tuple[int, int, int]:
+    """The contents of a new store on these files: blocks of two texts, and ids of the third block of one. It fails if
+    anything is wrong."""
+    store = opened("/simulated", system=SimulatedDisk(dict(files)))
     try:
         blocks = read_right(store, "root", TEXT), read_right(store, "root", OTHER)
         assert read_right(store, "other root", TEXT) == 0
@@ -68,13 +70,12 @@ def test_after_a_power_loss_every_file_is_whole_or_missing(max_bytes: int) -> No
     durable = [(0, 0, 0), (2, 2, 9), (2, 2, 10), (6, 2, 11), (6, 4, 11), (6, 4, 11), (6, 4, 11)]
     states = 0
     rng = random.Random(0)
+    whole, found_in = functools.cache(is_whole), functools.cache(blocks_found)  # many calls leave the same states
     for calls in range(len(disk.log) + 1):
         for files in after_power_loss(disk.log[:calls], rng, samples=4):
             states += 1
-            left = SimulatedDisk(files)
-            names = [name for name in files if key_of(name)]
-            assert all(is_whole(left, name) for name in names), f"after {calls} calls"
-            found = blocks_found(left)
+            assert all(whole(name, content) for name, content in files.items() if key_of(name)), f"after {calls} calls"
+            found = found_in(frozenset(files.items()))
             if max_bytes > 2**20:  # flushed blocks are found
                 flushed = max((number for count, number in flushes if count <= calls), default=0)
                 assert all(map(operator.ge, found, durable[flushed])), f"after {calls} calls"
@@ -84,11 +85,11 @@ def test_after_a_power_loss_every_file_is_whole_or_missing(max_bytes: int) -> No
 def test_a_disk_that_ignores_syncs_loses_blocks_but_gives_no_wrong_ones() -> None:
     disk, _ = disk_after_writes(syncs=False)
     rng, broken = random.Random(1), 0
+    whole, found_in = functools.cache(is_whole), functools.cache(blocks_found)
     for calls in range(len(disk.log) + 1):
         for files in after_power_loss(disk.log[:calls], rng, samples=4):
-            left = SimulatedDisk(files)
-            broken += any(not is_whole(left, name) for name in files if key_of(name))
-            blocks_found(left)
+            broken += any(not whole(name, content) for name, content in files.items() if key_of(name))
+            found_in(frozenset(files.items()))
     assert broken > 100  # so the test above would notice a missing sync
 
 

@@ -1,5 +1,6 @@
 """The texts and blocks that the tests of the prefix store write and expect."""
 
+import functools
 import random
 from collections.abc import Sequence
 
@@ -12,7 +13,12 @@ TEXT = list(range(100, 124))  # six blocks
 
 def content(root: str, ids: Sequence[int], block: int, kind: int, nbytes: int = 700) -> bytes:
     """The bytes of a part: a function of its inputs, like keys and values."""
-    return random.Random(repr((root, list(ids[: (block + 1) * BLOCK]), kind))).randbytes(nbytes + kind)
+    return _random_bytes(repr((root, list(ids[: (block + 1) * BLOCK]), kind)), nbytes + kind)
+
+
+@functools.lru_cache
+def _random_bytes(seed: str, nbytes: int) -> bytes:
+    return random.Random(seed).randbytes(nbytes)
 
 
 def parts(root: str, ids: Sequence[int], blocks: Sequence[int], kinds: Sequence[int] = (0,)) -> list[Part]:

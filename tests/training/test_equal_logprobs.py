@@ -10,6 +10,7 @@ from onward.language_model import logprobs as head
 from onward.models import architecture_of
 
 
+@pytest.mark.strength(1)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("family", TRAINED)
 def test_logprobs_equal_generate_alone_and_packed_in_any_order(family, dtype):
@@ -26,6 +27,7 @@ def test_logprobs_equal_generate_alone_and_packed_in_any_order(family, dtype):
     assert_equal(changed, lm.logprobs(changed))
 
 
+@pytest.mark.strength(1)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("family", VARIED)
 def test_logprobs_equal_engines_drafts_and_prefix_hits_over_ten_steps(family, dtype):

@@ -33,6 +33,7 @@ def assert_equal(texts, found):
         assert torch.equal(own.detach(), reported(text))
 
 
+@pytest.mark.strength(1)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("family", TRAINED)
 def test_sampling_logprobs_equal_those_of_generate(family, dtype):
@@ -45,6 +46,7 @@ def test_sampling_logprobs_equal_those_of_generate(family, dtype):
     assert_equal(changed, lm.logprobs(changed, sampling=True))
 
 
+@pytest.mark.strength(1)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("family", VARIED)
 def test_all_ways_of_decoding_report_the_same(family, options):

@@ -18,6 +18,7 @@ from onward.ops import packed as packing
 from onward.testing import random_checkpoint
 
 
+@pytest.mark.strength(1)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("family", TRAINED)
 def test_packed_weights_equal_a_model_loaded_without_parameters(family, dtype, tmp_path):

@@ -9,8 +9,8 @@ from command_line import Cli
 from typer.main import get_command
 
 import onward
+from onward.cli.command import PYTHON_ONLY
 from onward.cli.main import app
-from onward.cli.suggestions import PYTHON_ONLY
 
 COMMANDS = get_command(app).commands
 FLAGS = {

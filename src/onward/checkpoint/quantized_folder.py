@@ -22,10 +22,10 @@ from onward import models
 from onward.checkpoint.checkpoint import CheckpointFolder
 from onward.checkpoint.formats import FIELDS_OF_METHODS
 from onward.checkpoint.safetensors import SafetensorsFolder
-from onward.checkpoint.shards import TEXT_FILES, WEIGHTS, mapped_ranges, page_releaser
+from onward.checkpoint.shards import TEXT_FILES, WEIGHTS, page_releaser
 from onward.errors import CheckpointError, ConfigError, RequestError
 from onward.native import advise_huge_pages
-from onward.native.machine import ENOUGH_HUGE_PAGES, read_in_huge_pages
+from onward.native.machine import ENOUGH_HUGE_PAGES, file_mappings, read_in_huge_pages
 from onward.ops import NativeWeight, QuantizedWeight, Weight
 from onward.ops.linear import stock_weight, weight_shape
 from onward.ops.packed import packed_shape
@@ -131,7 +131,7 @@ class QuantizedTensors(SafetensorsFolder):
         self._manifest = manifest
         if not (folder / WEIGHTS).is_file():
             raise CheckpointError(f"{folder / WEIGHTS} is missing: it holds all weights; quantize the checkpoint again")
-        ranges = mapped_ranges({os.fsencode((folder / WEIGHTS).resolve())})
+        ranges = file_mappings({os.fsencode((folder / WEIGHTS).resolve())})
         if mapped:
             for each in ranges:
                 advise_huge_pages(*each)

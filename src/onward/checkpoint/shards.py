@@ -4,7 +4,7 @@ import ctypes
 import os
 import re
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from onward.errors import CheckpointError, OnwardError, one_line
+from onward.native.machine import file_mappings
 from onward.util.text_input import read_json_file
 
 WEIGHTS = "model.safetensors"
@@ -111,23 +112,10 @@ def releaser_of(files: Iterable[Path]) -> Callable[[], None]:
     names = {os.fsencode(file.resolve()) for file in files}
 
     def release() -> None:
-        for start, length in mapped_ranges(names):
+        for start, length in file_mappings(names):
             libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), _MADV_DONTNEED)
 
     return release
-
-
-def mapped_ranges(names: Collection[bytes]) -> list[tuple[int, int]]:
-    """(address, bytes) of each mapping of files in this process, from /proc/self/maps. names: their resolved paths.
-    Linux only; none elsewhere."""
-    if sys.platform != "linux":
-        return []
-    ranges, endings = [], tuple(names)
-    for line in Path("/proc/self/maps").read_bytes().splitlines():
-        if line.endswith(endings) and line.split(maxsplit=5)[-1] in names:
-            start, end = (int(address, 16) for address in line.split(maxsplit=1)[0].split(b"-"))
-            ranges.append((start, end - start))
-    return ranges
 
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)

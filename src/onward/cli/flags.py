@@ -147,6 +147,13 @@ def _number_parser(flag: str, kind: type[Any], low: float | None, high: float | 
     return parse
 
 
+def bytes_of(flag: str, gib: float) -> int:
+    """Return the bytes of a flag in GiB; raise `RequestError` if it is 0, or more than any machine has."""
+    if not 0 < gib < 2**20:
+        raise RequestError(f"{flag} must be a number of GiB above 0; got {gib}")
+    return int(gib * 2**30)
+
+
 DTYPES = ("bfloat16", "float16", "float32")
 _FORMATS = ("int8", "int4", "iq4_nl")
 _BACKENDS = ("auto", "native", "cuda", "inductor", "eager")
@@ -314,9 +321,7 @@ class EngineFlags:
         """Return the limits as keyword arguments of `Engine`, which checks all but cache_memory."""
         limits = {name: value for name, value in vars(self).items() if value is not None}
         if self.cache_memory is not None:
-            if not 0 < self.cache_memory < 2**20:
-                raise RequestError(f"--cache-memory must be a number of GiB above 0; got {self.cache_memory}")
-            limits["cache_memory"] = int(self.cache_memory * 2**30)
+            limits["cache_memory"] = bytes_of("--cache-memory", self.cache_memory)
         return limits
 
 

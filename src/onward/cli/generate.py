@@ -1,4 +1,4 @@
-"""`onward generate`: continue a prompt."""
+"""`onward generate` and `onward verify`: continue a prompt, and check that a model and build generate a text."""
 
 import dataclasses
 import datetime
@@ -16,6 +16,7 @@ from onward.cli.flags import (
     CHAT,
     INPUT,
     TEXT_FILE,
+    AdapterFlags,
     AppliedAdapterFlags,
     DraftFlags,
     ModelFlags,
@@ -29,6 +30,8 @@ from onward.cli.inputs import (
     load_model,
     parse_ids,
     read_prompt,
+    read_text,
+    starting,
     template_variables,
     write_json,
 )
@@ -119,6 +122,43 @@ def generate(
 def _write_receipt(lm: "LanguageModel", completion: "Completion", file: Path | None) -> None:
     if file is not None:
         write_json(file, json.dumps(lm.receipt(completion).to_json(), ensure_ascii=False))
+
+
+# Exit codes besides 0 and 2, which is that of errors.
+DIFFERENT_TEXT, OTHER_FINGERPRINT = 1, 3
+
+
+def verify(
+    receipt: Annotated[Path, typer.Argument(metavar="RECEIPT", help="JSON file of a receipt; '-' is standard input.")],
+    *,
+    prompt: str | None = flag("Prompt, for a receipt without one.", group=INPUT),
+    file: Path | None = TEXT_FILE,
+    as_json: bool = AS_JSON,
+    model: ModelFlags,
+    adapting: AdapterFlags,
+) -> None:
+    """Check that this model and build generate a text.
+
+    The text is that of a receipt, which generate --receipt writes. One prefill
+    computes which token the sampler draws at each position, and the logprobs,
+    and compares them with the receipt's.
+
+    Exit codes: 0, the text is verified. 1, another text: the first difference
+    and its reason are shown. 3, the same text, but the receipt is of another
+    build or model. 2, an error.
+    """
+    content = read_text(receipt)
+    text = None if prompt is None and file is None else read_prompt(prompt, file, example="--prompt TEXT")
+    with starting():
+        from onward.language_model import Receipt
+    read = Receipt.from_json(content)
+    lm = load_model(model, adapting=adapting)
+    with waiting("verifying …"):
+        result = lm.verify(read, text)
+    verdict = {"verified": result.is_verified, "same_text": result.is_same_text, "message": str(result)}
+    typer.echo(json.dumps({**verdict, **dataclasses.asdict(result)}) if as_json else str(result))
+    if not result.is_verified:
+        raise typer.Exit(OTHER_FINGERPRINT if result.is_same_text else DIFFERENT_TEXT)
 
 
 def _print_stream(stream: "Generator[Piece, None, Completion]", *, as_ids: bool) -> "Completion":

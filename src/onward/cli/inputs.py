@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import onward
-from onward.cli.flags import AdapterFlags, DraftFlags, LoadFlags, ModelFlags, TemplateFlags
+from onward.cli.flags import AdapterFlags, DraftFlags, LoadFlags, ModelFlags, TemplateFlags, bytes_of
 from onward.cli.terminal import is_terminal, note, waiting
 from onward.errors import RequestError, TokenizerError
 from onward.util.process import without_collections
@@ -164,9 +164,7 @@ def load_options(flags: LoadFlags, drafting: DraftFlags | None, adapting: Adapte
     if flags.prefix_cache_dir is not None:
         options["prefix_cache_dir"] = str(expanded(flags.prefix_cache_dir).absolute())  # replicas have other folders
     if flags.prefix_cache_disk is not None:
-        if not 0 < flags.prefix_cache_disk < 2**20:
-            raise RequestError(f"--prefix-cache-disk must be a number of GiB above 0; got {flags.prefix_cache_disk}")
-        options["prefix_cache_disk"] = int(flags.prefix_cache_disk * 2**30)
+        options["prefix_cache_disk"] = bytes_of("--prefix-cache-disk", flags.prefix_cache_disk)
     if drafting is not None and drafting.draft is not None:
         options["draft"] = drafting.draft
     options |= {name: expanded_source(str(options[name])) for name in ("name_map", "merge", "draft") if name in options}

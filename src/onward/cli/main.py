@@ -52,7 +52,7 @@ _COMMANDS = {
     ),
     "score": _Command("evaluate.score", "Compute the perplexity of a text.", "--file story.txt"),
     "verify": _Command(
-        "verify.verify", "Check that this model and build generate a text.", "receipt.json -m Qwen/Qwen3-0.6B"
+        "generate.verify", "Check that this model and build generate a text.", "receipt.json -m Qwen/Qwen3-0.6B"
     ),
     "eval": _Command(
         "evaluate.evaluate",
@@ -91,7 +91,7 @@ class Commands(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if not ctx.resilient_parsing and args[0] not in self.commands:
-            from onward.cli.suggestions import unknown_command
+            from onward.cli.command import unknown_command
 
             raise RequestError(unknown_command(args[0], self.commands))
         return super().resolve_command(ctx, args)
@@ -198,7 +198,7 @@ def _usage_message(error: Any) -> str:
     """Return a usage error as one line, with a suggestion for an unknown option."""
     option = getattr(error, "option_name", None)  # click's NoSuchOption and BadOptionUsage
     if isinstance(option, str) and error.ctx is not None and type(error).__name__ == "NoSuchOption":
-        from onward.cli.suggestions import unknown_option
+        from onward.cli.command import unknown_option
 
         return unknown_option(option, error.ctx)
     message = str(error.format_message()).rstrip(".")

@@ -28,6 +28,7 @@ from onward.cli.flags import (
     ServerEngineFlags,
     SourceArgument,
     TemplateFlags,
+    bytes_of,
     flag,
     with_source,
 )
@@ -167,9 +168,7 @@ class OnDemandFlags:
                 raise RequestError("--models-max, --models-ttl and --models-memory need --models-dir")
             return {}
         if self.models_memory is not None:
-            if not 0 < self.models_memory < 2**20:
-                raise RequestError(f"--models-memory must be a number of GiB above 0; got {self.models_memory}")
-            options["memory"] = int(self.models_memory * 2**30)
+            options["memory"] = bytes_of("--models-memory", self.models_memory)
         return {"folder": expanded(self.models_dir), **options}
 
 

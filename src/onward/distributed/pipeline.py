@@ -21,7 +21,7 @@ from onward.models import Architecture, Embedding, WeightScope
 from onward.models.adapters import RowSteers, TableUpdate
 from onward.models.architecture import parameter_shapes
 from onward.models.blocks import Decoder, DecoderParams, LayerParams
-from onward.models.contract import take_positions
+from onward.models.contract import NORM, take_positions
 from onward.models.model import DividedForward, TapValues
 from onward.ops.heads import BLOCK
 from onward.ops.tap import active_updates, is_read, report, tap
@@ -156,9 +156,6 @@ def stage_of(architecture: Architecture, rank: int, world: int) -> Stage:
 # Eight rows of a 0.6B model in two microbatches took twice as long as in one process (benchmarks/LOG.md).
 _MIN_TOKENS = 32
 _MIN_ROWS = 16
-
-
-NORM = "norm"  # the tap that rank 0 serves with the head
 
 
 class Microbatch(NamedTuple):

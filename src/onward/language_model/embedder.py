@@ -8,13 +8,14 @@ from torch import Tensor
 
 from onward.checkpoint import EmbeddingFormat
 from onward.language_model.base import LanguageModelPart
-from onward.language_model.embedding import NORM, EmbeddingReader, EmbedOptions
+from onward.language_model.embedding import EmbeddingReader, EmbedOptions
 from onward.language_model.lens import Lens, checked_decoder, predictions
 from onward.language_model.options import GenerateOptions
 from onward.language_model.request import Ids, Prompt, Request, as_list, check_top, checked_ids, one_prompt
 from onward.language_model.runner import drained
 from onward.language_model.scoring import logits_of
 from onward.language_model.tapped import HiddenAt, check_names, checked_at, in_groups, weighted_mean
+from onward.models.contract import NORM
 from onward.tokenizer import special_tokens
 from onward.util.checks import check_whole
 from onward.util.option_names import check_option_names, checks_option_names

@@ -17,9 +17,8 @@ from onward.language_model.request import Ids, Request, RequestReader, needed_to
 from onward.language_model.tapped import weighted_mean
 from onward.models import Model
 from onward.models.architecture import head_of
+from onward.models.contract import NORM
 from onward.util.checks import check_whole
-
-NORM = "norm"
 
 
 class EmbedOptions(TypedDict, total=False):

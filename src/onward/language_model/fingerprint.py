@@ -10,7 +10,6 @@ import hashlib
 import json
 import platform
 import re
-import threading
 import time
 import uuid
 import weakref
@@ -33,7 +32,7 @@ from onward.models.model import WeightsVersion, computation
 from onward.native.machine import default_threads
 from onward.ops import QuantizedWeight
 from onward.ops.packed import NativeWeight
-from onward.util.process import call_in_forks
+from onward.util.process import module_lock
 
 WEIGHTS = (QuantizedWeight, NativeWeight)
 # Bytes that one thread reads at a time: large enough to hide its overhead, small enough for unpacked copies.
@@ -41,15 +40,7 @@ _CHUNK = 8 << 20
 _BLOCK = 16  # rows of a block of `NativeWeight`
 
 _known: dict[int, tuple[WeightsVersion, dict[str, str]]] = {}  # by the id of a live model
-_lock = threading.Lock()
-
-
-def _renew_lock() -> None:
-    global _lock
-    _lock = threading.Lock()
-
-
-call_in_forks(_renew_lock)
+_lock = module_lock(globals())
 
 
 def weights_of(model: Model) -> dict[str, Any]:

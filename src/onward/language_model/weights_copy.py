@@ -34,6 +34,7 @@ from onward.language_model.prefix_disk import checkpoint_identity
 from onward.models import Architecture, ExpertLinear, marked_parts
 from onward.native.machine import cache_in_huge_pages, default_threads, has_huge_pages
 from onward.ops.operator import usable_library
+from onward.util.files import flush
 from onward.util.process import lower_priority
 
 _log = logging.getLogger(__name__)
@@ -142,7 +143,7 @@ class WeightsCopy:
                 os.utime(place)
             else:
                 for path in (weights, manifest, temporary):
-                    _sync(path)
+                    flush(path)
                 cache_in_huge_pages(weights)
                 temporary.rename(place)
             link = self._folder / f".{secrets.token_hex(8)}"
@@ -194,11 +195,3 @@ def _is_private(folder: Path) -> bool:
     """Whether a folder belongs to this user, and no other one can write to it."""
     status = folder.stat()
     return status.st_uid == os.geteuid() and not status.st_mode & 0o022
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

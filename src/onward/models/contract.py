@@ -10,6 +10,9 @@ from torch import Tensor, nn
 
 from onward.errors import RequestError
 
+# The tap whose values are the head's input (`onward.tap`).
+NORM = "norm"
+
 
 def logits_and_cache(result: object, source: str = "forward", advice: str = "") -> tuple[Tensor, Any]:
     """The result of a forward, checked to be (logits, cache). `source` and `advice` start and end the error message.

@@ -16,7 +16,7 @@ from torch.func import functional_call
 from onward import ops
 from onward.cache import CachePlan, KVCache, LayerShape
 from onward.errors import RequestError, one_line
-from onward.models.contract import logits_and_cache, take_positions, takes_logits_at
+from onward.models.contract import NORM, logits_and_cache, take_positions, takes_logits_at
 from onward.ops.tap import is_active, tap
 
 # (module, tokens, offsets, cache) -> (logits, cache): adapts a module with another signature.
@@ -356,7 +356,7 @@ def module_taps(module: Any) -> Iterator[None]:
             hooks.callback(next(iter(layers)).register_forward_pre_hook(_tap_input, with_kwargs=True).remove)
             for number, layer in enumerate(layers):
                 hooks.callback(layer.register_forward_hook(_Output(f"layers.{number}")).remove)
-            hooks.callback(decoder.register_forward_hook(_Output("norm")).remove)
+            hooks.callback(decoder.register_forward_hook(_Output(NORM)).remove)
         yield
 
 

@@ -10,14 +10,13 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
 from onward.errors import NativeError, NativeUnavailableError, RequestError
 from onward.native.interface import SIGNATURES, Status
 from onward.native.machine import MAX_THREADS, default_threads
-from onward.util.process import call_in_forks
+from onward.util.process import module_lock
 
 
 class _Instructions(dict[str, int]):
@@ -66,7 +65,7 @@ class Library:
 # Sets that compute the bits of another one (docs/decisions/0025), as tests/native and the golden record check.
 _BITS = {"avx512vnni": "avx2", "avxvnni": "avx2", "neon_i8mm": "neon"}
 
-_lock = threading.Lock()
+_lock = module_lock(globals())
 _loaded: dict[str, Library] = {}
 _current: Library | None = None
 _chosen = False  # whether _current has been selected; it may be None
@@ -149,14 +148,6 @@ def set_num_threads(count: int) -> None:
     current = library()
     if current:
         current.check(current.onward_set_num_threads(count), "onward_set_num_threads")
-
-
-def _renew_lock() -> None:
-    global _lock
-    _lock = threading.Lock()
-
-
-call_in_forks(_renew_lock)
 
 
 def _isas() -> dict[str, bool]:

@@ -8,7 +8,7 @@ import mmap
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -230,10 +230,21 @@ def _share_in_huge_pages(handle: int) -> float:
         return read_in_huge_pages(address, -(-len(memory) // mmap.PAGESIZE) * mmap.PAGESIZE)
 
 
-def file_mappings() -> list[tuple[int, int]]:
-    """(address, bytes) of each private, writable mapping of a file in this process. Linux only; none elsewhere."""
-    lines = (line.split(maxsplit=5) for line in _read(Path("/proc/self/maps")).splitlines())
-    ends = (line[0].split("-") for line in lines if line[1].startswith("rw-p") and line[4] != "0")
+def file_mappings(names: Collection[bytes] | None = None) -> list[tuple[int, int]]:
+    """(address, bytes) of the mappings of files in this process: of the files with these resolved paths, or without
+    `names`, those that are private and writable. Linux only; none elsewhere."""
+    try:
+        lines = Path("/proc/self/maps").read_bytes().splitlines()
+    except OSError:
+        return []
+    if names is None:
+        fields = [line.split(maxsplit=5) for line in lines]
+        found = [each[0] for each in fields if each[1].startswith(b"rw-p") and each[4] != b"0"]
+    else:
+        endings = tuple(names)
+        fields = [line.split(maxsplit=5) for line in lines if line.endswith(endings)]
+        found = [each[0] for each in fields if each[-1] in names]
+    ends = (each.split(b"-") for each in found)
     return [(int(start, 16), int(end, 16) - int(start, 16)) for start, end in ends]
 
 

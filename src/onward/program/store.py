@@ -6,7 +6,6 @@ forward reads from elsewhere are read once. However, the forward is traced again
 closure or its module's globals changes.
 """
 
-import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from onward.ops import choice
 from onward.program.compiled import ProgramCache
-from onward.util.process import call_in_forks
+from onward.util.process import module_lock
 
 _PLAIN = (int, float, complex, str, bytes, bool, type(None))
 # The maximum number of entries per forward, which differ in params (an adapter swapped in and out) or settings.
@@ -35,15 +34,7 @@ class _Entry:
 
 
 _entries: "weakref.WeakKeyDictionary[Any, list[_Entry]]" = weakref.WeakKeyDictionary()
-_lock = threading.Lock()
-
-
-def _renew_lock() -> None:
-    global _lock
-    _lock = threading.Lock()
-
-
-call_in_forks(_renew_lock)
+_lock = module_lock(globals())
 
 
 def programs_of(forward: Callable[..., Any], params: Any) -> ProgramCache:

@@ -28,12 +28,17 @@ def write_whole(file: Path, write: Callable[[Path], object]) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    with suppress(OSError):  # flush the new name too, if the system can; the content is on the disk already
-        handle = os.open(file.parent, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+    with suppress(OSError):  # the new name too, if the system can; the content is on the disk already
+        flush(file.parent)
+
+
+def flush(path: Path) -> None:
+    """Write what the system holds of a file, or of a folder's names, to the disk. Raises `OSError`."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def check_destination(destination: Path, *, is_file: bool = False) -> None:

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 
 class Renewable(Protocol):
@@ -34,6 +34,12 @@ def renew_in_forks(renewable: Renewable) -> None:
 def call_in_forks(callback: Callable[[], None]) -> None:
     """Call `callback` in every forked child from now on."""
     _callbacks.append(callback)
+
+
+def module_lock(module: dict[str, Any]) -> threading.Lock:
+    """A lock for the global `_lock` of a module, which forked children replace. module: its `globals()`."""
+    call_in_forks(lambda: module.update(_lock=threading.Lock()))
+    return threading.Lock()
 
 
 def _renew_child() -> None:

@@ -18,7 +18,7 @@ from onward.models.blocks.attention import Attention
 from onward.models.blocks.feed_forward import PerLayerEmbeddings, PerLayerEmbeddingsParams
 from onward.models.blocks.layer import AttentionAndState, Cached, DecoderLayer, LayerCache, LayerParams, Positions
 from onward.models.blocks.norm import RMSNorm, rounded
-from onward.models.contract import take_positions
+from onward.models.contract import NORM, take_positions
 from onward.models.linear import Embedding, Linear
 from onward.models.rope import RotarySchedule
 from onward.ops.tap import is_asked, tap
@@ -180,17 +180,17 @@ class Decoder:
             x_BTD = tap(layer(layer_params, x_BTD, positions, cache, index, own), name)
             if name in self.tap_layers:
                 cache.store(self.tap_layers[name], x_BTD, offsets)
-        if "norm" not in self.tap_layers:
+        if NORM not in self.tap_layers:
             return self.normed(params, x_BTD, at)
         normed = self.normed(params, x_BTD, None)
-        cache.store(self.tap_layers["norm"], normed, offsets)
+        cache.store(self.tap_layers[NORM], normed, offsets)
         return normed if at is None else take_positions(normed, at)
 
     def normed(self, params: DecoderParams, x_BTD: Tensor, logits_at: Tensor | None) -> Tensor:
         """The final norm, float [B, T, D], or [R, N, D] at `logits_at`."""
-        if logits_at is not None and not is_asked("norm"):
+        if logits_at is not None and not is_asked(NORM):
             x_BTD, logits_at = take_positions(x_BTD, logits_at), None
-        normed = tap(self.norm(params.norm, x_BTD), "norm")
+        normed = tap(self.norm(params.norm, x_BTD), NORM)
         return normed if logits_at is None else take_positions(normed, logits_at)
 
     def embedded(

@@ -13,6 +13,7 @@ from onward.models.architecture import Architecture, WeightScope
 from onward.models.blocks import Decoder, DecoderLayer, Positions
 from onward.models.blocks.decoder import MtpNames
 from onward.models.blocks.layer import LayerCache
+from onward.models.contract import NORM
 from onward.models.heads.head import DraftHead, Find, HeadParams
 
 
@@ -72,4 +73,4 @@ def read_mtp(target: Architecture | None) -> MtpHead:
             "Qwen3-Next and Qwen3.5 have them. 'lookup' and 'suffix' work with any model"
         )
     layer = next(layer for layer in reversed(target.layers) if isinstance(layer.cached, LayerShape))
-    return MtpHead(target, ("norm",), layer, target.mtp)
+    return MtpHead(target, (NORM,), layer, target.mtp)

@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from onward import ops
 from onward.errors import RequestError
+from onward.ops import activation
 from onward.ops.operator import FAKES, Operator
 from onward.quantization import quantize_int4, quantize_int8, quantize_iq4_nl
 from onward.sampling import History, Sampler, SamplingParams, logprobs
@@ -66,6 +67,13 @@ def test_gradients_equal_the_formula_in_float64(name, dtype):
     leaves = _leaves(case, dtype)
     got = _gradients(case.call(leaves), leaves, case)
     _assert_near(got, _exact_gradients(case, dtype), _unit(case, dtype))
+
+
+@pytest.mark.parametrize("name", ["swiglu", "geglu", "geglu in tanh"])
+def test_gradients_of_gated_activations_in_blocks(name, monkeypatch):
+    monkeypatch.setattr(activation, "_GRADIENT_BLOCK", 7)  # of 24 elements
+    for dtype in DTYPES:
+        test_gradients_equal_the_formula_in_float64(name, dtype)
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.rounds])

@@ -306,6 +306,7 @@ namespace linear {
 constexpr int kStreamRows = 4, kTileRows = 4;
 constexpr int kBlocks[kStreamRows + 1] = {0, 1, 1, 1, 1};
 constexpr int kInt4TileRows = 4, kInt4Blocks = 1, kGroupedStreamRows = 4;
+constexpr int64_t kResidentFloatBytes = 192 << 10;
 }  // namespace linear
 namespace attention {
 constexpr int kSumsAtOnce = 2;

@@ -435,6 +435,7 @@ namespace linear {
 constexpr int kStreamRows = 5, kTileRows = 5;
 constexpr int kBlocks[kStreamRows + 1] = {0, 4, 2, 1, 1, 1};
 constexpr int kInt4TileRows = 5, kInt4Blocks = 1, kGroupedStreamRows = 5;
+constexpr int64_t kResidentFloatBytes = 192 << 10;
 }  // namespace linear
 namespace attention {
 constexpr int kSumsAtOnce = 4;

@@ -63,7 +63,8 @@ struct Problem {
   int64_t count_groups() const {
     const int64_t units = ceil_div(blocks, unit);
     if (blocks * bytes * t <= kInlineBytes) return 1;
-    const int64_t wanted = ceil_div(blocks * bytes, streaming ? kStreamBytes : kResidentBytes);
+    const int64_t resident = format == kPackedF32 ? kResidentFloatBytes : kResidentBytes;
+    const int64_t wanted = ceil_div(blocks * bytes, streaming ? kStreamBytes : resident);
     const int64_t even = round_up(wanted > 1 ? wanted : 1, num_threads());
     return even < units ? even : units;
   }

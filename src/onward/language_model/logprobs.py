@@ -21,8 +21,10 @@ from onward.ops.packed import NativeWeight, packed_view
 from onward.sampling import Sampler
 from onward.sampling.logprobs import entropies, logprobs, support
 
-# The logits in memory at a time, which are a few times as many numbers.
+# The logits to compute at a time, which take a few times as many numbers.
 _MAX_LOGITS = 2**24
+# The logits to keep for the backward pass. The others are computed again, as a further product with the head.
+_MAX_KEPT_LOGITS = 2**26
 
 
 # (params, number of rows) -> params
@@ -101,10 +103,11 @@ def logprobs_of(
         hidden = hidden[torch.tensor(scored, device=model.device)]
     if isinstance(params.lm_head, AdaptedLinear):  # of an adapter that is not trained
         with torch.no_grad():
-            return head.split(head(hidden), counts)
+            return head.split(head(hidden)[0], counts)
     weight = params.lm_head.weight
     data = weight if isinstance(weight, Tensor) else weight.data
-    return head.split(_HeadLogprobs.apply(head, hidden, data), counts)  # type: ignore[no-untyped-call]
+    max_kept = _MAX_KEPT_LOGITS if torch.is_grad_enabled() else 0
+    return head.split(_HeadLogprobs.apply(head, hidden, data, max_kept), counts)  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True)
@@ -158,13 +161,19 @@ class _Head:
             return (found.chosen,)
         return found.chosen, entropies(scores), found.top_ids, found.top, support(scores)
 
-    def __call__(self, hidden: Tensor) -> tuple[Tensor, ...]:
-        """`reported` for the head's input, float [N, D]."""
-        parts = []
+    def __call__(self, hidden: Tensor, max_kept: int = 0) -> tuple[tuple[Tensor, ...], list[Tensor]]:
+        """`reported` for the head's input, float [N, D], and the products of its first rows, in chunks of `rows` rows.
+
+        max_kept: how many numbers these products may have.
+        """
+        parts, kept = [], []
         for first in range(0, len(hidden), self.rows):
-            scores = self.scores(self.params.lm_head(hidden[first : first + self.rows]), first)
-            parts.append(self.reported(scores, self.targets[first : first + self.rows]))
-        return tuple(map(torch.cat, zip(*parts, strict=True)))
+            products = self.params.lm_head(hidden[first : first + self.rows])
+            parts.append(self.reported(self.scores(products, first), self.targets[first : first + self.rows]))
+            max_kept -= products.numel()
+            if max_kept >= 0:
+                kept.append(products)
+        return tuple(map(torch.cat, zip(*parts, strict=True))), kept
 
     def split(self, fields: Sequence[Tensor], counts: list[int]) -> list[Tensor] | list[TextLogprobs]:
         texts = zip(*(torch.split(field, counts) for field in fields), strict=True)
@@ -176,12 +185,10 @@ class _HeadLogprobs(torch.autograd.Function):
     gradient."""
 
     @staticmethod
-    def forward(ctx: Any, head: _Head, hidden: Tensor, data: Tensor) -> tuple[Tensor, ...]:
-        # Logits that fit at once are kept for the backward pass.
-        products = head.params.lm_head(hidden) if len(hidden) <= head.rows else None
-        fields = head(hidden) if products is None else head.reported(head.scores(products, 0), head.targets)
+    def forward(ctx: Any, head: _Head, hidden: Tensor, data: Tensor, max_kept: int) -> tuple[Tensor, ...]:
+        fields, kept = head(hidden, max_kept)
         ctx.head = head
-        ctx.save_for_backward(hidden, data, products, fields[2] if len(fields) > 1 else None)
+        ctx.save_for_backward(hidden, data, fields[2] if len(fields) > 1 else None, *kept)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(field for field in fields if not field.is_floating_point()))
         return fields
@@ -190,14 +197,14 @@ class _HeadLogprobs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         head: _Head = ctx.head
-        hidden, _, saved, top_ids = ctx.saved_tensors  # the weight is among them to be checked for changes since
-        needs_hidden, needs_data = ctx.needs_input_grad[1:]
+        hidden, _, top_ids, *kept = ctx.saved_tensors  # the weight is among them to be checked for changes since
+        needs_hidden, needs_data = ctx.needs_input_grad[1:3]
         weight = float_weight(head.params.lm_head.weight).detach()
         to_hidden, to_weight = [], torch.zeros_like(weight) if needs_data else None
         for first in range(0, len(hidden), head.rows):
             rows = slice(first, first + head.rows)
             x = hidden[rows]
-            products = (head.params.lm_head(x) if saved is None else saved).detach().requires_grad_()
+            products = (kept.pop(0) if kept else head.params.lm_head(x)).detach().requires_grad_()
             with torch.enable_grad():
                 scores = head.scores(products, first).to(torch.float32)
             of_chosen, of_entropy, _, of_top, _ = (
@@ -214,7 +221,7 @@ class _HeadLogprobs(torch.autograd.Function):
         to_data = to_weight
         if to_weight is not None and isinstance(head.params.lm_head.weight, NativeWeight):
             to_data = packed_view(to_weight)
-        return None, torch.cat(to_hidden) if needs_hidden else None, to_data
+        return None, torch.cat(to_hidden) if needs_hidden else None, to_data, None
 
 
 def gradient_of_scores(

@@ -1,6 +1,7 @@
 """The gated activations of feed-forward blocks (Shazeer, arXiv 2002.05202), a plain gate, and the residual sum."""
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -10,6 +11,8 @@ from onward.errors import RequestError
 from onward.native.interface import Code, Int, Pointer, kernel
 from onward.ops.kernel_calls import DTYPES, KernelCalls, Operand
 from onward.ops.operator import Backward, Gradients, Operator, autocast_dtype, like_first, shapes, to_widest_dtype
+
+_GRADIENT_BLOCK = 2**16  # elements
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -88,15 +91,30 @@ def _geglu_definition(gate: Tensor, up: Tensor, approximate: bool) -> Tensor:
     return F.gelu(gate, approximate="tanh" if approximate else "none") * up
 
 
+def _gated_gradient(
+    backward: Backward, gate: Tensor, up: Tensor, function: Callable[..., Tensor], derivative: Callable[..., Tensor]
+) -> Gradients:
+    """The gradients of function(gate) * up, a block at a time, so that the terms of both stay in a cache. function and
+    derivative: torch's, which write to a tensor."""
+    to_gate, to_up = (torch.empty(gate.shape, dtype=gate.dtype, device=gate.device) for _ in range(2))
+    blocks = (x.reshape(-1).split(_GRADIENT_BLOCK) for x in (backward.grad, gate, up, to_gate, to_up))
+    for grad, gate_block, up_block, gate_out, up_out in zip(*blocks, strict=True):
+        derivative(grad * up_block, gate_block, grad_input=gate_out)
+        function(gate_block, out=up_out).mul_(grad)
+    return to_gate, to_up
+
+
 def _swiglu_gradient(backward: Backward, gate: Tensor, up: Tensor) -> Gradients:
-    grad = backward.grad
-    return torch.ops.aten.silu_backward(grad * up, gate), grad * F.silu(gate)
+    return _gated_gradient(backward, gate, up, torch.ops.aten.silu.out, torch.ops.aten.silu_backward.grad_input)
 
 
 def _geglu_gradient(backward: Backward, gate: Tensor, up: Tensor, approximate: bool) -> Gradients:
-    grad, form = backward.grad, "tanh" if approximate else "none"
-    to_gate = torch.ops.aten.gelu_backward(grad * up, gate, approximate=form)
-    return to_gate, grad * F.gelu(gate, approximate=form)
+    aten, form = torch.ops.aten, "tanh" if approximate else "none"
+    function, derivative = (
+        partial(aten.gelu.out, approximate=form),
+        partial(aten.gelu_backward.grad_input, approximate=form),
+    )
+    return _gated_gradient(backward, gate, up, function, derivative)
 
 
 def _sigmoid_gate_gradient(backward: Backward, gate: Tensor, x: Tensor) -> Gradients:

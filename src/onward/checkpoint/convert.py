@@ -32,11 +32,11 @@ from onward.checkpoint.weights import read_weights
 from onward.errors import OptionError, RequestError, warn
 from onward.models import Architecture, read_config
 from onward.models.families import model_type
+from onward.models.model import CPU
 from onward.ops import QuantizedWeight
 from onward.util.files import appears, check_destination
 
 FORMATS = ("safetensors", "gguf")
-_CPU = torch.device("cpu")
 _Weights = dict[str, Tensor | QuantizedWeight]
 
 
@@ -106,7 +106,7 @@ def _weights(checkpoint: Checkpoint, config: Architecture, dtype: torch.dtype | 
         blocks = set(checkpoint.types) - {"F32", "F16", "BF16"}
         # With float32, blocks are dequantized; other dtypes are rounded from it.
         read_dtype = torch.float32 if blocks else dtype
-        params = checkpoint.read_weights(config, dtype=read_dtype, device=_CPU, exact=dtype is None)
+        params = checkpoint.read_weights(config, dtype=read_dtype, device=CPU, exact=dtype is None)
     else:
         manifest = read_manifest(checkpoint.path, checkpoint.config)
         if manifest is not None:
@@ -115,7 +115,7 @@ def _weights(checkpoint: Checkpoint, config: Architecture, dtype: torch.dtype | 
             read_dtype = dtype or (torch.float32 if methods_of(checkpoint.config) is not None else None)
             dtype = None
         path = checkpoint.path
-        params = read_weights(path, config, dtype=read_dtype, device=_CPU, manifest=manifest, own_dtypes=True)
+        params = read_weights(path, config, dtype=read_dtype, device=CPU, manifest=manifest, own_dtypes=True)
     named = weights_by_stock_name(config, params)
     if dtype is None:
         return named

@@ -15,12 +15,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from onward.checkpoint.formats.settings import Fields, words
-from onward.checkpoint.shards import open_safetensors, read_object
+from onward.checkpoint.shards import ADAPTER_CONFIG, open_safetensors, read_object
 from onward.checkpoint.stored_names import WRAPPERS
 from onward.errors import CheckpointError
 from onward.models.adapters import Adapter, TrainedAdapter, Update
-
-CONFIG = "adapter_config.json"
 
 FIELDS = Fields(
     read=words("peft_type r lora_alpha use_rslora use_dora rank_pattern alpha_pattern init_lora_weights"),
@@ -68,9 +66,9 @@ class PeftConfig:
 
 
 def read_peft_config(folder: Path) -> PeftConfig:
-    path = folder / CONFIG
+    path = folder / ADAPTER_CONFIG
     if not path.exists():
-        raise CheckpointError(f"{folder} is not an adapter: it has no {CONFIG}")
+        raise CheckpointError(f"{folder} is not an adapter: it has no {ADAPTER_CONFIG}")
     fields = read_object(path, CheckpointError)
     if fields.get("peft_type") != "LORA":
         raise CheckpointError(f"{path}: only peft_type 'LORA' is supported; got {fields.get('peft_type')!r}")
@@ -238,6 +236,6 @@ def write_adapter(adapter: TrainedAdapter, folder: Path, base: str | None) -> No
         "fan_in_fan_out": False,
         "inference_mode": True,
     }
-    (folder / CONFIG).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
     tensors = {f"{_PREFIX}{name}": each.detach().contiguous() for name, each in adapter.parameters.items()}
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})

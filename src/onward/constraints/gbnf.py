@@ -124,7 +124,7 @@ class _Parser:
         at = self._at
         if self._next('"'):
             self._at += 1
-            literal: list[Expr] = [Chars(((point, point),)) for point in self._points('"')]
+            literal: list[Expr] = [Chars(((point, point),)) for point in self._points()]
             return literal[0] if len(literal) == 1 else Sequence(literal)
         if self._next("["):
             return self._class()
@@ -193,9 +193,10 @@ class _Parser:
             self._fail("the class has no characters", at)
         return Chars(chosen)
 
-    def _points(self, end: str) -> Iterator[int]:
-        while not self._next(end):
-            yield self._point(end)
+    def _points(self) -> Iterator[int]:
+        """Of a literal, up to its closing quote."""
+        while not self._next('"'):
+            yield self._point('"')
         self._at += 1
 
     def _point(self, end: str) -> int:

@@ -248,7 +248,7 @@ def _named_ids(prompt: PromptIds | None, first_token: int | None) -> tuple[str, 
         raise RequestError(f"pass either prompt= (the ids to process) or first_token= (one id); got {count}")
     if first_token is None:
         assert prompt is not None
-        return "prompt", prompt_ids("prompt", prompt)
+        return "prompt", prompt_ids(prompt)
     check_whole("first_token", first_token, low=0)
     return "first_token", [first_token]
 

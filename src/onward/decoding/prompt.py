@@ -13,22 +13,22 @@ from onward.util.checks import check_id, plain, plain_items
 PromptIds = Sequence[int] | NDArray[np.integer] | Tensor
 
 
-def prompt_ids(name: str, prompt: PromptIds) -> list[int]:
-    """The ids of a prompt as a list. name: the argument's name, for the error message.
+def prompt_ids(prompt: PromptIds) -> list[int]:
+    """The ids of a prompt as a list.
 
     Raises:
         RequestError: no ids, more than one dimension, or an element that is not an integer of 0 or more.
     """
     if isinstance(prompt, Tensor | np.ndarray) and prompt.ndim != 1:
-        raise OptionError(name, f"must have one dimension, the ids of one row; got {list(prompt.shape)}")
+        raise OptionError("prompt", f"must have one dimension, the ids of one row; got {list(prompt.shape)}")
     listed = plain(prompt)
     if isinstance(listed, str | bytes) or not isinstance(listed, Sequence):
-        raise OptionError(name, f"must be a list of ids, or one dimension of a tensor or array; got {prompt!r}")
+        raise OptionError("prompt", f"must be a list of ids, or one dimension of a tensor or array; got {prompt!r}")
     if not listed:
-        raise OptionError(name, "must contain at least one id; got none")
+        raise OptionError("prompt", "must contain at least one id; got none")
     ids = plain_items(listed)
     for token in ids:
-        check_id(name, token)
+        check_id("prompt", token)
     return ids
 
 

@@ -243,8 +243,8 @@ class Restorer:
     wake: called by the second thread when it has read.
     """
 
-    def __init__(self, slots: CacheManager, wake: Callable[[], None]) -> None:
-        self._slots, self._wake = slots, wake
+    def __init__(self, wake: Callable[[], None]) -> None:
+        self._wake = wake
         self._waiting: deque[tuple[EngineRequest, int]] = deque()  # with the number of those read before
         self._reading: _Reading | None = None
         self._count = 0

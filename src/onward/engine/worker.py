@@ -54,7 +54,7 @@ class EngineWorker:
         self._steps = StepRouter(run, slots, rows=scheduler.max_sequences, max_len=max_len, isolates=True)
         self._lock = threading.RLock()
         self._wakes: queue.SimpleQueue[None] = queue.SimpleQueue()  # a finalizer may call its `put`, but take no lock
-        self._restorer = Restorer(slots, partial(self._wakes.put, None))
+        self._restorer = Restorer(partial(self._wakes.put, None))
         self._updates = Updates(run, slots, scheduler, self._preempt)
         self._requests: dict[EngineRequest, None] = {}  # all that have not ended
         self._cancelled: list[EngineRequest] = []  # since the last step

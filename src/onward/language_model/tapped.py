@@ -22,12 +22,12 @@ _MAX_TOKENS = 2**14
 HiddenAt = Literal["all", "last", "mean"]
 
 
-def check_names(model: Model, names: Sequence[str], option: str = "taps") -> None:
+def check_names(model: Model, names: Sequence[str]) -> None:
     """Raise `OptionError` for a tap that the model's forward does not have."""
     for name in names:
         if name not in model.taps:
             known = ", ".join(model.taps) or "none (see onward.tap)"
-            raise OptionError(option, f"names {name!r}, which the model's forward does not have; it has {known}")
+            raise OptionError("taps", f"names {name!r}, which the model's forward does not have; it has {known}")
 
 
 def check_capture(model: Model, taps: Mapping[str, TapPositions], prompt: int, new: int, texts: int) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
 from onward.errors import ContextOverflowError, OnwardError
-from onward.language_model import Completion, GenerateOptions, LanguageModel
+from onward.language_model import Completion, LanguageModel
 from onward.protocols.body import (
     AtMost,
     Body,
@@ -38,12 +38,9 @@ from onward.protocols.messages_input import (
     joined,
     text_of,
 )
-from onward.protocols.options import BUDGETS, OF_TEXTS, Declared, ReceiptField, body_with_options, synonyms
+from onward.protocols.options import BUDGETS, DECLARED, OF_TEXTS, Declared, ReceiptField, body_with_options, synonyms
 from onward.protocols.protocol import ModelContext, ParsedBody, Prompts, Protocol
-from onward.util.options import options_of
 from onward.util.text import brief
-
-_OPTIONS = options_of(GenerateOptions)
 
 
 class Thinking(Body):
@@ -143,7 +140,7 @@ _Stops = Annotated[
     list[str] | None,
     AtMost("stop_strings", "strings"),
     ShortTexts("stop_characters"),
-    Declared(_OPTIONS["stop"]),
+    Declared(DECLARED["stop"]),
 ]
 
 
@@ -226,7 +223,7 @@ else:
 class MessagesBody(_WithOptions):
     """A body of /v1/messages."""
 
-    max_tokens: Annotated[int, Declared(_OPTIONS["max_new_tokens"])]
+    max_tokens: Annotated[int, Declared(DECLARED["max_new_tokens"])]
     stop_sequences: _Stops = None
     stream: bool | None = None
     receipt: ReceiptField = None

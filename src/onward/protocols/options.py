@@ -30,6 +30,7 @@ from onward.util.options import Option, options_of
 from onward.util.text import brief
 from onward.util.text_input import TextError, parse_json
 
+DECLARED = options_of(GenerateOptions)
 # Options that are no fields of bodies, or that have other names and types there.
 _EXCLUDED = {
     *("max_new_tokens", "logprobs", "taps", "steer", "prompt_embeds", "draft", "stop_when", "cancel", "time_limit"),
@@ -183,27 +184,25 @@ class OptionsBody(GenerateBody):
 
 def body_with_options(name: str, base: type[OptionsBody], without: Collection[str] = ()) -> type[OptionsBody]:
     """A class of bodies with a field for each option. base: its base class. without: options that are no fields."""
-    declared = options_of(GenerateOptions)
     fields: dict[str, Any] = {}
     for option in field_options():
         if option not in without:
-            fields[option] = (type_of(declared[option]), Field(None, description=declared[option].help))
+            fields[option] = (type_of(DECLARED[option]), Field(None, description=DECLARED[option].help))
     return create_model(name, __base__=base, **fields)
 
 
-_DECLARED = options_of(GenerateOptions)
 # Fields that set the same option.
 _SAME = {
     "max_new_tokens": ("max_completion_tokens", "max_tokens", "max_new_tokens"),
     "min_new_tokens": ("min_tokens", "min_new_tokens"),
 }
 BUDGETS = ("reasoning_budget", "thinking_token_budget", "thinking_budget_tokens")
-Length = Annotated[int | None, Declared(_DECLARED["max_new_tokens"])]
+Length = Annotated[int | None, Declared(DECLARED["max_new_tokens"])]
 # -1: up to the end of the context.
 _AnyLength = Annotated[Length, MinusOne(None)]
-Budget = Annotated[int | None, Declared(_DECLARED["reasoning_budget"])]
+Budget = Annotated[int | None, Declared(DECLARED["reasoning_budget"])]
 # A number of alternatives for each token.
-LogprobCount = Annotated[int | None, Declared(_DECLARED["logprobs"]), AtMost("logprobs")]
+LogprobCount = Annotated[int | None, Declared(DECLARED["logprobs"]), AtMost("logprobs")]
 
 
 def synonyms(body: Body, names: Sequence[str]) -> dict[str, Any]:
@@ -266,7 +265,7 @@ if TYPE_CHECKING:
     _Choice: TypeAlias = str | list[str] | None
     _Grammar: TypeAlias = str | None
 else:
-    _Regex, _Choice, _Grammar = (type_of(_DECLARED[name]) for name in ("regex", "choice", "grammar"))
+    _Regex, _Choice, _Grammar = (type_of(DECLARED[name]) for name in ("regex", "choice", "grammar"))
 
 
 class StructuredOutputs(Body):
@@ -312,8 +311,8 @@ class CompletionsBody(_WithOptions):
     max_completion_tokens: _AnyLength = None
     max_tokens: _AnyLength = None
     max_new_tokens: _AnyLength = None
-    min_tokens: Annotated[int | None, Declared(_DECLARED["min_new_tokens"])] = None
-    stop_token_ids: Annotated[list[int] | None, AtMost("biases", "ids"), Declared(_DECLARED["eos"])] = None
+    min_tokens: Annotated[int | None, Declared(DECLARED["min_new_tokens"])] = None
+    stop_token_ids: Annotated[list[int] | None, AtMost("biases", "ids"), Declared(DECLARED["eos"])] = None
     guided_json: _SchemaText = None
     guided_regex: _Regex = None
     guided_choice: _Choice = None

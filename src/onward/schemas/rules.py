@@ -52,12 +52,6 @@ class Spacing(NamedTuple):
     inside: str = ""
 
     @classmethod
-    def of(cls, item: str, key: str) -> "Spacing":
-        """Fixed separators."""
-        guidance = {"whitespace_flexible": False, "item_separator": item, "key_separator": key}
-        return cls(guidance, json.dumps(item), json.dumps(key))
-
-    @classmethod
     def free(cls, characters: str, most: int) -> "Spacing":
         """Up to `most` of the characters between two tokens. characters: a class in a regular expression."""
         some = f"{characters}{{0,{most}}}"
@@ -66,7 +60,7 @@ class Spacing(NamedTuple):
 
 
 # The spacing of json.dumps and of templates' tojson, as in training data.
-SPACED = Spacing.of(", ", ": ")
+SPACED = Spacing({"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}, '", "', '": "')
 
 
 def json_rules(name: str, schema: Any, spacing: Spacing, at: str, *, is_expanded: bool = False) -> list[str]:

@@ -33,7 +33,7 @@ def write_whole(file: Path, write: Callable[[Path], object]) -> None:
 
 
 def flush(path: Path) -> None:
-    """Write what the system holds of a file, or of a folder's names, to the disk. Raises `OSError`."""
+    """Flush a file, or the names in a folder, from the system's cache to the disk. Raises `OSError`."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

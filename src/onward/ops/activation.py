@@ -97,7 +97,7 @@ def _gated_gradient(
     """The gradients of function(gate) * up, a block at a time, so that the terms of both stay in a cache. function and
     derivative: torch's, which write to a tensor."""
     to_gate, to_up = (torch.empty(gate.shape, dtype=gate.dtype, device=gate.device) for _ in range(2))
-    blocks = (x.reshape(-1).split(_GRADIENT_BLOCK) for x in (backward.grad, gate, up, to_gate, to_up))
+    blocks = (torch.split(x.reshape(-1), _GRADIENT_BLOCK) for x in (backward.grad, gate, up, to_gate, to_up))
     for grad, gate_block, up_block, gate_out, up_out in zip(*blocks, strict=True):
         derivative(grad * up_block, gate_block, grad_input=gate_out)
         function(gate_block, out=up_out).mul_(grad)

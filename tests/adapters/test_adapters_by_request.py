@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 import onward
 from onward.errors import CheckpointError, RequestError, SessionError
 from onward.sampling.logprobs import token_logprobs
+from tiny_checkpoint import FEW_EXPERTS
 
 IDS = [5, 17, 99, 3, 42, 8]
 # As in test_merging.py: of logprobs too, for a logprob moves by no more than twice what the logits do.
@@ -294,7 +295,7 @@ def test_adapter_of_another_model_is_refused(loaded, tmp_path):
 
 
 def test_updates_of_experts_are_refused_by_name(tmp_path):
-    source = onward.testing.random_checkpoint(tmp_path / "model", "qwen3moe")
+    source = onward.testing.random_checkpoint(tmp_path / "model", "qwen3moe", **FEW_EXPERTS["qwen3moe"])
     folder = tmp_path / "adapter"
     folder.mkdir()
     (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 1, "lora_alpha": 1}))

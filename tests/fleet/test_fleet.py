@@ -99,8 +99,8 @@ def test_affinity_increases_prefix_hits() -> None:
 
 def test_a_budget_limits_retries() -> None:
     """All replicas except one die: no more of their requests are retried than the budget allows."""
-    arrivals = [Arrival(at / 100, 500, 300) for at in range(1000)]
-    plan = Plan(50, deaths=[(9.0, 0.9)], patience=0)
+    arrivals = [Arrival(at / 100, 500, 300) for at in range(400)]
+    plan = Plan(50, deaths=[(3.5, 0.9)], patience=0)
     few = replace(plan, options=replace(plan.options, retry_burst=20, retry_share=0.0))
     with_budget = Fleet(few, CLOCK).run([replace(each) for each in arrivals])
     without = Fleet(replace(few, budget=False), CLOCK).run([replace(each) for each in arrivals])

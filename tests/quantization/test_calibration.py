@@ -14,6 +14,7 @@ from onward.models import FAMILIES as ARCHITECTURES
 from onward.quantization import watch
 from onward.quantization.watch import LayerwiseRunner
 from onward.testing import scripted_model, tiny_model
+from tiny_checkpoint import FEW_EXPERTS
 
 HELDOUT = Path(__file__).parents[2] / "training" / "heldout.txt"
 FAMILIES = [name.removesuffix("ForCausalLM").lower() for name in ARCHITECTURES if name.endswith("ForCausalLM")]
@@ -24,7 +25,7 @@ IDS = torch.randint(0, 60, (3, 20), generator=torch.Generator().manual_seed(0))
 def test_every_family_runs_layer_by_layer_like_its_forward(family, monkeypatch):
     """Three texts, two at a time: each layer's state is reused between batches."""
     monkeypatch.setattr(watch, "MAX_TOKENS", 40)
-    model = tiny_model(family)
+    model = tiny_model(family, **FEW_EXPERTS.get(family, {}))
     params, ids = model.params, IDS.to(torch.int32)
     with torch.no_grad():
         texts = LayerwiseRunner(model, ids, params)
@@ -38,7 +39,7 @@ def test_every_family_runs_layer_by_layer_like_its_forward(family, monkeypatch):
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.stride(3)
 def test_the_same_matrices_in_the_same_bytes(family):
-    model, nearest, fed = tiny_model(family), [], []
+    model, nearest, fed = tiny_model(family, **FEW_EXPERTS.get(family, {})), [], []
     before = quantize(model, "int4", progress=nearest.append)
     after = quantize(model, "int4", progress=fed.append, calibrate=Calibration(ids=IDS))
     assert sorted((r.name, r.nbytes) for r in fed) == sorted((r.name, r.nbytes) for r in nearest)

@@ -17,6 +17,7 @@ from onward.language_model.quantize_model import _knapsack, choose_formats
 from onward.models import map_marked, parameter_name
 from onward.quantization.params import ParamsQuantizer
 from onward.testing import random_checkpoint, tiny_model
+from tiny_checkpoint import FEW_EXPERTS
 
 IDS = torch.randint(0, 60, (3, 20), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
 
@@ -104,7 +105,7 @@ def test_a_large_budget_is_enforced_though_its_room_is_divided():
 
 
 def test_the_experts_of_a_layer_have_one_format():
-    model = tiny_model("qwen3moe")
+    model = tiny_model("qwen3moe", **FEW_EXPERTS["qwen3moe"] | {"hidden_size": 64, "moe_intermediate_size": 64})
     reports = reports_of(model, between(model))
     experts = {
         report.format for report in reports if report.name.startswith("layers.0") and report.name[-1].isdecimal()

@@ -18,6 +18,7 @@ from onward.models import pack_params
 from onward.ops import QuantizedWeight
 from onward.quantization import quantize_params, quantize_weight, relative_rms_error
 from onward.testing import ByteTokenizer, scripted_model, tiny_model
+from tiny_checkpoint import FEW_EXPERTS
 
 HELDOUT = Path(__file__).parents[2] / "training" / "heldout.txt"
 MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -71,7 +72,7 @@ def test_a_tied_pair_is_one_weight_and_an_untied_pair_two(format):
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3moe"])
 def test_iq4_nl_takes_the_bytes_of_int4(family):
-    model = tiny_model(family)
+    model = tiny_model(family, **FEW_EXPERTS.get(family, {}))
     assert quantize(model, "iq4_nl").nbytes == quantize(model, "int4").nbytes
     reports = {format: quantize_params(model.params, format)[1] for format in ("iq4_nl", "int4")}
     assert [report.bits for report in reports["iq4_nl"]] == [report.bits for report in reports["int4"]]

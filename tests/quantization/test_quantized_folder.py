@@ -21,6 +21,7 @@ from onward.models import Linear, build_model, read_config
 from onward.ops import QuantizedWeight
 from onward.quantization import quantize_params, quantize_weight
 from onward.testing import random_checkpoint
+from tiny_checkpoint import FEW_EXPERTS
 
 # Sizes that fill no block, no group and no line.
 ODD = {"hidden_size": 36, "intermediate_size": 50, "vocab_size": 259, "head_dim": 6}
@@ -101,7 +102,7 @@ def test_a_folder_of_a_recurrent_model_equals_quantizing_in_memory(tmp_path):
 @pytest.mark.parametrize("family", ["qwen3moe", "qwen3_5", "lfm2moe", "deepseekv3"])
 def test_unquantized_weights_are_written_as_in_the_checkpoint(tmp_path, family):
     """A calibration runs the packed model, of which routers, convolutions and latents are unpacked."""
-    source = random_checkpoint(tmp_path / "source", family)
+    source = random_checkpoint(tmp_path / "source", family, **FEW_EXPERTS.get(family, {}))
     calibration = Calibration(ids=torch.arange(40, dtype=torch.int32).view(2, 20))
     quantize_folder(source, tmp_path / "small", "iq4_nl", calibrate=calibration)
     want = quantize(onward.load(source).model, "iq4_nl", calibrate=calibration)

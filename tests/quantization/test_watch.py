@@ -58,7 +58,7 @@ def test_each_expert_has_the_hessian_of_its_tokens(activation):
 
 
 def test_only_experts_with_enough_tokens_are_calibrated():
-    model, nearest, fed, starved = tiny_model("qwen3moe"), [], [], []
+    model, nearest, fed, starved = tiny_model("qwen3moe", moe_intermediate_size=20), [], [], []
     ids = torch.randint(0, 60, (8, 60), generator=torch.Generator().manual_seed(0))
     quantize(model, "int4", progress=nearest.append)
     quantize(model, "int4", progress=fed.append, calibrate=Calibration(ids=ids))

@@ -31,6 +31,7 @@ def _step(lm, name, texts):
     optimizer.step()
 
 
+@pytest.mark.strength(1)
 @pytest.mark.parametrize("base", BASES)
 @pytest.mark.parametrize("family", ["qwen3", "gemma2"])
 def test_logprobs_equal_the_sampled_ones_over_steps(family, base, tmp_path):

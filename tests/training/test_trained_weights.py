@@ -16,13 +16,14 @@ from onward.models.linear import marked_parts
 from onward.ops import NativeWeight
 from onward.ops import packed as packing
 from onward.testing import random_checkpoint
+from tiny_checkpoint import FEW_EXPERTS
 
 
 @pytest.mark.strength(1)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("family", TRAINED)
 def test_packed_weights_equal_a_model_loaded_without_parameters(family, dtype, tmp_path):
-    folder = random_checkpoint(tmp_path / "before", family, dtype=dtype)
+    folder = random_checkpoint(tmp_path / "before", family, dtype=dtype, **FEW_EXPERTS.get(family, {}))
     lm = onward.load(folder, trainable=True)
     assert all(parameter.dtype == torch.float32 for parameter in lm.parameters())
     assert {name: tuple(p.shape) for name, p in lm.named_parameters()} == {

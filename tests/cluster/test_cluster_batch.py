@@ -1,6 +1,7 @@
 """`onward batch --replicas`: the output of one machine, whichever processes are killed.
 
-ONWARD_KILLS=20 sets the number of kills; each takes half a minute on two cores, mostly to start Ray.
+ONWARD_KILLS sets the number of kills (2; 8 with ONWARD_TESTS=full). Each takes half a minute on two cores, mostly to
+start Ray.
 """
 
 import json
@@ -21,7 +22,7 @@ pytest.importorskip("ray", reason="ray is not installed: make test-cluster")
 
 PROGRAM = [sys.executable, "-c", "from onward.cli.main import main; main()"]
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
-KILLS = int(os.environ.get("ONWARD_KILLS", "2"))
+KILLS = int(os.environ.get("ONWARD_KILLS", "8" if os.environ.get("ONWARD_TESTS") == "full" else "2"))
 
 pytestmark = pytest.mark.timeout(420 + 60 * KILLS)
 

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -22,13 +23,29 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 def memory(pid: int) -> float:
-    """Resident memory of a process and its descendants, in MB; 0 where there is no /proc."""
+    """Resident memory of a process and its descendants, in MB; 0 where there is no /proc.
+
+    A child that has not executed its program yet has its parent's memory, so only what it has beyond that counts.
+    """
     try:
-        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+        own, program = _resident(pid), _program(pid)
         children = [int(child) for file in Path(f"/proc/{pid}/task").glob("*/children") for child in _words(file)]
     except (OSError, IndexError):  # it has ended
         return 0.0
-    return pages * _PAGE / MEGABYTE + sum(map(memory, children))
+    total = own
+    for child in children:
+        with suppress(OSError):
+            shared = own if _program(child) == program else 0.0
+            total += max(0.0, memory(child) - shared)
+    return total
+
+
+def _resident(pid: int) -> float:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE / MEGABYTE
+
+
+def _program(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
 def _words(file: Path) -> list[str]:

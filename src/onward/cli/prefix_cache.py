@@ -33,7 +33,7 @@ def prefix_cache(
     path = expanded(folder)
     try:
         if action == "clear":
-            count, nbytes = clear(str(path), 0.0 if older_than is None else older_than * 86_400)
+            count, nbytes = clear(str(path), None if older_than is None else older_than * 86_400)
             typer.echo(f"deleted {_files(count)}, {in_bytes(nbytes)}")
             return
         groups = contents(str(path))

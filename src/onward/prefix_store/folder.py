@@ -132,12 +132,13 @@ def contents(path: str) -> list[Contents]:
     return sorted(groups, key=lambda group: (-group.nbytes, group.key))
 
 
-def clear(path: str, older_than: float) -> tuple[int, int]:
-    """Delete the segments in a folder that were not used for so many seconds, and those that were not finished. Returns
-    how many, and their bytes. Raises `OSError`."""
+def clear(path: str, older_than: float | None) -> tuple[int, int]:
+    """Delete the segments in a folder that were not used for so many seconds, and those that were not finished; all of
+    them for None. Returns how many, and their bytes. Raises `OSError`."""
     folder = Folder(path, 0, FileSystem())
-    latest = time.time_ns() - int(older_than * 1e9)
-    chosen = [file for file in folder.files() if file.modified <= latest]
+    # A segment in use has a time after this, and on a shared disk maybe one ahead of this machine's clock.
+    latest = None if older_than is None else time.time_ns() - int(older_than * 1e9)
+    chosen = [file for file in folder.files() if latest is None or file.modified <= latest]
     for file in chosen:
         folder.remove(file.name)
     return len(chosen), sum(file.nbytes for file in chosen)

@@ -218,7 +218,7 @@ class RowCacheManager:
 
     def accept(self, view: CacheView, cache: Cache) -> None:
         """Keep the cache that a forward returned: it may have new tensors, and only some rows."""
-        before, cache = _plain(view.cache), _plain(cache)
+        before, cache = _without_adapters(view.cache), _without_adapters(cache)
         for slot, end in self._ends:
             slot.written_end = end  # a step may run a row twice before `commit` (a search's prompt, then its last id)
         if cache is before:
@@ -288,7 +288,7 @@ def dims_of(model: Model, cache: Cache, rows: int) -> Sequence[int] | None:
     return dims if dims is not None and have_rows(cache, dims, rows) else None
 
 
-def _plain(cache: Cache) -> Cache:
+def _without_adapters(cache: Cache) -> Cache:
     return cache.cache if isinstance(cache, AdaptedCache) else cache
 
 

@@ -90,8 +90,8 @@ def test_an_untrained_model_has_the_same_logprobs_without_a_gradient():
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("family", ["qwen3", "gemma2", "granite"])
-@pytest.mark.parametrize("chunks_kept", [0, 2, 100])
-def test_chunked_logits_give_the_same(family, dtype, chunks_kept, monkeypatch):
+@pytest.mark.parametrize("chunks_saved", [0, 2, 100])
+def test_chunked_logits_give_the_same(family, dtype, chunks_saved, monkeypatch):
     lm = trainable(family, dtype)
     texts = samples(lm)
 
@@ -105,7 +105,7 @@ def test_chunked_logits_give_the_same(family, dtype, chunks_kept, monkeypatch):
 
     whole, gradients = run()
     monkeypatch.setattr(head, "_MAX_LOGITS", 7 * lm.model.vocab_size)
-    monkeypatch.setattr(head, "_MAX_KEPT_LOGITS", chunks_kept * 7 * lm.model.vocab_size)
+    monkeypatch.setattr(head, "_MAX_SAVED_LOGITS", chunks_saved * 7 * lm.model.vocab_size)
     few, others = run()
     assert torch.equal(few, whole)
     unit = 2.0**-24 if dtype == torch.float32 else 2.0**-8

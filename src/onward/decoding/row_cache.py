@@ -13,6 +13,7 @@ from onward.cache.dense import copy_positions, copy_row, have_rows, position_dim
 from onward.cache.disk import Restoration
 from onward.cache.slot import CacheStats, CacheView, Ids, index_of, root_of
 from onward.models import Cache, Model, padded_length
+from onward.models.model import CPU
 from onward.ops.recurrent_state import STATE_BLOCK
 
 
@@ -238,7 +239,7 @@ class RowCacheManager:
         key = first, count
         if key not in self._adapters:  # reused, like the views
             tensors = (leaf for leaf in pytree.tree_leaves(cache) if isinstance(leaf, Tensor))
-            device = next((tensor.device for tensor in tensors), torch.device("cpu"))
+            device = next((tensor.device for tensor in tensors), CPU)
             self._adapters[key] = torch.zeros(count, dtype=torch.int32, device=device)
         self._adapters[key].copy_(torch.tensor(indices, dtype=torch.int32))
         return AdaptedCache(cache, self._adapters[key])

@@ -23,8 +23,8 @@ from onward.sampling.logprobs import entropies, logprobs, support
 
 # The logits to compute at a time, which take a few times as many numbers.
 _MAX_LOGITS = 2**24
-# The logits to keep for the backward pass. The others are computed again, as a further product with the head.
-_MAX_KEPT_LOGITS = 2**26
+# The logits to save for the backward pass. The others are computed again, as a further product with the head.
+_MAX_SAVED_LOGITS = 2**26
 
 
 # (params, number of rows) -> params
@@ -106,8 +106,8 @@ def logprobs_of(
             return head.split(head(hidden)[0], counts)
     weight = params.lm_head.weight
     data = weight if isinstance(weight, Tensor) else weight.data
-    max_kept = _MAX_KEPT_LOGITS if torch.is_grad_enabled() else 0
-    return head.split(_HeadLogprobs.apply(head, hidden, data, max_kept), counts)  # type: ignore[no-untyped-call]
+    max_saved = _MAX_SAVED_LOGITS if torch.is_grad_enabled() else 0
+    return head.split(_HeadLogprobs.apply(head, hidden, data, max_saved), counts)  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True)
@@ -161,19 +161,19 @@ class _Head:
             return (found.chosen,)
         return found.chosen, entropies(scores), found.top_ids, found.top, support(scores)
 
-    def __call__(self, hidden: Tensor, max_kept: int = 0) -> tuple[tuple[Tensor, ...], list[Tensor]]:
+    def __call__(self, hidden: Tensor, max_saved: int = 0) -> tuple[tuple[Tensor, ...], list[Tensor]]:
         """`reported` for the head's input, float [N, D], and the products of its first rows, in chunks of `rows` rows.
 
-        max_kept: how many numbers these products may have.
+        max_saved: how many numbers these products may have.
         """
-        parts, kept = [], []
+        parts, saved = [], []
         for first in range(0, len(hidden), self.rows):
             products = self.params.lm_head(hidden[first : first + self.rows])
             parts.append(self.reported(self.scores(products, first), self.targets[first : first + self.rows]))
-            max_kept -= products.numel()
-            if max_kept >= 0:
-                kept.append(products)
-        return tuple(map(torch.cat, zip(*parts, strict=True))), kept
+            max_saved -= products.numel()
+            if max_saved >= 0:
+                saved.append(products)
+        return tuple(map(torch.cat, zip(*parts, strict=True))), saved
 
     def split(self, fields: Sequence[Tensor], counts: list[int]) -> list[Tensor] | list[TextLogprobs]:
         texts = zip(*(torch.split(field, counts) for field in fields), strict=True)
@@ -185,10 +185,10 @@ class _HeadLogprobs(torch.autograd.Function):
     gradient."""
 
     @staticmethod
-    def forward(ctx: Any, head: _Head, hidden: Tensor, data: Tensor, max_kept: int) -> tuple[Tensor, ...]:
-        fields, kept = head(hidden, max_kept)
+    def forward(ctx: Any, head: _Head, hidden: Tensor, data: Tensor, max_saved: int) -> tuple[Tensor, ...]:
+        fields, saved = head(hidden, max_saved)
         ctx.head = head
-        ctx.save_for_backward(hidden, data, fields[2] if len(fields) > 1 else None, *kept)
+        ctx.save_for_backward(hidden, data, fields[2] if len(fields) > 1 else None, *saved)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(field for field in fields if not field.is_floating_point()))
         return fields
@@ -197,14 +197,14 @@ class _HeadLogprobs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         head: _Head = ctx.head
-        hidden, _, top_ids, *kept = ctx.saved_tensors  # the weight is among them to be checked for changes since
+        hidden, _, top_ids, *saved = ctx.saved_tensors  # the weight is among them to be checked for changes since
         needs_hidden, needs_data = ctx.needs_input_grad[1:3]
         weight = float_weight(head.params.lm_head.weight).detach()
         to_hidden, to_weight = [], torch.zeros_like(weight) if needs_data else None
         for first in range(0, len(hidden), head.rows):
             rows = slice(first, first + head.rows)
             x = hidden[rows]
-            products = (kept.pop(0) if kept else head.params.lm_head(x)).detach().requires_grad_()
+            products = (saved.pop(0) if saved else head.params.lm_head(x)).detach().requires_grad_()
             with torch.enable_grad():
                 scores = head.scores(products, first).to(torch.float32)
             of_chosen, of_entropy, _, of_top, _ = (
